@@ -1,0 +1,19 @@
+"""The one exception a user's mistake raises, and the spelling suggestion every room shares."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class QtoolError(Exception):
+    """Bad input or bad usage: one sentence naming the thing, what was found, what would be accepted."""
+
+
+class CheckFailed(QtoolError):
+    """A verification found a mismatch: the input was readable, its content is wrong."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``did you mean X?`` for the nearest of ``known``, else the list of all of them."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"

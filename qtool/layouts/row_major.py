@@ -1,0 +1,14 @@
+"""row-major: the reference layout. Two codes a byte along K, the even column in the low nibble.
+
+>>> byte, nibble = ROW_MAJOR.address(torch.tensor(1), torch.tensor(5), (2, 8))
+>>> int(byte), int(nibble)
+(6, 1)
+"""
+
+import torch  # noqa: F401  (the doctest's)
+
+from qtool.layouts.base import DigitLayout
+
+ROW_MAJOR = DigitLayout(name="row-major", n="n", k="kt half:2", order="n, kt", nibble="half")
+#: one code a byte, for 8-bit weights
+ROW_MAJOR_8 = DigitLayout(name="row-major-8", n="n", k="k", order="n, k")

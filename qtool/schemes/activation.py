@@ -1,0 +1,46 @@
+"""Dynamic activation quantization: symmetric integers with one scale per token or token group.
+
+Per-token s8 (W8A8, W4A8): ``sx[m] = max_k |X[m, k]| / 127``, ``Qx = rne(X / sx)``.
+Per-token-group s4 (W4A4, FMPQ): ``sx[m, G] = max |X| / 7``, codes clamped to -8..7 (APEX4, eq. 7).
+A group of zeros gets scale 1. All arithmetic in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a linear's input is quantized at run time.
+
+    Args:
+        bits: 16 (left as it is), 8 or 4.
+        group_size: input channels per scale; ``None`` means one scale per token.
+    """
+
+    bits: int
+    group_size: int | None = None
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8 ``[..., K]`` and scales float32 ``[..., K / group_size]`` of ``x [..., K]``."""
+        size = self.group_size or x.shape[-1]
+        groups = x.float().unflatten(-1, (-1, size))  # [..., G, g]
+        top = 2 ** (self.bits - 1) - 1
+        amax = groups.abs().amax(-1)
+        scale = torch.where(amax > 0, amax / top, 1.0)
+        codes = torch.round(groups / scale[..., None]).clamp(-top - 1, top)
+        return codes.flatten(-2).to(torch.int8), scale
+
+    def dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """The float32 values ``[..., K]`` of codes and scales."""
+        return (codes.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
+    def fake(self, x: Tensor) -> Tensor:
+        """``x`` quantized and dequantized, in its own dtype."""
+        return x if self.bits == 16 else self.dequantize(*self.quantize(x)).to(x.dtype)
+
+
+PER_TOKEN_S8 = Activation(8)
+UNQUANTIZED = Activation(16)
