@@ -1,0 +1,163 @@
+"""The unit of work: one decoder block on a device, its inputs, and what methods decide about it.
+
+A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the
+weights in place or notes a decision (clip ratios, an input permutation), and returns. It knows
+schemes only through their protocol and names of linears only through the family.
+
+Legend: B sequences in a batch, S tokens, H hidden size, N x K a linear's weight.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qtool.models.family import Family, Heads
+from qtool.models.skeleton import recording
+from qtool.schemes.base import Clip, Params, Scheme
+
+
+@dataclass
+class Batch:
+    """Hidden states ``[B, S, H]`` entering a block and the other arguments of every block."""
+
+    hidden: Tensor
+    kwargs: Sequence[dict[str, Any]]
+
+
+@dataclass
+class Rounded:
+    """The outcome of rounding one linear: codes ``[N, K]`` and the scheme's parameters."""
+
+    codes: Tensor
+    params: Params
+
+
+@dataclass
+class Block:
+    """One block with its weights (float) on a device.
+
+    Attributes:
+        index: its number in the model.
+        schemes: the scheme of each linear to quantize; a linear that is absent stays as it is.
+        clips: ``(clip, group_clip)`` chosen for a linear, see ``Scheme.fit``.
+        permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
+            the stored columns are in that order and the input is gathered at run time.
+        notes: what methods report (errors, choices), written to qtool.json.
+    """
+
+    index: int
+    module: nn.Module
+    family: Family
+    config: PretrainedConfig
+    schemes: dict[str, Scheme]
+    clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
+    permutations: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> Heads:
+        return Heads.of(self.config)
+
+    def get(self, name: str) -> nn.Module:
+        """The submodule ``name`` (a linear, a norm)."""
+        return self.module.get_submodule(name)
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of submodule ``name``, detached: change it in place."""
+        return self.get(name).weight.detach()  # type: ignore[union-attr, operator]
+
+    def fit(self, name: str) -> Params:
+        """Parameters of linear ``name`` by its scheme and the clip chosen for it."""
+        clip, group_clip = self.clips.get(name, (1.0, 1.0))
+        return self.schemes[name].fit(self.weight(name), clip=clip, group_clip=group_clip)
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Tensor:
+        """The block's output ``[B, S, H]`` for one batch."""
+        out = self.module(batch.hidden.to(self.device), **to_device(batch.kwargs[self.index], self.device))
+        return out[0] if isinstance(out, tuple) else out
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @torch.no_grad()
+    def observe(self, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]]) -> None:
+        """Run all batches; each observer gets its linear's input ``[tokens, K]``, batch by batch."""
+        with observing(self.module, observers):
+            for batch in batches:
+                self.run(batch)
+
+    @torch.no_grad()
+    def propagate(self, batches: Sequence[Batch]) -> None:
+        """Replace every batch's hidden states by the block's output, in place."""
+        for batch in batches:
+            batch.hidden = self.run(batch).to(batch.hidden.device)
+
+    def install(self, name: str, rounded: Rounded) -> None:
+        """From now on linear ``name`` computes what the quantized one will."""
+        linear = self.get(name)
+        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
+        parent, _, attribute = name.rpartition(".")
+        setattr(self.module.get_submodule(parent), attribute, quantized)
+
+
+class SimulatedLinear(nn.Module):
+    """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None) -> None:
+        super().__init__()
+        self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
+        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x = x[..., self.permutation]
+        return nn.functional.linear(self.scheme.fake_activation(x, self.params), self.weight, self.bias)
+
+
+@contextmanager
+def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs."""
+
+    def hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
+        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+    handles = [module.get_submodule(name).register_forward_pre_hook(hook(o)) for name, o in observers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with every tensor in it (in tuples and dicts too) on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: to_device(v, device) for k, v in value.items()}
+    return value
+
+
+@torch.no_grad()
+def first_inputs(model: PreTrainedModel, family: Family, tokens: Sequence[Tensor]) -> list[Batch]:
+    """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
+
+    ``model`` is a skeleton whose embedding is filled; its blocks need no weights.
+    """
+    batches = []
+    for ids in tokens:
+        with recording(model, family) as recorders:
+            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            batches.append(Batch(hidden, [r.kwargs for r in recorders]))
+    return batches

@@ -1,0 +1,57 @@
+"""What a calibration method is, and in which order methods may stand in a recipe.
+
+A *transform* rewrites the float weights so that the model's output stays the same but it quantizes
+better (rotation, smoothing, reordering), or notes a decision (clipping). A *rounding* turns the
+weights of a block into codes. Both work block by block; a transform may also rewrite the embedding
+and the head, which it then does row by row, so that both can be streamed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from qtool.calibration.block import Batch, Block, Rounded
+
+
+@dataclass
+class Transform(ABC):
+    """Rewrites a block in place before it is rounded. Options are dataclass fields (recipe keys)."""
+
+    name: ClassVar[str]
+    #: it looks at activations, so the run needs calibration data
+    needs_data: ClassVar[bool]
+    #: names of methods that, where present in a recipe, must come earlier, and why
+    after: ClassVar[dict[str, str]] = {}
+    #: it changes embedding or head, so tied embeddings are untied
+    rewrites_embedding: ClassVar[bool] = False
+
+    @abstractmethod
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        """Rewrite ``block`` (``batches`` is empty unless ``needs_data``)."""
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        """Rows ``[n, H]`` of the embedding table, rewritten."""
+        return rows
+
+    def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
+        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the norm before it."""
+        return rows
+
+    def final_norm(self, weight: Tensor) -> Tensor:
+        """The final norm's weight ``[H]`` after the transform."""
+        return weight
+
+
+@dataclass
+class Rounding(ABC):
+    """Turns every linear of ``block.schemes`` into codes and installs it in the block."""
+
+    name: ClassVar[str]
+    needs_data: ClassVar[bool]
+
+    @abstractmethod
+    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        """Codes and parameters of every linear in ``block.schemes``; the block now runs quantized."""

@@ -1,0 +1,57 @@
+"""Round to nearest: every weight to the closest code its scheme allows. Needs no data.
+
+Works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
+memory is the stored weight plus its codes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.method import Rounding
+from qtool.schemes.base import Clip, Params, Scheme
+
+CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass
+class RoundToNearest(Rounding):
+    """``codes = scheme.quantize(weight, scheme.fit(weight))``."""
+
+    name = "rtn"
+    needs_data = False
+
+    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        rounded = {}
+        for name, scheme in block.schemes.items():
+            clip, group_clip = block.clips.get(name, (1.0, 1.0))
+            rounded[name] = round_to_nearest(scheme, block.weight(name), clip, group_clip)
+            block.install(name, rounded[name])
+        return rounded
+
+
+def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Rounded:
+    """Fit and quantize ``weight [N, K]``, a chunk of rows at a time."""
+    n, k = weight.shape
+    step = max(1, CHUNK_ELEMENTS // k)
+    codes, parts = torch.empty(n, k, dtype=scheme.code_dtype, device=weight.device), []
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        params = scheme.fit(weight[rows], clip=_rows(clip, rows), group_clip=_rows(group_clip, rows))
+        codes[rows] = scheme.quantize(weight[rows], params)
+        parts.append(params)
+    return Rounded(codes, _concatenate(scheme, parts))
+
+
+def _rows(clip: Clip, rows: slice) -> Clip:
+    return clip[rows] if isinstance(clip, Tensor) and clip.dim() else clip
+
+
+def _concatenate(scheme: Scheme, parts: list[Params]) -> Params:
+    return {
+        name: first if name in scheme.shared_params else torch.cat([part[name] for part in parts])
+        for name, first in parts[0].items()
+    }

@@ -1,0 +1,72 @@
+"""A transformers model without weights: real buffers, parameters on ``meta``.
+
+The blocks of the skeleton are filled one at a time; the rest of the model (embedding, rotary
+embedding, masks) is transformers' own code.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from qtool.models.family import Family
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of ``config`` in eval mode, every parameter on ``meta``."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it)."""
+    module.load_state_dict(weights, strict=True, assign=True)
+    module.to(device)
+
+
+def release(module: nn.Module) -> None:
+    """Put ``module``'s parameters back on ``meta``; its memory is free."""
+    module.to("meta")
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: notes what it was called with and passes the hidden states on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.kwargs: dict[str, Any] = {}
+        # transformers reads per-layer facts (attention_type, ...) off the block itself
+        for name, value in vars(block).items():
+            if not name.startswith("_") and isinstance(value, (str, int, bool)) and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
+        return hidden
+
+
+#: block arguments that belong to generation, not to a calibration forward
+CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "use_cache", "cache_position"})
+
+
+@contextmanager
+def recording(model: PreTrainedModel, family: Family) -> Iterator[list[_Recorder]]:
+    """Replace the blocks by recorders: one forward gives the arguments of every block."""
+    parent_name, _, attribute = family.blocks.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    blocks = getattr(parent, attribute)
+    recorders = nn.ModuleList([_Recorder(block) for block in blocks])
+    setattr(parent, attribute, recorders)
+    final_norm = model.get_submodule(family.final_norm)
+    norm_parent, _, norm_name = family.final_norm.rpartition(".")
+    setattr(model.get_submodule(norm_parent), norm_name, nn.Identity())
+    try:
+        yield list(recorders)  # type: ignore[arg-type]
+    finally:
+        setattr(parent, attribute, blocks)
+        setattr(model.get_submodule(norm_parent), norm_name, final_norm)
