@@ -1,0 +1,5 @@
+"""Recipes: data that composes methods; one YAML a scheme."""
+
+from qtool.recipes.recipe import VARIANTS, LayerRule, Recipe, Step, built_in, load, parse
+
+__all__ = ["VARIANTS", "LayerRule", "Recipe", "Step", "built_in", "load", "parse"]

@@ -1,0 +1,163 @@
+"""What a recipe is: data that says which scheme each layer gets and by which methods. No torch here.
+
+A recipe is a YAML mapping::
+
+    scheme: w4a8-lqq            # its name
+    about: one sentence
+    layers:                     # first match wins; lm_head stays in 16 bit
+      - roles: [v_proj, down_proj]      # or match: a regex on the full module name
+        scheme: w4a4                    # null leaves the layer in 16 bit
+        group_size: 32                  # or channel
+        layout: row-major
+    kv: kv4                     # optional
+    transforms: [norm-fusion, {rotate: {seed: 1}}]
+    rounding: {gptq: {damping: 0.01}}
+
+A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}``, each with its own
+``transforms`` and ``rounding``, in place of the last two keys.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qtool.errors import QtoolError, suggest
+
+BUILT_IN = Path(__file__).parent
+VARIANTS = ("fast", "paper", "best")
+KEYS = frozenset({"scheme", "about", "layers", "kv", "transforms", "rounding", "variants"})
+LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
+VARIANT_KEYS = frozenset({"transforms", "rounding", "kv"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A method by name and its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """Layers whose full name matches ``match`` get ``scheme`` (None: stay in 16 bit)."""
+
+    match: str
+    scheme: str | None
+    group_size: int | None = None
+    layout: str = "row-major"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One complete recipe."""
+
+    scheme: str
+    about: str
+    layers: tuple[LayerRule, ...]
+    transforms: tuple[Step, ...]
+    rounding: Step
+    kv: str | None = None
+    variant: str = "custom"
+
+    def with_group_size(self, group_size: int | None) -> "Recipe":
+        """Every quantized layer at ``group_size`` (None: the whole channel)."""
+        layers = tuple(replace(rule, group_size=group_size) if rule.scheme else rule for rule in self.layers)
+        return replace(self, layers=layers)
+
+    def with_layout(self, layout: str) -> "Recipe":
+        """Every quantized layer in ``layout``."""
+        return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
+
+
+def built_in() -> dict[str, str]:
+    """Names of the built-in recipes (the CLI's schemes) and what each is."""
+    return {path.stem: _mapping(path)["about"] for path in sorted(BUILT_IN.glob("*.yaml"))}
+
+
+def load(scheme: str, recipe: str | None = None) -> Recipe:
+    """The recipe of ``scheme``: variant ``fast`` (default), ``paper`` or ``best``, or a YAML file.
+
+    Raises:
+        QtoolError: unknown scheme, variant or key (with a suggestion), or a value of the wrong kind.
+    """
+    if recipe is not None and recipe not in VARIANTS:
+        path = Path(recipe)
+        if not path.is_file():
+            raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
+        return parse(_mapping(path), path.name)
+    names = [path.stem for path in BUILT_IN.glob("*.yaml")]
+    if scheme not in names:
+        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, names)}")
+    return parse(_mapping(BUILT_IN / f"{scheme}.yaml"), scheme, recipe or "fast")
+
+
+def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Recipe:
+    """Check ``data`` against the schema and build the recipe; ``where`` names it in messages."""
+    _known(data, KEYS, where)
+    chosen: Mapping[str, Any] = data
+    if "variants" in data:
+        variants = data["variants"]
+        _known(variants, frozenset(VARIANTS), f"{where}, variants")
+        variant = variant or "fast"
+        if variant not in variants:
+            raise QtoolError(f"{where}: no variant {variant!r}; it has {', '.join(variants)}")
+        chosen = variants[variant] or {}
+        _known(chosen, VARIANT_KEYS, f"{where}, {variant}")
+    layers = data.get("layers")
+    if not isinstance(layers, list) or not layers:
+        raise QtoolError(f"{where}: layers must be a list with at least one rule")
+    return Recipe(
+        scheme=str(data.get("scheme", where)),
+        about=str(data.get("about", "")),
+        layers=tuple(_layer(rule, where) for rule in layers),
+        transforms=tuple(_step(step, where) for step in chosen.get("transforms") or ()),
+        rounding=_step(chosen.get("rounding", "rtn"), where),
+        kv=chosen.get("kv", data.get("kv")),
+        variant=variant or "custom",
+    )
+
+
+def _layer(rule: Any, where: str) -> LayerRule:
+    _known(rule, LAYER_KEYS, f"{where}, layers")
+    if ("match" in rule) == ("roles" in rule):
+        raise QtoolError(f"{where}: a layer rule has either match or roles, found {sorted(rule)}")
+    match = rule["match"] if "match" in rule else rf"\.({'|'.join(map(re.escape, rule['roles']))})$"
+    size = rule.get("group_size")
+    if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
+        raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
+    return LayerRule(
+        match, rule.get("scheme"), size if isinstance(size, int) else None, rule.get("layout", "row-major")
+    )
+
+
+def _step(step: Any, where: str) -> Step:
+    if isinstance(step, str):
+        return Step(step, {})
+    if isinstance(step, Mapping) and len(step) == 1:
+        ((name, options),) = step.items()
+        if isinstance(name, str) and isinstance(options or {}, Mapping):
+            return Step(name, dict(options or {}))
+    raise QtoolError(f"{where}: a step is a method's name or {{name: {{option: value}}}}, found {step!r}")
+
+
+def _known(data: Any, keys: frozenset[str], where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise QtoolError(f"{where}: a mapping expected, found {type(data).__name__}")
+    for key in data:
+        if key not in keys:
+            raise QtoolError(f"{where}: unknown key {key!r}; {suggest(str(key), keys)}")
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise QtoolError(f"{path.name}: not valid YAML ({str(error).splitlines()[0]})") from error
+    if not isinstance(data, dict):
+        raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")
+    return data

@@ -1,0 +1,83 @@
+"""The transformers side: ``AutoModelForCausalLM.from_pretrained(dir)`` gives a model that runs packed weights."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
+from qtool.runtime.linear import QuantLinear
+
+
+@register_quantization_config(QUANT_METHOD)
+class QtoolConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a native checkpoint, as transformers wants to hold it."""
+
+    def __init__(self, **config: Any) -> None:
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        config.setdefault("quant_method", QUANT_METHOD)
+        self.format = CheckpointFormat.from_dict(config)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.format.to_dict()
+
+
+@register_quantizer(QUANT_METHOD)
+class QtoolQuantizer(HfQuantizer):
+    """Replaces the linears of the checkpoint's format by :class:`QuantLinear` before weights load."""
+
+    requires_calibration = True
+    quantization_config: QtoolConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        replace_linears(model, self.quantization_config.format)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
+    """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
+    head = model.get_output_embeddings()
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear) or linear is head:
+            continue
+        linear_format = format.of(name)
+        if linear_format is None:
+            continue
+        quantized = QuantLinear(
+            linear.in_features,
+            linear.out_features,
+            linear_format,
+            bias=linear.bias is not None,
+            permuted=format.is_permuted(name),
+            dtype=linear.weight.dtype,
+            device=linear.weight.device,
+        )
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, quantized)
+
+
+def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
+    """Every QuantLinear of ``model`` by its full name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """``model`` with every QuantLinear replaced, in place, by a plain linear of its dequantized weight."""
+    for name, module in quantized_linears(model).items():
+        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+        linear.weight = nn.Parameter(module.dequantize().to(dtype or model.dtype), requires_grad=False)
+        if module.bias is not None:
+            linear.bias = nn.Parameter(module.bias, requires_grad=False)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, linear)
+    return model

@@ -1,0 +1,69 @@
+"""A linear layer that runs its packed weight: the bytes of the checkpoint are its only weight."""
+
+import torch
+from torch import Tensor, nn
+
+from qtool.runtime.format import LinearFormat
+
+
+class QuantLinear(nn.Module):
+    """``y = x W^T + bias`` by the scheme's own arithmetic (int8 x int8 -> int32 where it is one).
+
+    Args:
+        in_features, out_features: K and N.
+        format: scheme, layout and scale dtype of the stored tensors.
+        bias, permuted: whether there is a bias; whether the input is gathered first.
+        dtype: dtype of bias and output.
+    """
+
+    bias: Tensor | None
+    permutation: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: LinearFormat,
+        *,
+        bias: bool,
+        permuted: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.format = in_features, out_features, format
+        self.stored_names = []
+        for name, spec in format.tensors(out_features, in_features).items():
+            self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+            self.stored_names.append(name)
+        order = torch.empty(in_features, dtype=torch.int32, device=device) if permuted else None
+        self.register_buffer("permutation", order)
+        self.register_buffer("bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The packed tensors, by the names they have in the checkpoint."""
+        return {name: getattr(self, name) for name in self.stored_names}
+
+    def unpack(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Codes ``[N, K]`` and scheme parameters."""
+        return self.format.unpack(self.stored(), self.out_features, self.in_features)
+
+    def dequantize(self) -> Tensor:
+        """The float32 weight ``[N, K]``, columns in the order of the model (permutation undone)."""
+        codes, params = self.unpack()
+        weight = self.format.scheme_object.dequantize(codes, params)
+        if self.permutation is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x = x[..., self.permutation.long()]
+        codes, params = self.unpack()
+        y = self.format.scheme_object.matmul(x.flatten(0, -2), codes, params)
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
