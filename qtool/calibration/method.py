@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block, Rounded
+from qtool.errors import QtoolError
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Transform(ABC):
     needs_data: ClassVar[bool]
     #: names of methods that, where present in a recipe, must come earlier, and why
     after: ClassVar[dict[str, str]] = {}
+    #: names of methods that must be present and come earlier, and why
+    requires: ClassVar[dict[str, str]] = {}
     #: it changes embedding or head, so tied embeddings are untied
     rewrites_embedding: ClassVar[bool] = False
 
@@ -47,11 +50,29 @@ class Transform(ABC):
 
 @dataclass
 class Rounding(ABC):
-    """Turns every linear of ``block.schemes`` into codes and installs it in the block."""
+    """Turns every linear of ``block.schemes`` into codes."""
 
     name: ClassVar[str]
     needs_data: ClassVar[bool]
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        """Codes and parameters of every linear in ``block.schemes``; the block now runs quantized."""
+        """Codes and parameters of every linear in ``block.schemes``; may install them as it goes."""
+
+
+def check_order(transforms: Sequence[Transform]) -> None:
+    """Refuse a list of transforms that cannot stand in this order.
+
+    Raises:
+        QtoolError: naming the two methods and the reason.
+    """
+    names = [transform.name for transform in transforms]
+    for i, transform in enumerate(transforms):
+        if transform.name in names[:i]:
+            raise QtoolError(f"transforms: {transform.name} is listed twice; once is all it may be")
+        for other, reason in transform.requires.items():
+            if other not in names[:i]:
+                raise QtoolError(f"transforms: {transform.name} needs {other} before it: {reason}")
+        for other, reason in transform.after.items():
+            if other in names[i + 1 :]:
+                raise QtoolError(f"transforms: {other} must come before {transform.name}: {reason}")

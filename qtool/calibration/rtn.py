@@ -29,7 +29,6 @@ class RoundToNearest(Rounding):
         for name, scheme in block.schemes.items():
             clip, group_clip = block.clips.get(name, (1.0, 1.0))
             rounded[name] = round_to_nearest(scheme, block.weight(name), clip, group_clip)
-            block.install(name, rounded[name])
         return rounded
 
 

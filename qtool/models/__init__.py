@@ -2,9 +2,9 @@
 
 from qtool.errors import QtoolError
 from qtool.models.family import Attention, Family, Fold, Heads, LinearGroup
-from qtool.models.llama import LLAMA, QWEN3
+from qtool.models.llama import LLAMA, QWEN2, QWEN3
 
-FAMILIES = (LLAMA, QWEN3)
+FAMILIES = (LLAMA, QWEN2, QWEN3)
 
 
 def family_of(model_type: str) -> Family:

@@ -5,8 +5,8 @@ pipeline read it. Names are module paths: absolute for the parts of the model, r
 block for the parts of a block.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -63,13 +63,17 @@ class Family:
         model_types: the ``model_type`` values of config.json it covers.
         groups: the linears of a block, in the order data flows through them.
         attention: the attention of a block.
-        residual_norms: norms of a block that read the residual stream.
+        tensors: every weight of a block and its shape in the words of :func:`dimensions`.
+        biased: linears that always have a bias. biased_if: those that do when a config key is true.
     """
 
     name: str
     model_types: tuple[str, ...]
     groups: tuple[LinearGroup, ...]
     attention: Attention
+    tensors: Mapping[str, str]
+    biased: tuple[str, ...] = ()
+    biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding: str = "model.embed_tokens"
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
@@ -83,6 +87,28 @@ class Family:
     def group_of(self, linear: str) -> LinearGroup:
         """The group that ``linear`` belongs to."""
         return next(group for group in self.groups if linear in group.linears)
+
+    def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of a block, by its name within the block, from config.json alone."""
+        dims = dimensions(config)
+        shapes = {name: tuple(dims[d] for d in shape.split()) for name, shape in self.tensors.items()}
+        biased = set(self.biased)
+        for key, linears in self.biased_if.items():
+            biased.update(linears if getattr(config, key, False) else ())
+        return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in self.linears() if name in biased}
+
+
+def dimensions(config: Any) -> dict[str, int]:
+    """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab."""
+    heads = Heads.of(config)
+    return {
+        "hidden": config.hidden_size,
+        "q": heads.query * heads.dim,
+        "kv": heads.kv * heads.dim,
+        "dim": heads.dim,
+        "inter": config.intermediate_size,
+        "vocab": config.vocab_size,
+    }
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,39 @@ from dataclasses import replace
 
 from qtool.models.family import Attention, Family, Fold, LinearGroup
 
+Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")
+GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
+
 LLAMA = Family(
     name="Llama",
-    model_types=("llama", "mistral", "yi", "qwen2"),
+    model_types=("llama", "mistral", "yi"),
     groups=(
-        LinearGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", Fold.NORM),
-        LinearGroup(("self_attn.o_proj",), "self_attn.v_proj", Fold.HEADS, writes_residual=True),
-        LinearGroup(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", Fold.NORM),
-        LinearGroup(("mlp.down_proj",), "mlp.up_proj", Fold.PRODUCT, writes_residual=True),
+        LinearGroup((Q, K, V), "input_layernorm", Fold.NORM),
+        LinearGroup((O,), V, Fold.HEADS, writes_residual=True),
+        LinearGroup((GATE, UP), "post_attention_layernorm", Fold.NORM),
+        LinearGroup((DOWN,), UP, Fold.PRODUCT, writes_residual=True),
     ),
-    attention=Attention(),
+    attention=Attention(q=Q, k=K, v=V, o=O),
+    tensors={
+        "input_layernorm.weight": "hidden",
+        f"{Q}.weight": "q hidden",
+        f"{K}.weight": "kv hidden",
+        f"{V}.weight": "kv hidden",
+        f"{O}.weight": "hidden q",
+        "post_attention_layernorm.weight": "hidden",
+        f"{GATE}.weight": "inter hidden",
+        f"{UP}.weight": "inter hidden",
+        f"{DOWN}.weight": "hidden inter",
+    },
+    biased_if={"attention_bias": (Q, K, V, O), "mlp_bias": (GATE, UP, DOWN)},
 )
+
+QWEN2 = replace(LLAMA, name="Qwen2", model_types=("qwen2",), biased=(Q, K, V), biased_if={})
 
 QWEN3 = replace(
     LLAMA,
     name="Qwen3",
     model_types=("qwen3",),
-    attention=Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    attention=Attention(q=Q, k=K, v=V, o=O, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    tensors={**LLAMA.tensors, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
 )
