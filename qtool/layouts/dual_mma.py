@@ -17,7 +17,7 @@ Level-2 parameters follow the threads: ``[N / 64, G, 64]``, the rows q and q + 8
 
 import torch  # noqa: F401  (the doctest's)
 
-from qtool.layouts.base import DigitLayout
+from qtool.layouts.digit_layout import DigitLayout
 
 DUAL_MMA = DigitLayout(
     name="dual-mma",

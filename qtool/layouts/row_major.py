@@ -7,7 +7,7 @@
 
 import torch  # noqa: F401  (the doctest's)
 
-from qtool.layouts.base import DigitLayout
+from qtool.layouts.digit_layout import DigitLayout
 
 ROW_MAJOR = DigitLayout(name="row-major", n="n", k="kt half:2", order="n, kt", nibble="half")
 #: one code a byte, for 8-bit weights

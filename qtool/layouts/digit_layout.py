@@ -1,0 +1,170 @@
+"""A 4-bit or 8-bit layout that is a permutation of digits; almost every layout is one object of this class."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.layouts.base import Layout, require_bytes, require_codes, require_tile
+from qtool.layouts.digits import Permutation, digit_sizes, parse_digits, tile_size
+from qtool.layouts.words import (
+    WORDS,
+    as_words,
+    merge_bytes,
+    merge_nibbles,
+    sign_extend_,
+    split_bytes,
+    split_nibbles,
+)
+
+
+@dataclass(frozen=True)
+class DigitLayout(Layout):
+    """A layout stated by digits.
+
+    Args:
+        n: digits of the output channel. k: digits of the input channel.
+        order: the byte address; every digit once but the nibble digit.
+        nibble: the digit (size 2) that chooses the nibble of the byte; ``None`` for 8-bit codes.
+        low: the value of the nibble digit that lies in the low nibble.
+        dtype: stored dtype; the byte tensor's last dimension is viewed as it.
+        rows: the stored tensor has N rows, whatever the order (readers that declare it ``[N, K / 2]``).
+        group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps ``[N, G]``.
+        channel_order: order of a per-channel parameter over the n digits; ``None`` keeps ``[N]``.
+    """
+
+    name: str
+    n: str
+    k: str
+    order: str
+    nibble: str | None = None
+    low: int = 0
+    dtype: torch.dtype = torch.uint8
+    rows: bool = False
+    group_order: str | None = None
+    channel_order: str | None = None
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        return 4 if self.nibble else 8
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns a weight must be a multiple of."""
+        return tile_size(self.n), tile_size(self.k)
+
+    def require(self, n: int, k: int) -> None:
+        require_tile(self.name, n, k, self.tile)
+
+    def sizes(self, n: int, k: int) -> dict[str, int]:
+        """The size of every digit for a weight ``[n, k]``."""
+        return digit_sizes(self.n, n) | digit_sizes(self.k, k)
+
+    def address(self, n: Tensor, k: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``; n and k broadcast."""
+        sizes, digit = self.sizes(*shape), {}
+        for text, index in ((self.n, n), (self.k, k)):
+            for name, _ in reversed(parse_digits(text)):
+                digit[name] = index % sizes[name]
+                index = index // sizes[name]
+        byte = torch.zeros_like(n + k)
+        for name in self.order.replace(",", " ").split():
+            byte = byte * sizes[name] + digit[name]
+        return byte, digit[self.nibble] ^ self.low if self.nibble else torch.zeros_like(byte)
+
+    def pack(self, codes: Tensor) -> dict[str, Tensor]:
+        require_codes(self.name, codes)
+        self.require(*codes.shape)
+        plan = self._plan(*codes.shape)
+        elements = as_words(codes, plan.word)
+        if self.nibble:
+            elements = merge_nibbles(*self._halves(elements, plan))
+        if plan.pair:
+            elements = merge_bytes(*plan.split(elements))
+        stored = plan.move.apply(elements, plan.sizes).contiguous().view(torch.uint8)
+        shape = (codes.shape[0], -1) if self.rows else stored.shape
+        return {"qweight": stored.view(shape).view(self.dtype)}
+
+    def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
+        self.require(n, k)
+        require_bytes(self.name, packed["qweight"], n * k * self.bits // 8)
+        plan = self._plan(n, k)
+        elements = plan.move.invert(as_words(packed["qweight"], plan.moved), plan.sizes)
+        if plan.pair:
+            merged = torch.empty(elements.nbytes // plan.word.itemsize, dtype=plan.word, device=elements.device)
+            split_bytes(elements, *plan.split(merged))
+            elements = merged
+        if not self.nibble:
+            codes = elements.view(torch.uint8).reshape(n, k)
+            return codes.view(torch.int8) if signed else codes
+        codes = torch.empty(n, k, dtype=torch.uint8, device=elements.device)
+        split_nibbles(elements, *self._halves(codes.view(plan.word), plan))
+        return sign_extend_(codes) if signed else codes
+
+    def pack_group(self, param: Tensor) -> Tensor:
+        if self.group_order is None:
+            return param
+        sizes = digit_sizes(self.n, param.shape[0]) | {"g": param.shape[1]}
+        return Permutation(f"{self.n} g", self.group_order).apply(param, sizes).contiguous()
+
+    def unpack_group(self, stored: Tensor, n: int) -> Tensor:
+        if self.group_order is None:
+            return stored
+        sizes = digit_sizes(self.n, n) | {"g": stored.numel() // n}
+        return Permutation(f"{self.n} g", self.group_order).invert(stored, sizes).reshape(n, -1)
+
+    def pack_channel(self, param: Tensor) -> Tensor:
+        if self.channel_order is None:
+            return param
+        return Permutation(self.n, self.channel_order).apply(param, digit_sizes(self.n, param.shape[0])).flatten()
+
+    def unpack_channel(self, stored: Tensor) -> Tensor:
+        if self.channel_order is None:
+            return stored
+        return Permutation(self.n, self.channel_order).invert(stored, digit_sizes(self.n, stored.numel()))
+
+    def _plan(self, n: int, k: int) -> "_Plan":
+        """How ``pack`` moves bytes: one by one, or in the runs that the order leaves together."""
+        sizes, word, pair, order = self.sizes(n, k), torch.uint8, None, self.order
+        source = [name for name, _ in parse_digits(f"{self.n} {self.k}") if name != self.nibble]
+        last, tail = source[-1], order.split(",")[-1].split()
+        if parse_digits(self.k)[-1][0] == last and sizes[last] in WORDS:
+            if tail[-1] == last:
+                word = WORDS[sizes[last]]
+            elif tail[-2:-1] == [last] and sizes[last] == sizes[tail[-1]] == 2:
+                word, pair = torch.int16, tail[-1]
+                order = order.removesuffix(pair)
+        move = Permutation(" ".join(name for name in source if name != pair), order)
+        return _Plan(move, sizes if word == torch.uint8 else sizes | {last: 1}, word, pair, source)
+
+    def _halves(self, elements: Tensor, plan: "_Plan") -> tuple[Tensor, Tensor]:
+        """Views of the elements that go to the low and to the high nibble."""
+        names = [name for name, _ in parse_digits(f"{self.n} {self.k}")]
+        view = elements.view([plan.sizes[name] for name in names])
+        halves = view.unbind(names.index(str(self.nibble)))
+        return halves[self.low], halves[1 - self.low]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The byte permutation in its fewest, widest moves.
+
+    If the fastest digit of k is also the fastest of the address, its bytes move as one ``word``. If one more
+    digit, ``pair``, of size 2 comes after it, the words of the two are zipped into one of twice the size.
+    """
+
+    move: Permutation
+    sizes: dict[str, int]
+    word: torch.dtype
+    pair: str | None
+    source: list[str]
+
+    @property
+    def moved(self) -> torch.dtype:
+        """The integer that ``move`` carries."""
+        return torch.int32 if self.pair else self.word
+
+    def split(self, elements: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the words whose ``pair`` digit is 0 and 1."""
+        first, second = elements.view([self.sizes[d] for d in self.source]).unbind(self.source.index(str(self.pair)))
+        return first, second
