@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -25,13 +27,7 @@ class Activation:
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes int8 ``[..., K]`` and scales float32 ``[..., K / group_size]`` of ``x [..., K]``."""
-        size = self.group_size or x.shape[-1]
-        groups = x.float().unflatten(-1, (-1, size))  # [..., G, g]
-        top = 2 ** (self.bits - 1) - 1
-        amax = groups.abs().amax(-1)
-        scale = torch.where(amax > 0, amax / top, 1.0)
-        codes = torch.round(groups / scale[..., None]).clamp(-top - 1, top)
-        return codes.flatten(-2).to(torch.int8), scale
+        return quantize_groups(x, self.group_size or x.shape[-1], 2 ** (self.bits - 1) - 1)
 
     def dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
         """The float32 values ``[..., K]`` of codes and scales."""
@@ -40,6 +36,24 @@ class Activation:
     def fake(self, x: Tensor) -> Tensor:
         """``x`` quantized and dequantized, in its own dtype."""
         return x if self.bits == 16 else self.dequantize(*self.quantize(x)).to(x.dtype)
+
+
+def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Codes int8 ``[..., K]`` and scales float32 ``[..., G]``; ``top`` (largest code) may differ by group ``[G]``.
+
+    Raises:
+        QtoolError: if K is not a multiple of ``size``.
+    """
+    if x.shape[-1] % size:
+        raise QtoolError(f"activation: {x.shape[-1]} input channels are not divisible by group size {size}")
+    groups = x.float().unflatten(-1, (-1, size))  # [..., G, g]
+    amax = groups.abs().amax(-1)
+    scale = torch.where(amax > 0, amax / top, 1.0)
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a subnormal amax / 127 may be 0
+    codes = torch.round(groups / scale[..., None])
+    top = torch.as_tensor(top, device=x.device)[..., None].to(codes.dtype)
+    codes = torch.minimum(torch.maximum(codes, -top - 1), top)
+    return codes.flatten(-2).to(torch.int8), scale
 
 
 PER_TOKEN_S8 = Activation(8)

@@ -11,9 +11,9 @@ a range of legal codes. GPTQ, clipping and distillation see only that :class:`Gr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from qtool.schemes.activation import Activation
 
 Params = dict[str, Tensor]
 Clip = Tensor | float
+GroupSize = int | Literal["default"] | None
+
+#: elements of a row slab on CPU: its float32 copy stays in the core's cache through all passes
+SLAB = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,12 @@ class Grid:
 class Scheme(ABC):
     """One quantization scheme at one group size.
 
+    A new scheme states how the range of each group becomes parameters (:meth:`fit_range`) and how
+    values become codes (:meth:`round_groups`); the walk over the weight is here, once.
+
     Args:
         group_size: input channels that share one group of parameters; ``None`` means all K
-            (one group per output channel).
+            (one group per output channel); ``"default"`` is the paper's.
         scale_dtype: dtype the scales are stored in; codes are computed with the stored value.
     """
 
@@ -61,11 +68,16 @@ class Scheme(ABC):
     code_bits: ClassVar[int]
     signed: ClassVar[bool]
     group_sizes: ClassVar[tuple[int | None, ...]]
+    default_group_size: ClassVar[int | None]
     activation: Activation
     #: parameters whose first dimension is not N (shared by all output channels)
     shared_params: ClassVar[frozenset[str]] = frozenset()
+    #: ``(2, 4)``: at most 2 of 4 consecutive inputs are not zero; ``None``: dense
+    sparsity: ClassVar[tuple[int, int] | None] = None
 
-    def __init__(self, group_size: int | None, scale_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32) -> None:
+        if group_size == "default":
+            group_size = self.default_group_size
         if group_size not in self.group_sizes:
             accepted = ", ".join("channel" if g is None else str(g) for g in self.group_sizes)
             raise QtoolError(f"{self.name}: group size {group_size} is not supported; accepted: {accepted}")
@@ -85,30 +97,63 @@ class Scheme(ABC):
         """
         n, k = weight.shape
         size = self.group_size or k
-        if k % size:
+        if k % size or not k:
             raise QtoolError(f"{self.name}: {k} input channels are not divisible by group size {size}")
         return weight.reshape(n, k // size, size)
 
-    @abstractmethod
+    def prune(self, weight: Tensor) -> Tensor:
+        """``weight [n, K]`` as the scheme can hold it: zeros where :attr:`sparsity` wants them."""
+        return weight
+
+    @torch.no_grad()
+    def range(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of each group, float32 ``[N, G]``: all that fitting needs.
+
+        Raises:
+            QtoolError: for NaN or Inf weights, or K not divisible by the group size.
+        """
+        low = torch.empty(self.groups(weight).shape[:2], dtype=torch.float32, device=weight.device)
+        high = torch.empty_like(low)
+        for rows in slabs(weight):
+            groups = self.groups(self.prune(weight[rows].float()))
+            low[rows], high[rows] = groups.amin(-1), groups.amax(-1)  # both carry a NaN on
+        require_finite(low, high, self.name)
+        return low, high
+
     def fit(self, weight: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
         """Parameters for ``weight [N, K]``.
 
         Args:
             clip: shrinks the range of the output channel (level 1), a number or ``[N]``.
             group_clip: shrinks the range of each group (level 2, or the only one), a number or
-                ``[N, G]``. A scheme with one group per channel uses ``clip * group_clip``.
+                ``[N, G]``. A scheme with one level uses ``clip * group_clip``.
 
         Raises:
             QtoolError: for NaN or Inf weights, or K not divisible by the group size.
         """
+        return self.fit_range(*self.range(weight), clip=clip, group_clip=group_clip)
+
+    @abstractmethod
+    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+        """:meth:`fit` from the :meth:`range` of each group: a clipping search reads the weight once."""
 
     @abstractmethod
     def grid(self, params: Params) -> Grid:
         """The affine grid that ``params`` span."""
 
-    @abstractmethod
+    @torch.no_grad()
     def quantize(self, weight: Tensor, params: Params) -> Tensor:
         """Round-to-nearest codes ``[N, K]`` of ``weight [N, K]``, as the paper rounds."""
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for rows in slabs(weight):
+            part = {name: t if name in self.shared_params else t[rows] for name, t in params.items()}
+            groups = self.groups(self.prune(weight[rows].float()))
+            codes[rows] = self.round_groups(groups, part).flatten(1)
+        return codes.view(self.code_dtype)
+
+    @abstractmethod
+    def round_groups(self, groups: Tensor, params: Params) -> Tensor:
+        """Codes (float32, integral) of ``groups [n, G, g]`` float32, which is left unchanged."""
 
     @abstractmethod
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
@@ -118,29 +163,63 @@ class Scheme(ABC):
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in int32."""
 
-    @abstractmethod
     def check(self, codes: Tensor, params: Params) -> None:
         """Prove the scheme's overflow and range invariants on these tensors.
 
         Raises:
-            CheckFailed: naming the invariant and the first place it breaks.
+            CheckFailed: naming the invariant and the first group ``(n, group)`` where it breaks.
         """
+        groups = self.groups(codes)
+        low, high = groups.amin(-1).to(torch.int32), groups.amax(-1).to(torch.int32)
+        self.check_range(low, high, params)
+
+    def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
+        """:meth:`check` from the smallest and largest code of each group, int32 ``[N, G]``.
+
+        Products and sums are monotone in the code, so a group's two extremes speak for all of it.
+        """
+        grid = self.grid(params)
+        require(torch.isfinite(grid.step) & (grid.step > 0), "scale finite and above 0")
+        require((low >= grid.low) & (high <= grid.high), "codes within the legal bounds")
 
     def fake_activation(self, x: Tensor, params: Params) -> Tensor:
         """``x [..., K]`` quantized and dequantized as :meth:`matmul` would see it, same dtype."""
         return self.activation.fake(x)
 
 
-def require_finite(weight: Tensor, name: str) -> None:
-    """Refuse NaN and Inf (nothing to look at on ``meta``)."""
-    if not weight.is_meta and not torch.isfinite(weight).all():
-        bad = int((~torch.isfinite(weight)).sum())
-        raise QtoolError(f"{name}: the weight holds {bad} NaN or Inf values; only finite weights can be quantized")
+def slabs(weight: Tensor) -> Iterator[slice]:
+    """Row slices of ``weight [N, K]``, small enough for a CPU's cache; all rows at once elsewhere."""
+    rows = weight.shape[0]
+    step = max(1, SLAB // weight.shape[1]) if weight.device.type == "cpu" else rows
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def require_finite(low: Tensor, high: Tensor, name: str) -> None:
+    """Refuse NaN and Inf, seen through the range of each group (nothing to look at on ``meta``)."""
+    if low.is_meta:
+        return
+    bad = ~(torch.isfinite(low) & torch.isfinite(high))
+    if bad.any():
+        row, group = (int(i) for i in bad.nonzero()[0])
+        raise QtoolError(
+            f"{name}: the weight holds NaN or Inf, first in output channel {row}, group {group}"
+            f" ({int(bad.sum())} groups in all); only finite weights can be quantized"
+        )
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` as the checkpoint stores it; never zero, so that dividing by it is safe."""
-    return scale.clamp(torch.finfo(dtype).tiny, torch.finfo(dtype).max).to(dtype)
+    """``scale`` as the checkpoint stores it; never zero, so that dividing by it is safe.
+
+    fp16 keeps its subnormals: a row below 0.0078 already has a scale there at 127 steps.
+    """
+    smallest = 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
+    return scale.clamp(smallest, torch.finfo(dtype).max).to(dtype)
+
+
+def clip_ratio(clip: Clip, group_clip: Clip, like: Tensor) -> Tensor:
+    """``clip * group_clip`` for a one-level scheme, broadcastable to ``like [N, G]``."""
+    ratio = torch.as_tensor(clip, dtype=like.dtype, device=like.device)
+    return (ratio[:, None] if ratio.dim() else ratio) * group_clip
 
 
 def require(holds: Tensor, invariant: str) -> None:
@@ -159,6 +238,19 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu":
         return torch._int_mm(a.contiguous(), b.t())
     return (a.double() @ b.double().t()).to(torch.int32)
+
+
+def group_matmul(qx: Tensor, sx: Tensor, qw: Tensor, sw: Tensor) -> Tensor:
+    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G]`` float32 ``[M, N]``, each group's sum exact in int32.
+
+    ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32. The groups are added
+    in order, as a kernel's main loop does.
+    """
+    total = torch.zeros(len(qx), len(qw), dtype=torch.float32, device=qx.device)
+    parts = zip(qx.chunk(sx.shape[1], 1), qw.chunk(sw.shape[1], 1), sx.split(1, 1), sw.split(1, 1), strict=True)
+    for qx_group, qw_group, sx_group, sw_group in parts:
+        total += int_matmul(qx_group, qw_group).float() * sx_group * sw_group.t()
+    return total
 
 
 def describe_params(params: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

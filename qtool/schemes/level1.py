@@ -12,13 +12,16 @@ from qtool.schemes.base import Clip, stored_scale
 PROTECTIVE_MAX = 119
 
 
-def fit_level1(weight: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
-    """Stored scale ``s1 [N]`` of ``weight [N, K]``; a row of zeros gets 1."""
-    amax = weight.float().abs().amax(1) * clip
+def fit_level1(low: Tensor, high: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
+    """Stored scale ``s1 [N]`` from the range ``[N, G]`` of each group; a row of zeros gets 1."""
+    amax = torch.maximum(low.abs(), high.abs()).amax(1) * torch.as_tensor(clip, device=low.device)
     return stored_scale(torch.where(amax > 0, amax / PROTECTIVE_MAX, 1.0), dtype)
 
 
 def quantize_level1(weight: Tensor, s1: Tensor) -> Tensor:
-    """``Q8 [N, K]``, integers in -119..119 held in float32."""
-    codes = torch.round(weight.float() / s1.float()[:, None])
-    return codes.clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
+    """``Q8``, integers in -119..119 held in float32, of ``weight [N, ...]`` float32.
+
+    Rounding is monotone, so the smallest ``Q8`` of a group is that of its smallest weight.
+    """
+    codes = weight / s1.float().view(-1, *[1] * (weight.dim() - 1))
+    return codes.round_().clamp_(-PROTECTIVE_MAX, PROTECTIVE_MAX)

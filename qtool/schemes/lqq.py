@@ -6,14 +6,15 @@ LiquidGEMM section 4. Per output channel, then per group of g input channels:
     lo = min Q8    s2 = clamp(rne((max Q8 - lo) / 15), 1, 16)    Q4 = clamp(rne((Q8 - lo) / s2), 0, 15)
     a = 128 + lo                     Q8' = (Q4 * s2 + a) XOR 0x80 = Q4 * s2 + lo
 
-The sum ``Q4 * s2 + a`` never leaves 0..255, so four bytes of a word are dequantized at once.
+The sum ``Q4 * s2 + a`` never leaves 0..255, so four bytes of a word are dequantized at once:
+lo + 15 * s2 is at most max Q8 + 7.5, and level 1 keeps max Q8 below 120.
 """
 
 import torch
 from torch import Tensor
 
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require, require_finite
+from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require
 from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
 
 
@@ -24,18 +25,15 @@ class LiquidQuant(Scheme):
     code_bits = 4
     signed = False
     group_sizes = (32, 64, 128)
+    default_group_size = 64
     activation = PER_TOKEN_S8
 
-    def __init__(self, group_size: int | None = 64, scale_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(group_size, scale_dtype)
-
-    def fit(self, weight: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
-        require_finite(weight, self.name)
-        s1 = fit_level1(weight, clip, self.scale_dtype)
-        q8 = self.groups(quantize_level1(weight, s1))  # [N, G, g]
-        ratio = torch.as_tensor(group_clip, device=weight.device)
-        low = torch.round(q8.amin(-1) * ratio)
-        s2 = torch.round((torch.round(q8.amax(-1) * ratio) - low) / 15).clamp(1, 16)
+    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+        s1 = fit_level1(low, high, clip, self.scale_dtype)
+        ratio = torch.as_tensor(group_clip, device=low.device)
+        low = torch.round(quantize_level1(low, s1) * ratio)
+        high = torch.round(quantize_level1(high, s1) * ratio)
+        s2 = torch.round((high - low) / 15).clamp(1, 16)
         return {"s1": s1, "s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:
@@ -45,28 +43,31 @@ class LiquidQuant(Scheme):
         bound = torch.zeros_like(s2, dtype=torch.int32)
         return Grid(s1 * s2, s1 * low, bound, bound + 15)
 
-    def quantize(self, weight: Tensor, params: Params) -> Tensor:
-        q8 = self.groups(quantize_level1(weight, params["s1"]))  # [N, G, g]
-        low = params["offset"].float()[..., None] - 128
-        codes = torch.round((q8 - low) / params["s2"].float()[..., None]).clamp(0, 15)
-        return codes.to(torch.uint8).flatten(1)
+    def round_groups(self, groups: Tensor, params: Params) -> Tensor:
+        q8 = quantize_level1(groups, params["s1"])
+        q8.sub_(params["offset"].float()[..., None] - 128)
+        return q8.div_(params["s2"].float()[..., None]).round_().clamp_(0, 15)
 
     def level2(self, codes: Tensor, params: Params) -> Tensor:
         """``Q8' = Q4 * s2 + lo``, the int8 weight ``[N, K]`` that the tensor cores multiply."""
-        product = self.groups(codes).to(torch.int16) * params["s2"].to(torch.int16)[..., None]
-        return (product + params["offset"].to(torch.int16)[..., None] - 128).to(torch.int8).flatten(1)
+        return self._level2(codes, params).to(torch.int8)
+
+    def _level2(self, codes: Tensor, params: Params) -> Tensor:
+        """The same in float32, exact: the integers are below 2**24."""
+        q8 = self.groups(codes).float().mul_(params["s2"].float()[..., None])
+        return q8.add_(params["offset"].float()[..., None] - 128).flatten(1)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
-        return self.level2(codes, params).float() * params["s1"].float()[:, None]
+        return self._level2(codes, params).mul_(params["s1"].float()[:, None])
 
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return int_matmul(qx, self.level2(codes, params)).float() * sx * params["s1"].float()
 
-    def check(self, codes: Tensor, params: Params) -> None:
+    def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         s2, offset = params["s2"].to(torch.int32), params["offset"].to(torch.int32)
-        product = self.groups(codes).to(torch.int32) * s2[..., None]
         require((s2 >= 1) & (s2 <= 16), "1 <= s2 <= 16")
-        require((offset >= 128 - PROTECTIVE_MAX) & (offset <= 128 + PROTECTIVE_MAX), "9 <= offset <= 247")
-        require((product >= 0) & (product <= 240), "0 <= Q4*s2 <= 240")
-        require(product + offset[..., None] <= 255, "0 <= Q4*s2 + offset <= 255")
+        require((offset - 128).abs() <= PROTECTIVE_MAX, "9 <= offset <= 247")
+        require((low * s2 >= 0) & (high * s2 <= 240), "0 <= Q4*s2 <= 240")
+        require(high * s2 + offset <= 255, "0 <= Q4*s2 + offset <= 255")
+        super().check_range(low, high, params)

@@ -1,0 +1,119 @@
+"""Which granularity a GPU can afford: the ratio of its tensor cores to its CUDA cores.
+
+Group scales are applied on CUDA cores inside the main loop. APEX4 section 2.2, equation 2: the cost
+is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16 a
+group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.2), and per-channel
+scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.2 uses W4A8 per channel
+on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8 ratios 32 and 8.
+No paper has a point between 16 and 32; both choices change above 16.
+"""
+
+from dataclasses import dataclass
+
+from qtool.errors import QtoolError, suggest
+
+#: largest ratio at which dequantizing by groups of 128 in the main loop pays
+GROUP_RATIO = 16
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's arithmetic per SM and clock cycle, dense, a multiply-add counting as two.
+
+    Args:
+        sm: compute capability. int4, int8: tensor-core ops; ``int4`` is None where the instruction is emulated.
+        fp32: CUDA-core ops. source: where the numbers come from.
+    """
+
+    name: str
+    sm: str
+    int4: int | None
+    int8: int
+    fp32: int
+    source: str
+
+    @property
+    def has_int4(self) -> bool:
+        """Whether it has INT4 tensor cores."""
+        return self.int4 is not None
+
+    @property
+    def rho(self) -> float:
+        """INT4 to FP32 ratio; W4A4 runs on INT8 tensor cores where there are no INT4 ones."""
+        return (self.int4 or self.int8) / self.fp32
+
+    @property
+    def rho_int8(self) -> float:
+        """INT8 to FP32 ratio, which governs W4A8."""
+        return self.int8 / self.fp32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to use on a GPU, the ratio that decided, and why in a sentence."""
+
+    choice: str
+    ratio: float
+    reason: str
+
+
+_TABLE_1 = "APEX4 table 1 (INT4, FP32); datasheet (INT8)"
+_NO_INT4 = "no native s4 mma from sm_90 on: the compiler emulates it (51 TOPS against 1217 in s8 on H200, measured)"
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # per SM and cycle: 4 tensor cores x ops; APEX4's "OPs/cycle" is per tensor core, 2 x 64 or 2 x 128 CUDA cores
+        Gpu("a100", "8.0", 8192, 4096, 128, _TABLE_1 + ": 1248, 624 TOPS, 19.5 TFLOPS"),
+        Gpu("rtx3090", "8.6", 4096, 2048, 256, _TABLE_1 + ": 568, 284 TOPS, 35.6 TFLOPS"),
+        Gpu("a40", "8.6", 4096, 2048, 256, _TABLE_1 + ": 599, 299 TOPS, 37.4 TFLOPS"),
+        Gpu("a10", "8.6", 4096, 2048, 256, "NVIDIA A10 datasheet: 500, 250 TOPS, 31.2 TFLOPS"),
+        Gpu("l40s", "8.9", 2048, 2048, 256, _TABLE_1 + ": 733, 733 TOPS, 91.6 TFLOPS"),
+        Gpu("rtx4090", "8.9", 4096, 2048, 256, "NVIDIA Ada whitepaper, appendix A: 1321, 661 TOPS, 82.6 TFLOPS"),
+        Gpu("h100", "9.0", None, 8192, 256, "NVIDIA H100 datasheet: 1979 TOPS INT8, 67 TFLOPS; " + _NO_INT4),
+        Gpu("h800", "9.0", None, 8192, 256, "same SM as h100; " + _NO_INT4),
+        Gpu("h200", "9.0", None, 8192, 256, "NVIDIA H200 datasheet: 1979 TOPS INT8, 67 TFLOPS; " + _NO_INT4),
+        Gpu("b200", "10.0", None, 16384, 256, "NVIDIA Blackwell datasheet: 4500 TOPS INT8, 75-80 TFLOPS; " + _NO_INT4),
+        Gpu(
+            "rtx5090",
+            "12.0",
+            None,
+            2048,
+            256,
+            "NVIDIA RTX Blackwell whitepaper: 838 TOPS INT8, 105 TFLOPS; " + _NO_INT4,
+        ),
+    )
+}
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU called ``name``.
+
+    Raises:
+        QtoolError: for a GPU that the table does not have.
+    """
+    if name not in GPUS:
+        raise QtoolError(f"unknown GPU {name!r}: {suggest(name, GPUS)}")
+    return GPUS[name]
+
+
+def choose_w4a4(target: Gpu) -> Choice:
+    """``g128`` or ``mix`` for W4A4 on ``target`` (APEX4 section 3.2.2)."""
+    cores = "INT4" if target.has_int4 else "INT8 (it has no INT4 tensor cores)"
+    fact = f"{cores} tensor cores : FP32 CUDA cores = {target.rho:g} on {target.name}"
+    if target.rho <= GROUP_RATIO:
+        return Choice("g128", target.rho, f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma")
+    return Choice("mix", target.rho, f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel")
+
+
+def choose_qoq(target: Gpu) -> Choice:
+    """``w4a8-qoq`` (per channel) or ``w4a8-qoq-g128`` on ``target`` (QServe section 5.2)."""
+    ratio = target.rho_int8
+    fact = f"INT8 tensor cores : FP32 CUDA cores = {ratio:g} on {target.name}"
+    if ratio <= GROUP_RATIO:
+        return Choice(
+            "w4a8-qoq-g128", ratio, f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe"
+        )
+    return Choice(
+        "w4a8-qoq", ratio, f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe"
+    )

@@ -1,0 +1,75 @@
+"""w4a8-qoq-g128: QoQ progressive group quantization, 4-bit codes inside an 8-bit channel.
+
+QServe sections 3.1 and 4.2.2. Level 1 per output channel; level 2 per group, with a range that
+includes zero (``lo = min(0, min Q8)``, ``hi = max(0, max Q8)``), else a one-sided group loses its zero point:
+
+    s1 = max|W| / 119                            Q8 = clamp(rne(W / s1), -119, 119)
+    s2 = clamp(rne((hi - lo) / 15), 1, 16)       z = clamp(rne(-lo / s2), 0, 15)
+    Q4 = clamp(rne(Q8 / s2) + z, 0, 15)          Q8' = Q4 * s2 - z * s2    Y = (sum_k Qx * Q8') * sx[m] * s1[n]
+
+The kernel multiplies and then subtracts, four bytes of a word at once, so ``Q4 * s2`` stays within
+0..255 and Q8' within -128..127. Rounding to nearest from the protective range always does; GPTQ may
+choose any code, so the grid's bounds leave out those beyond.
+"""
+
+import torch
+from torch import Tensor
+
+from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require
+from qtool.schemes.level1 import fit_level1, quantize_level1
+
+
+class ProgressiveQoQ(Scheme):
+    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``zero [N, G]`` u8 in 0..15."""
+
+    name = "w4a8-qoq-g128"
+    code_bits = 4
+    signed = False
+    group_sizes = (32, 64, 128)
+    default_group_size = 128
+    activation = PER_TOKEN_S8
+
+    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+        s1 = fit_level1(low, high, clip, self.scale_dtype)
+        ratio = torch.as_tensor(group_clip, device=low.device)
+        low = torch.round(quantize_level1(low, s1).clamp_max(0) * ratio)
+        high = torch.round(quantize_level1(high, s1).clamp_min(0) * ratio)
+        s2 = torch.round((high - low) / 15).clamp(1, 16)
+        zero = torch.round(-low / s2).clamp(0, 15)
+        return {"s1": s1, "s2": s2.to(torch.uint8), "zero": zero.to(torch.uint8)}
+
+    def grid(self, params: Params) -> Grid:
+        s1 = params["s1"].float()[:, None]
+        s2, zero = params["s2"].to(torch.int32), params["zero"].to(torch.int32)
+        low = (zero - torch.div(128, s2, rounding_mode="floor")).clamp(0, 15)
+        high = (zero + torch.div(127, s2, rounding_mode="floor")).clamp(0, 15)
+        return Grid(s1 * s2, -s1 * (s2 * zero), low, high)
+
+    def round_groups(self, groups: Tensor, params: Params) -> Tensor:
+        steps = quantize_level1(groups, params["s1"]).div_(params["s2"].float()[..., None]).round_()
+        return steps.add_(params["zero"].float()[..., None]).clamp_(0, 15)
+
+    def level2(self, codes: Tensor, params: Params) -> Tensor:
+        """``Q8' = (Q4 - z) * s2``, the int8 weight ``[N, K]`` that the tensor cores multiply."""
+        return self._level2(codes, params).to(torch.int8)
+
+    def _level2(self, codes: Tensor, params: Params) -> Tensor:
+        """The same in float32, exact: the integers are below 2**24."""
+        steps = self.groups(codes).float().sub_(params["zero"].float()[..., None])
+        return steps.mul_(params["s2"].float()[..., None]).flatten(1)
+
+    def dequantize(self, codes: Tensor, params: Params) -> Tensor:
+        return self._level2(codes, params).mul_(params["s1"].float()[:, None])
+
+    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+        qx, sx = self.activation.quantize(x)
+        return int_matmul(qx, self.level2(codes, params)).float() * sx * params["s1"].float()
+
+    def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
+        s2, zero = params["s2"].to(torch.int32), params["zero"].to(torch.int32)
+        require((s2 >= 1) & (s2 <= 16), "1 <= s2 <= 16")
+        require(zero <= 15, "0 <= zero <= 15")
+        require((low * s2 >= 0) & (high * s2 <= 255), "0 <= Q4*s2 <= 255")
+        require(((low - zero) * s2 >= -128) & ((high - zero) * s2 <= 127), "-128 <= (Q4 - z)*s2 <= 127")
+        super().check_range(low, high, params)

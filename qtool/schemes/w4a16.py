@@ -1,0 +1,31 @@
+"""w4a16: MARLIN, symmetric 4-bit weights under 16-bit activations.
+
+MARLIN sections 3.1 and 3.5. Per group of g input channels, or per output channel:
+
+    s = max|W| / 7.5    Q = clamp(rne(W / s) + 8, 0, 15)    W' = (Q - 8) * s    Y = X W'^T
+
+The paper gives no scale; MARLIN's own quantizer divides by 7.5 (``s *= 2 / maxq``), so that the
+sixteen codes cover -max..max and no weight is more than half a step from its code: +max and -max
+fall on 7.5 and are rounded to 7 and -8. Dividing by 7 would leave code 0 unused.
+"""
+
+from torch import Tensor
+
+from qtool.schemes.activation import UNQUANTIZED
+from qtool.schemes.base import Params
+from qtool.schemes.symmetric import Symmetric
+
+
+class Marlin(Symmetric):
+    """Parameters: ``scale [N, G]``."""
+
+    name = "w4a16"
+    code_bits = 4
+    signed = False
+    group_sizes = (32, 64, 128, None)
+    default_group_size = 128
+    activation = UNQUANTIZED
+    divisor, zero, low, high = 7.5, 8, 0, 15
+
+    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+        return x.float() @ self.dequantize(codes, params).t()

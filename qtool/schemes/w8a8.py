@@ -1,0 +1,28 @@
+"""w8a8: the SmoothQuant baseline, s8 weights per output channel and s8 activations per token.
+
+SmoothQuant (arXiv 2211.10438) section 3; QServe table 2 quotes it as the W8A8 row:
+
+    s = max|W| / 127    Q = clamp(rne(W / s), -127, 127)    Y = (sum_k Qx * Q) * sx[m] * s[n]
+"""
+
+from torch import Tensor
+
+from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.base import Params, int_matmul
+from qtool.schemes.symmetric import Symmetric
+
+
+class SmoothQuant(Symmetric):
+    """Parameters: ``scale [N, 1]``."""
+
+    name = "w8a8"
+    code_bits = 8
+    signed = True
+    group_sizes = (None,)
+    default_group_size = None
+    activation = PER_TOKEN_S8
+    divisor, low, high = 127, -127, 127
+
+    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+        qx, sx = self.activation.quantize(x)
+        return int_matmul(qx, codes).float() * sx * params["scale"].float().t()
