@@ -1,0 +1,169 @@
+"""What a run will do, decided before any weight is read: model, family, recipe, formats, shapes.
+
+``plan`` prints a job, ``quantize`` carries it out.
+"""
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration import ROUNDINGS, TRANSFORMS
+from qtool.calibration.method import Rounding, Transform, check_order
+from qtool.errors import QtoolError, suggest
+from qtool.models import Family, family_of
+from qtool.models.family import dimensions
+from qtool.recipes import Recipe, Step
+from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+
+Method = TypeVar("Method", Transform, Rounding)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Job:
+    """A recipe applied to a model.
+
+    Attributes:
+        config: the source's config.json. dtype: of its weights.
+        format: the native format of the result.
+        transforms, rounding: the recipe's methods, in order, with their options.
+    """
+
+    config: dict[str, Any]
+    family: Family
+    dtype: torch.dtype
+    recipe: Recipe
+    format: CheckpointFormat
+    transforms: list[Transform]
+    rounding: Rounding
+
+    @classmethod
+    def of(cls, config: dict[str, Any], recipe: Recipe, dtype: torch.dtype | None = None) -> "Job":
+        """Check that ``recipe`` can be carried out on the model of ``config``.
+
+        Args:
+            dtype: of the stored weights; by default what config.json names.
+
+        Raises:
+            QtoolError: unsupported architecture, unknown scheme, layout or method, an impossible
+                order of methods, or a linear whose shape the scheme or layout cannot hold.
+        """
+        if "quantization_config" in config:
+            method = config["quantization_config"].get("quant_method")
+            raise QtoolError(f"the model is quantized already (quant_method {method!r}); pass the original checkpoint")
+        family = family_of(config["model_type"])
+        dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
+        rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
+        check_order(transforms)
+        rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
+        permuted = tuple(name for t in transforms for name in t.permutes(family))
+        job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
+                  transforms, rounding)  # fmt: skip
+        for name, (n, k) in job.linears(0).items():
+            if linear_format := job.format.of(job.full(0, name)):
+                linear_format.require(job.full(0, name), n, k)
+        return job
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration text is needed."""
+        return self.rounding.needs_data or any(t.needs_data for t in self.transforms)
+
+    @property
+    def is_plain(self) -> bool:
+        """Rounding each weight by itself: no transform, no data, so weights can be streamed one by one."""
+        return not self.transforms and not self.rounding.needs_data
+
+    @property
+    def blocks(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def tied(self) -> bool:
+        """Embedding and head are one tensor in the source."""
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    @property
+    def unties(self) -> bool:
+        """The result stores embedding and head apart although the source ties them."""
+        return self.tied and any(t.rewrites_embedding for t in self.transforms)
+
+    @property
+    def namespace(self) -> SimpleNamespace:
+        """The config as an object, for what only reads attributes."""
+        return SimpleNamespace(**self.config)
+
+    def full(self, block: int, name: str) -> str:
+        """The full name of ``name`` of block ``block``."""
+        return f"{self.family.blocks}.{block}.{name}"
+
+    def linears(self, block: int) -> dict[str, tuple[int, int]]:
+        """Shape ``(N, K)`` of every linear of a block that the family lets one quantize."""
+        shapes = self.family.block_shapes(self.namespace)
+        return {name: shapes[f"{name}.weight"] for name in self.family.linears()}  # type: ignore[misc]
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the source must hold, by full name."""
+        family, dims = self.family, dimensions(self.namespace)
+        shapes: dict[str, tuple[int, ...]] = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
+        for block in range(self.blocks):
+            block_shapes = family.block_shapes(self.namespace)
+            shapes |= {self.full(block, name): shape for name, shape in block_shapes.items()}
+        shapes[f"{family.final_norm}.weight"] = (dims["hidden"],)
+        if not self.tied:
+            shapes[f"{family.head}.weight"] = (dims["vocab"], dims["hidden"])
+        return shapes
+
+    def shards(self) -> list[dict[str, Tensor]]:
+        """The tensors of every output shard, on ``meta``: embedding, one shard a block, final norm and head."""
+        family, shapes = self.family, self.source_shapes()
+        embedding, norm, head = (f"{n}.weight" for n in (family.embedding, family.final_norm, family.head))
+        last = {norm: self._meta(shapes[norm])}
+        if not self.tied or self.unties:
+            last[head] = self._meta(shapes[embedding])
+        first = {embedding: self._meta(shapes[embedding])}
+        return [first, *(self.block_tensors(b) for b in range(self.blocks)), last]
+
+    def block_tensors(self, block: int) -> dict[str, Tensor]:
+        """The stored tensors of a block, by full name, on ``meta``."""
+        shapes = self.family.block_shapes(self.namespace)
+        tensors: dict[str, Tensor] = {}
+        for name, (n, k) in self.linears(block).items():
+            if linear_format := self.format.of(self.full(block, name)):
+                stored = linear_format.tensors(n, k)
+                if self.format.is_permuted(self.full(block, name)):
+                    stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+                tensors |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
+                del shapes[f"{name}.weight"]
+        tensors |= {name: self._meta(shape) for name, shape in shapes.items()}
+        return {self.full(block, name): tensor for name, tensor in tensors.items()}
+
+    def _meta(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
+def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
+    if rule.scheme is None:
+        return None
+    made = LinearFormat(rule.scheme, rule.group_size, rule.layout, str(dtype).removeprefix("torch."))
+    _ = made.scheme_object, made.layout_object  # unknown names and group sizes are refused here
+    if made.layout_object.bits != made.scheme_object.code_bits:
+        raise QtoolError(
+            f"layout {rule.layout} holds {made.layout_object.bits}-bit codes, "
+            f"scheme {rule.scheme} has {made.scheme_object.code_bits}-bit ones"
+        )
+    return made
+
+
+def _method(table: dict[str, type[Method]], step: Step, kind: str) -> Method:
+    if step.name not in table:
+        raise QtoolError(f"unknown {kind} {step.name!r}: {suggest(step.name, table)}")
+    options = {field.name for field in fields(table[step.name])}  # type: ignore[arg-type]
+    for option in step.options:
+        if option not in options:
+            raise QtoolError(f"{kind} {step.name}: unknown option {option!r}; {suggest(option, options)}")
+    return table[step.name](**step.options)

@@ -1,0 +1,140 @@
+"""The output directory of a run: nothing half-written looks whole, nothing finished is lost.
+
+A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
+record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
+directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
+same job, trusts only shards whose bytes match their record, and makes the rest.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qtool.checkpoint.safetensors import write, write_json
+from qtool.checkpoint.source import INDEX
+from qtool.errors import QtoolError
+
+#: the run's own files, inside the directory it works in
+RUN, JOB, LOCK = ".run", "job.json", "lock"
+
+
+class Output:
+    """Shards ``1..n`` of one run, in ``OUT.partial`` until :meth:`finish`.
+
+    Args:
+        directory: OUT. identity: facts that must be the same for a run to be resumed, by name.
+        shards: their number. resume: continue an unfinished run.
+
+    Raises:
+        QtoolError: OUT exists, an unfinished run is there and ``resume`` is off, or it was another job,
+            or another process works on it.
+    """
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any], shards: int, *, resume: bool) -> None:
+        self.directory, self.shards = directory, shards
+        self.partial = directory.with_name(directory.name + ".partial")
+        self.records: dict[int, dict[str, Any]] = {}
+        self.finished = resume and _finished(directory, identity)
+        if self.finished:
+            return
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise QtoolError(f"{directory} exists already; choose another --out or remove it")
+        if self.partial.exists() and not resume:
+            raise QtoolError(f"{self.partial} holds an unfinished run; continue it with --resume or remove it")
+        (self.partial / RUN).mkdir(parents=True, exist_ok=True)
+        self.lock = (self.partial / RUN / LOCK).open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QtoolError(f"another run is working on {self.partial}") from None
+        self.identity = json.loads(json.dumps(identity))
+        self._claim()
+        for shard in range(1, shards + 1):
+            if record := self._intact(shard):
+                self.records[shard] = record
+
+    def _claim(self) -> None:
+        """Write down what this run is, or check that the unfinished one was the same."""
+        path = self.partial / RUN / JOB
+        if path.exists():
+            try:
+                before = json.loads(path.read_text())
+            except ValueError:
+                before = {}
+            for key, value in self.identity.items():
+                if before and before.get(key) != value:
+                    raise QtoolError(
+                        f"{self.partial} was begun with another {key} "
+                        f"({_short(before.get(key))}, now {_short(value)}); remove it or run as before"
+                    )
+        write_json(path, self.identity)
+
+    def name(self, shard: int) -> str:
+        """File name of shard ``shard``."""
+        return f"model-{shard:05d}-of-{self.shards:05d}.safetensors"
+
+    def _record(self, shard: int) -> Path:
+        return self.partial / RUN / f"shard-{shard:05d}.json"
+
+    def _intact(self, shard: int) -> dict[str, Any] | None:
+        """The record of a finished shard whose bytes are what was written; None otherwise."""
+        try:
+            record = json.loads(self._record(shard).read_text())
+            with (self.partial / self.name(shard)).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            return record if found == record["sha256"] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def path(self, shard: int) -> Path:
+        """Where shard ``shard`` is now."""
+        return self.partial / self.name(shard)
+
+    def put(
+        self, shard: int, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], notes: Mapping[str, Any]
+    ) -> None:
+        """Write shard ``shard``, then its record. ``notes`` may be filled while ``tensors`` is consumed."""
+        self._record(shard).unlink(missing_ok=True)
+        digest = write(self.path(shard), specs, tensors)
+        names = [name for name in specs]
+        nbytes = sum(t.numel() * t.dtype.itemsize for t in specs.values())
+        self.records[shard] = {"sha256": digest, "tensors": names, "bytes": nbytes, "notes": dict(notes)}
+        write_json(self._record(shard), self.records[shard])
+
+    def finish(self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]) -> None:
+        """Write index, config, provenance and the side files; give the directory its name."""
+        weight_map = {name: self.name(s) for s, r in sorted(self.records.items()) for name in r["tensors"]}
+        total = sum(record["bytes"] for record in self.records.values())
+        write_json(self.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        for path in side_files:
+            shutil.copyfile(path, self.partial / path.name)
+        provenance["job"] = self.identity
+        provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
+        provenance["blocks"] = [r["notes"] for _, r in sorted(self.records.items()) if r["notes"]]
+        write_json(self.partial / "qtool.json", provenance)
+        write_json(self.partial / "config.json", config)
+        if self.directory.exists():
+            self.directory.rmdir()  # it is empty: checked at the start
+        self.partial.rename(self.directory)
+        shutil.rmtree(self.directory / RUN)
+        self.lock.close()
+
+
+def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether ``directory`` is the whole result of the same job (a run killed just after its last step)."""
+    try:
+        done = json.loads((directory / "qtool.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(done.get("job") == json.loads(json.dumps(identity)))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
