@@ -63,13 +63,18 @@ class Marlin24Layout(Layout):
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         require_codes(self.name, codes)
         self.require(*codes.shape)
-        values, positions = compress(codes)
+        blocks = zip(*map(compress, codes.split(_block(codes.shape[1]))), strict=True)
+        values, positions = (torch.cat(parts) for parts in blocks)
         return {"qweight": VALUES.pack(values)["qweight"], "metadata": METADATA.pack(positions)["qweight"]}
 
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
         self.require(n, k)
         values = VALUES.unpack({"qweight": packed["qweight"]}, n, k // 2, signed=signed)
-        return expand(values, METADATA.unpack({"qweight": packed["metadata"]}, n, k // 4, signed=False))
+        positions = METADATA.unpack({"qweight": packed["metadata"]}, n, k // 4, signed=False)
+        codes, rows = values.new_empty((n, k)), _block(k)
+        for block in zip(values.split(rows), positions.split(rows), codes.split(rows), strict=True):
+            expand(*block)
+        return codes
 
     def pack_group(self, param: Tensor) -> Tensor:
         return param.t().contiguous() if param.shape[1] == 1 else VALUES.pack_group(param)
@@ -84,37 +89,40 @@ def compress(codes: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         QtoolError: if a quad has more than two non-zeros.
     """
-    c0, c1, c2, c3 = codes.unflatten(1, (-1, 4)).unbind(-1)  # each [N, K/4]
-    kept = [c != _zero(codes.dtype) for c in (c0, c1, c2, c3)]
-    both, neither = kept[0] & kept[1], ~(kept[0] | kept[1])
-    if not codes.is_meta:
-        crowded = int(((both & (kept[2] | kept[3])) | (kept[2] & kept[3] & ~neither)).sum())
-        if crowded:
-            raise QtoolError(f"marlin-24: {crowded} of {c0.numel()} quads of inputs hold more than two non-zeros")
-    last = kept[3] | neither  # the second kept is 3; else 1 if both of the first two are kept, else 2
-    first = (~kept[0]).view(torch.uint8) + neither.view(torch.uint8)
+    c0, c1, c2, c3 = (c.contiguous() for c in codes.unflatten(1, (-1, 4)).unbind(-1))  # each [N, K/4]
+    kept0, kept1, kept2, kept3 = (c != _zero(codes.dtype) for c in (c0, c1, c2, c3))
+    both, neither = kept0 & kept1, ~(kept0 | kept1)
+    crowded = (both & (kept2 | kept3)) | (kept2 & kept3 & ~neither)
+    if not codes.is_meta and bool(crowded.any()):
+        found = f"{int(crowded.sum())} of {crowded.numel()} quads of inputs hold more than two non-zeros"
+        raise QtoolError(f"layout marlin-24: {found}; a 2:4 sparse weight is needed")
+    last = kept3 | neither  # the second kept is 3; else 1 if both of the first two are kept, else 2
+    first = (~kept0).view(torch.uint8) + neither.view(torch.uint8)
     second = last.view(torch.uint8) - both.view(torch.uint8) + 2
     values = torch.stack(
-        (torch.where(kept[0], c0, torch.where(kept[1], c1, c2)), torch.where(both, c1, torch.where(last, c3, c2))), -1
+        (torch.where(kept0, c0, torch.where(kept1, c1, c2)), torch.where(both, c1, torch.where(last, c3, c2))), -1
     )
     return values.flatten(1), first.bitwise_or_(second << 2)
 
 
-def expand(values: Tensor, positions: Tensor) -> Tensor:
-    """Inverse of :func:`compress`: codes ``[N, K]``, zero where nothing was kept.
+def expand(values: Tensor, positions: Tensor, codes: Tensor) -> None:
+    """Inverse of :func:`compress`, into ``codes [N, K]``: zero where nothing was kept.
 
     Raises:
         QtoolError: if a quad's positions are not two, in order.
     """
     first, second = positions & 3, positions >> 2
     if not positions.is_meta and bool((first >= second).any()):
-        raise QtoolError("marlin-24: the metadata names a position twice or out of order; the file is damaged")
-    v0, v1 = values.unflatten(1, (-1, 2)).unbind(-1)  # each [N, K/4]
+        raise QtoolError("layout marlin-24: the metadata names a position twice or out of order; the file is damaged")
+    v0, v1 = (v.contiguous() for v in values.unflatten(1, (-1, 2)).unbind(-1))  # each [N, K/4]
     zero = torch.full((), _zero(values.dtype), dtype=values.dtype, device=values.device)
-    quads = values.new_empty((*positions.shape, 4))
-    for position, out in enumerate(quads.unbind(-1)):
+    for position, out in enumerate(codes.unflatten(1, (-1, 4)).unbind(-1)):
         out.copy_(torch.where(first == position, v0, torch.where(second == position, v1, zero)))
-    return quads.flatten(1)
+
+
+def _block(k: int) -> int:
+    """Rows taken at a time, so that the intermediates of :func:`compress` stay small beside the weight."""
+    return max(1, 2**23 // k)
 
 
 def _zero(dtype: torch.dtype) -> int:
