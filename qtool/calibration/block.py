@@ -10,15 +10,17 @@ Legend: B sequences in a batch, S tokens, H hidden size, N x K a linear's weight
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from qtool.models.family import Family, Heads
 from qtool.models.skeleton import recording
 from qtool.schemes.base import Clip, Params, Scheme
+
+if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Block:
     index: int
     module: nn.Module
     family: Family
-    config: PretrainedConfig
+    config: "PretrainedConfig"
     schemes: dict[str, Scheme]
     clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
@@ -70,6 +72,11 @@ class Block:
     def weight(self, name: str) -> Tensor:
         """The weight of submodule ``name``, detached: change it in place."""
         return self.get(name).weight.detach()  # type: ignore[union-attr, operator]
+
+    def bias(self, name: str) -> Tensor | None:
+        """The bias of submodule ``name``, detached; None where it has none."""
+        bias = getattr(self.get(name), "bias", None)
+        return None if bias is None else bias.detach()
 
     def fit(self, name: str) -> Params:
         """Parameters of linear ``name`` by its scheme and the clip chosen for it."""
@@ -150,7 +157,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def first_inputs(model: PreTrainedModel, family: Family, tokens: Sequence[Tensor]) -> list[Batch]:
+def first_inputs(model: "PreTrainedModel", family: Family, tokens: Sequence[Tensor]) -> list[Batch]:
     """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
 
     ``model`` is a skeleton whose embedding is filled; its blocks need no weights.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from qtool.models.family import Attention, Family, Fold, LinearGroup
 
-Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")
+Q, K, V, OUT = (f"self_attn.{x}_proj" for x in "qkvo")
 GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
 
 LLAMA = Family(
@@ -15,23 +15,23 @@ LLAMA = Family(
     model_types=("llama", "mistral", "yi"),
     groups=(
         LinearGroup((Q, K, V), "input_layernorm", Fold.NORM),
-        LinearGroup((O,), V, Fold.HEADS, writes_residual=True),
+        LinearGroup((OUT,), V, Fold.HEADS, writes_residual=True),
         LinearGroup((GATE, UP), "post_attention_layernorm", Fold.NORM),
         LinearGroup((DOWN,), UP, Fold.PRODUCT, writes_residual=True),
     ),
-    attention=Attention(q=Q, k=K, v=V, o=O),
+    attention=Attention(q=Q, k=K, v=V, o=OUT),
     tensors={
         "input_layernorm.weight": "hidden",
         f"{Q}.weight": "q hidden",
         f"{K}.weight": "kv hidden",
         f"{V}.weight": "kv hidden",
-        f"{O}.weight": "hidden q",
+        f"{OUT}.weight": "hidden q",
         "post_attention_layernorm.weight": "hidden",
         f"{GATE}.weight": "inter hidden",
         f"{UP}.weight": "inter hidden",
         f"{DOWN}.weight": "hidden inter",
     },
-    biased_if={"attention_bias": (Q, K, V, O), "mlp_bias": (GATE, UP, DOWN)},
+    biased_if={"attention_bias": (Q, K, V, OUT), "mlp_bias": (GATE, UP, DOWN)},
 )
 
 QWEN2 = replace(LLAMA, name="Qwen2", model_types=("qwen2",), biased=(Q, K, V), biased_if={})
@@ -40,6 +40,6 @@ QWEN3 = replace(
     LLAMA,
     name="Qwen3",
     model_types=("qwen3",),
-    attention=Attention(q=Q, k=K, v=V, o=O, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    attention=Attention(q=Q, k=K, v=V, o=OUT, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     tensors={**LLAMA.tensors, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
 )

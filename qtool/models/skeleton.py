@@ -6,18 +6,22 @@ embedding, masks) is transformers' own code.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qtool.models.family import Family
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
-def skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+
+def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """The model of ``config`` in eval mode, every parameter on ``meta``."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
@@ -55,7 +59,7 @@ CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "use_cache", "
 
 
 @contextmanager
-def recording(model: PreTrainedModel, family: Family) -> Iterator[list[_Recorder]]:
+def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
     """Replace the blocks by recorders: one forward gives the arguments of every block."""
     parent_name, _, attribute = family.blocks.rpartition(".")
     parent = model.get_submodule(parent_name)

@@ -167,3 +167,14 @@ def _method(table: dict[str, type[Method]], step: Step, kind: str) -> Method:
         if option not in options:
             raise QtoolError(f"{kind} {step.name}: unknown option {option!r}; {suggest(option, options)}")
     return table[step.name](**step.options)
+
+
+def native_format(config: dict[str, Any]) -> CheckpointFormat:
+    """The format of a native checkpoint.
+
+    Raises:
+        QtoolError: the model is not quantized, or not by qtool.
+    """
+    if "quantization_config" not in config:
+        raise QtoolError("the model is not quantized: config.json has no quantization_config")
+    return CheckpointFormat.from_dict(config["quantization_config"])

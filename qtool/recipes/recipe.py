@@ -74,9 +74,10 @@ class Recipe:
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
 
-def built_in() -> dict[str, str]:
-    """Names of the built-in recipes (the CLI's schemes) and what each is."""
-    return {path.stem: _mapping(path)["about"] for path in sorted(BUILT_IN.glob("*.yaml"))}
+def overview() -> list[tuple[str, str, str]]:
+    """Every built-in scheme: name, the variants of its recipe, what it is."""
+    files = {path.stem: _mapping(path) for path in sorted(BUILT_IN.glob("*.yaml"))}
+    return [(name, " ".join(data["variants"]), data["about"]) for name, data in files.items()]
 
 
 def load(scheme: str, recipe: str | None = None) -> Recipe:

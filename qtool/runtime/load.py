@@ -25,7 +25,7 @@ def load(directory: str | Path, *, device: str = "cpu", dtype: torch.dtype | Non
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise QtoolError(f"{path}: transformers cannot load it ({str(error).splitlines()[0]})") from error
-    return model.to(device).eval()
+    return model.to(torch.device(device)).eval()
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:

@@ -1,8 +1,8 @@
-"""Register the quantizer with transformers when, and only when, transformers' quantizers are imported.
+"""Register the quantizer with transformers when, and only when, its models are imported.
 
 ``import qtool`` must be enough for ``AutoModelForCausalLM.from_pretrained`` to know the format, yet
 ``qtool plan`` and ``-h`` must not pay seconds for importing transformers. So a finder waits for
-``transformers.quantizers.auto`` and imports :mod:`qtool.runtime.huggingface` right after it.
+``transformers.modeling_utils`` and imports :mod:`qtool.runtime.huggingface` right after it.
 """
 
 import sys
@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-AWAITED = "transformers.quantizers.auto"
+AWAITED = "transformers.modeling_utils"
 
 
 class _Then(Loader):
@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
 
 
 def register() -> None:
-    """Make transformers know qtool checkpoints: now if its quantizers are imported, else once they are."""
+    """Make transformers know qtool checkpoints: now if its models are imported, else once they are."""
     if AWAITED in sys.modules:
         import_module("qtool.runtime.huggingface")
     else:

@@ -1,0 +1,167 @@
+"""The command line: parse, call, print. No logic."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+import qtool
+from qtool.errors import CheckFailed, QtoolError
+from qtool.text_table import render
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(qtool.__version__)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Quantize large language models and prove that they still are the same models."""
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
+    debug = "--debug" in sys.argv
+    try:
+        cli(standalone_mode=False)
+    except QtoolError as error:
+        if debug:
+            raise
+        click.echo(f"qtool: {error}", err=True)
+        sys.exit(1 if isinstance(error, CheckFailed) else 2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("qtool: interrupted; an unfinished run can be continued with --resume", err=True)
+        sys.exit(130)
+
+
+def _command(example: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A subcommand whose help ends with an example."""
+    return cli.command(context_settings=CONTEXT, epilog=f"Example: {example}")
+
+
+MODEL = click.argument("model")
+SCHEME = click.option("--scheme", required=True, help="What to quantize to; `qtool schemes` lists them.")
+RECIPE = click.option("--recipe", help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.")
+GROUP = click.option("--group-size", help="Input channels a group, or 'channel'; the recipe's by default.")
+KV = click.option("--kv", help="KV-cache quantizer: kv8, kv4, kv4-channel.")
+DATA_DIR = click.option("--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
+
+
+@_command("qtool quantize demo --scheme w4a8-lqq --out demo-lqq")
+@MODEL
+@SCHEME
+@RECIPE
+@GROUP
+@KV
+@click.option("--out", type=click.Path(path_type=Path), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
+@click.option("--calib", help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file.")
+@DATA_DIR
+@click.option("--samples", default=128, show_default=True, help="Calibration windows.")
+@click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
+@click.option("--seed", default=0, show_default=True, help="Of the choice of calibration windows.")
+@DEVICE
+@click.option("--resume", is_flag=True, help="Continue an unfinished run.")
+def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: str, **options: Any) -> None:
+    """Quantize MODEL: a local directory, a hub id, or `demo`."""
+    from qtool.pipeline import commands
+    from qtool.pipeline.progress import Progress
+
+    with Progress() as progress:
+        done = commands.quantize(model, scheme, out, resume=resume, device=device, progress=progress, **options)
+    click.echo(done)
+
+
+@_command("qtool plan meta-llama/Llama-2-70b-hf --scheme w4a8-lqq")
+@MODEL
+@SCHEME
+@RECIPE
+@GROUP
+@KV
+@JSON
+def plan(model: str, as_json: bool, **options: Any) -> None:
+    """What quantizing MODEL (a directory or a config.json) will do: bits, bytes, memory, time."""
+    from qtool.pipeline import commands
+    from qtool.pipeline.plan import as_dict, as_text
+
+    planned = commands.plan(model, **options)
+    click.echo(json.dumps(as_dict(planned), indent=2) if as_json else as_text(planned))
+
+
+@_command("qtool eval wikitext2 --model demo-lqq --compare demo")
+@click.argument("tasks", nargs=-1, required=True)
+@click.option("--model", default="demo", show_default=True, help="A quantized or plain model directory.")
+@click.option("--compare", help="A baseline model; prints the change against it.")
+@DATA_DIR
+@click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
+@click.option("--limit", type=int, help="At most this many windows or items a task.")
+@click.option("--batch-size", default=8, show_default=True)
+@DEVICE
+@JSON
+def eval(tasks: tuple[str, ...], model: str, compare: str | None, as_json: bool, **options: Any) -> None:
+    """Perplexity on wikitext2, c4, demo or a text file; zero-shot accuracy on any lm-eval task."""
+    from qtool.pipeline import commands
+
+    results = commands.evaluate(list(tasks), model, compare, **options)
+    click.echo(json.dumps(results.to_json(), indent=2) if as_json else results.to_text())
+
+
+@_command("qtool verify demo-lqq")
+@DIRECTORY
+@DEVICE
+@click.option("--verbose", is_flag=True, help="One line a linear.")
+def verify(directory: Path, device: str, verbose: bool) -> None:
+    """Check every packed linear: integrity, invariants, packed bytes, arithmetic. Exit 1 on a mismatch."""
+    from qtool.pipeline.verify import verify as verified
+
+    rows = list(verified(directory, device=device))
+    bad = [row for row in rows if row.problem]
+    if verbose:
+        click.echo(render(("linear", "ran", "error"), [(r.name, r.ran, f"{r.error:.1e}") for r in rows if r.ran]))
+    for row in bad:
+        click.echo(f"{row.name}: {row.problem}")
+    good = [row for row in rows if not row.problem]
+    for ran in sorted({row.ran for row in good}):
+        same = [row for row in good if row.ran == ran]
+        click.echo(f"{len(same)} linears verified: {ran}; largest distance {max(r.error for r in same):.1e}")
+    if bad:
+        raise CheckFailed(f"{directory}: {len(bad)} of {len(rows)} checks failed")
+
+
+@_command("qtool inspect demo-lqq")
+@DIRECTORY
+@JSON
+def inspect(directory: Path, as_json: bool) -> None:
+    """Schemes, layouts, bytes and bits a weight of a quantized model, from its headers."""
+    from qtool.pipeline.inspect import as_dicts, as_text
+    from qtool.pipeline.inspect import inspect as inspected
+
+    rows = inspected(directory)
+    click.echo(json.dumps(as_dicts(rows), indent=2) if as_json else as_text(rows))
+
+
+@_command("qtool export demo-w4a16 --format compressed-tensors --out demo-ct")
+@DIRECTORY
+@click.option("--format", "target", required=True, help="compressed-tensors")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
+def export(directory: Path, target: str, out: Path) -> None:
+    """Write a quantized model in the format of a serving stack."""
+    from qtool.pipeline.export import export as exported
+
+    click.echo(exported(directory, target, out))
+
+
+@_command("qtool schemes")
+def schemes() -> None:
+    """List the schemes, their recipes and what they are."""
+    from qtool import recipes
+
+    click.echo(render(("scheme", "recipes", "what it is"), recipes.overview()))

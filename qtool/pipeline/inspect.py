@@ -1,0 +1,73 @@
+"""What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers alone."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from qtool.checkpoint.source import Checkpoint
+from qtool.pipeline.job import native_format
+from qtool.pipeline.verify import linear_shape, packed_linears
+from qtool.text_table import render
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear (or everything that is not one): weights, stored bytes, bits a weight."""
+
+    name: str
+    scheme: str
+    layout: str
+    shape: tuple[int, ...]
+    weights: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        return self.nbytes * 8 / self.weights
+
+
+def inspect(directory: Path) -> list[Row]:
+    """Rows of every packed linear, then of every other tensor, in file order.
+
+    Raises:
+        QtoolError: not a native checkpoint.
+    """
+    checkpoint = Checkpoint(directory)
+    checkpoint_format = native_format(checkpoint.config)
+    rows, seen = [], set()
+    for name in packed_linears(checkpoint):
+        parts = [p for p in checkpoint.under(name) if p != f"{name}.bias"]
+        seen.update(parts)
+        linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)
+        nbytes = sum(checkpoint.entry(part).nbytes for part in parts)
+        scheme, layout = (linear_format.scheme, linear_format.layout) if linear_format else ("?", "?")
+        rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes))
+    for name, entry in checkpoint.entries.items():
+        if name not in seen:
+            dtype = str(entry.dtype).removeprefix("torch.")
+            rows.append(Row(name, dtype, "", entry.shape, prod(entry.shape), entry.nbytes))
+    return rows
+
+
+def total(name: str, rows: Iterable[Row]) -> Row:
+    """The sum of ``rows``."""
+    rows = list(rows)
+    return Row(name, "", "", (), sum(r.weights for r in rows), sum(r.nbytes for r in rows))
+
+
+def as_text(rows: list[Row]) -> str:
+    """Packed linears, a total for them, and one for the rest."""
+    packed = [row for row in rows if row.layout]
+    table = [*packed, total("all packed linears", packed), total("everything else", (r for r in rows if not r.layout))]
+    cells = [
+        (r.name, " x ".join(map(str, r.shape)), r.scheme, r.layout, f"{r.nbytes / 1e6:.3f}", f"{r.bits:.3f}")
+        for r in table
+    ]
+    return render(("name", "shape", "scheme", "layout", "MB", "bits a weight"), cells)
+
+
+def as_dicts(rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data, for ``--json``."""
+    return [asdict(row) | {"bits_per_weight": row.bits} for row in rows]

@@ -1,0 +1,114 @@
+"""What a run will do, from config.json alone: bits, bytes, memory and time, layer by layer.
+
+Sizes are exact: they come from the code that packs, run on ``meta``. Memory and time are estimates;
+the constants below are measured by ``benchmarks/quantize`` and printed with the plan.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from qtool.pipeline.job import Job
+from qtool.text_table import render
+
+#: resident memory of the process with torch and transformers loaded
+PROCESS_BYTES = 600_000_000
+#: weights rounded to nearest a second on two CPU cores, reading and writing included
+PLAIN_WEIGHTS_PER_SECOND = 60e6
+
+
+@dataclass(frozen=True)
+class PlannedLinear:
+    """One linear of a block: its format and what it will take on disk."""
+
+    name: str
+    scheme: str
+    group_size: int | None
+    layout: str
+    shape: tuple[int, int]
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        return self.nbytes * 8 / prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes)."""
+
+    job: Job
+    linears: list[PlannedLinear]  # of block 0; the others are alike unless rules say otherwise
+    source_bytes: int
+    shard_bytes: list[int]
+    host_bytes: int
+    seconds: float
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(self.shard_bytes)
+
+
+def plan(job: Job) -> Plan:
+    """The plan of ``job``; reads no weights."""
+    size = job.dtype.itemsize
+    shapes = job.source_shapes()
+    weights = sum(prod(shape) for shape in shapes.values())
+    shards = [sum(t.numel() * t.dtype.itemsize for t in shard.values()) for shard in job.shards()]
+    return Plan(job, [_linear(job, name) for name in job.linears(0)], weights * size, shards,
+                _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)  # fmt: skip
+
+
+def _linear(job: Job, name: str) -> PlannedLinear:
+    n, k = job.linears(0)[name]
+    linear_format = job.format.of(job.full(0, name))
+    if linear_format is None:
+        dtype = str(job.dtype).removeprefix("torch.")
+        return PlannedLinear(name, dtype, None, "", (n, k), n * k * job.dtype.itemsize)
+    nbytes = sum(t.numel() * t.dtype.itemsize for t in linear_format.tensors(n, k).values())
+    return PlannedLinear(name, linear_format.scheme, linear_format.group_size, linear_format.layout, (n, k), nbytes)
+
+
+def _host_bytes(job: Job) -> int:
+    """Streamed: one weight, its codes, its packed form and chunk temporaries. Else: one block in float32, twice."""
+    sizes = [n * k for n, k in job.linears(0).values()]
+    if job.is_plain:
+        return PROCESS_BYTES + max(sizes) * (job.dtype.itemsize + 2) + (200 << 20)
+    return PROCESS_BYTES + 2 * 4 * sum(sizes)
+
+
+def as_dict(planned: Plan) -> dict[str, Any]:
+    """The plan as plain data, for ``--json``."""
+    linears = [
+        {"name": x.name, "scheme": x.scheme, "group_size": x.group_size, "layout": x.layout, "shape": list(x.shape),
+         "bytes": x.nbytes, "bits_per_weight": x.bits}
+        for x in planned.linears
+    ]  # fmt: skip
+    return {
+        "scheme": planned.job.format.scheme,
+        "blocks": planned.job.blocks,
+        "linears_of_a_block": linears,
+        "source_bytes": planned.source_bytes,
+        "output_bytes": planned.output_bytes,
+        "peak_host_bytes": planned.host_bytes,
+        "seconds": planned.seconds,
+    }
+
+
+def as_text(planned: Plan) -> str:
+    """The plan as a person reads it."""
+    rows = [
+        (x.name, f"{x.shape[0]} x {x.shape[1]}", x.scheme, x.group_size or "channel", x.layout, f"{x.bits:.3f}",
+         f"{x.nbytes / 1e6:.2f}")
+        for x in planned.linears
+    ]  # fmt: skip
+    job = planned.job
+    table = render(("linear of a block", "shape", "scheme", "group", "layout", "bits", "MB"), rows)
+    return "\n".join([
+        f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe {job.recipe.variant}: "
+        + " -> ".join([*(t.name for t in job.transforms), job.rounding.name]),
+        table,
+        f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "
+        f"({planned.source_bytes / planned.output_bytes:.2f}x smaller) in {len(planned.shard_bytes)} shards",
+        f"peak host memory about {planned.host_bytes / 1e9:.2f} GB, time about {planned.seconds:.0f} s",
+    ])  # fmt: skip

@@ -1,0 +1,37 @@
+"""Progress of a run: a bar on a terminal, plain lines in a log."""
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Called after each shard with (done, total, notes); shows ETA, the block's error and peak memory."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.started = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:
+        peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
+        error = notes.get("worst relative output error")
+        facts = f"peak {peak}" + (f", error {error:.4f}" if error is not None else "")
+        if sys.stderr.isatty():
+            self.bar = self.bar or tqdm(total=total, unit="shard", desc="quantize")
+            self.bar.set_postfix_str(facts, refresh=False)
+            self.bar.update(done - self.bar.n)
+        else:
+            elapsed = time.monotonic() - self.started
+            left = elapsed / done * (total - done)
+            print(f"shard {done}/{total}, {elapsed:.0f} s, {left:.0f} s left, {facts}", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.close()

@@ -1,0 +1,151 @@
+"""Prove that a quantized checkpoint is what it says: file integrity, invariants, packed bytes, arithmetic.
+
+For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
+overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the
+runtime's output on random activations equals the same integers multiplied in float64.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtool.checkpoint.source import Checkpoint
+from qtool.errors import CheckFailed, QtoolError
+from qtool.pipeline.job import native_format
+from qtool.runtime.format import LinearFormat
+from qtool.runtime.linear import QuantLinear
+
+TOKENS = 8
+#: float32 epilogue (three multiplications, G additions) against float64
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The outcome for one linear (or one shard file): ``problem`` is empty if all checks passed.
+
+    ``ran`` names the arithmetic that computed the output, ``error`` its distance to the reference.
+    """
+
+    name: str
+    problem: str = ""
+    ran: str = ""
+    error: float = 0.0
+
+
+def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
+    """Check every shard and every packed linear of the native checkpoint in ``directory``.
+
+    Raises:
+        QtoolError: if it is not a native checkpoint at all.
+    """
+    checkpoint = Checkpoint(directory)
+    checkpoint_format = native_format(checkpoint.config)
+    yield from _shards(directory)
+    for name in packed_linears(checkpoint):
+        linear_format = checkpoint_format.of(name)
+        if linear_format is None:
+            yield Verified(name, "stored packed, but quantization_config leaves it in 16 bit")
+            continue
+        try:
+            yield _linear(checkpoint, name, linear_format, torch.device(device))
+        except (CheckFailed, QtoolError) as error:
+            yield Verified(name, str(error))
+
+
+def packed_linears(checkpoint: Checkpoint) -> list[str]:
+    """Full names of the linears that are stored packed."""
+    return [name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")]
+
+
+def _shards(directory: Path) -> Iterator[Verified]:
+    try:
+        recorded = json.loads((directory / "qtool.json").read_text())["shards"]
+    except (OSError, ValueError, KeyError):
+        yield Verified("qtool.json", "missing or damaged: the shards' hashes cannot be checked")
+        return
+    for shard, expected in recorded.items():
+        with (directory / shard).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            yield Verified(shard, "the file's sha256 is not the one recorded when it was written")
+
+
+def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> QuantLinear:
+    """The QuantLinear ``name`` of a native checkpoint.
+
+    Raises:
+        QtoolError: if a stored tensor has not the declared shape and dtype.
+    """
+    n, k = linear_shape(checkpoint, name)
+    permuted, bias = f"{name}.permutation" in checkpoint, f"{name}.bias" in checkpoint
+    dtype = checkpoint.entry(f"{name}.bias").dtype if bias else torch.float32
+    linear = QuantLinear(k, n, linear_format, bias=bias, permuted=permuted, dtype=dtype, device=device)
+    for part, buffer in linear.named_buffers():
+        stored = checkpoint.read(f"{name}.{part}")
+        if stored.shape != buffer.shape or stored.dtype != buffer.dtype:
+            raise QtoolError(
+                f"{name}.{part}: {stored.dtype} {list(stored.shape)} found, "
+                f"{buffer.dtype} {list(buffer.shape)} declared by the format"
+            )
+        buffer.copy_(stored)
+    return linear
+
+
+def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
+    from types import SimpleNamespace
+
+    from qtool.models import family_of
+
+    family = family_of(checkpoint.config["model_type"])
+    within = name.removeprefix(f"{family.blocks}.").partition(".")[2]
+    shapes = family.block_shapes(SimpleNamespace(**checkpoint.config))
+    if f"{within}.weight" not in shapes:
+        raise QtoolError(f"{name}: not a linear of a {family.name} block")
+    n, k = shapes[f"{within}.weight"]
+    return n, k
+
+
+@torch.no_grad()
+def _linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> Verified:
+    linear = load_linear(checkpoint, name, linear_format, device)
+    scheme = linear_format.scheme_object
+    codes, params = linear.unpack()
+    scheme.check(codes, params)
+    for part, tensor in linear_format.pack(codes, params).items():
+        if not torch.equal(tensor, linear.stored()[part]):
+            raise CheckFailed(f"packing the unpacked {part} does not give the stored bytes")
+    if linear.permutation is not None and not torch.equal(
+        linear.permutation.sort().values.cpu(), torch.arange(linear.in_features, dtype=torch.int32)
+    ):
+        raise CheckFailed("the input permutation is not a permutation")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, linear.in_features, generator=generator).to(device)
+    error = _distance(linear(x), _reference(linear, x, codes, params))
+    ran = f"{scheme.name} reference, {_precision(linear_format)}"
+    problem = "" if error <= TOLERANCE else f"output differs from the float64 reference by {error:.1e}"
+    return Verified(name, problem, ran, error)
+
+
+def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
+    scheme = linear.format.scheme_object
+    gathered = x if linear.permutation is None else x[:, linear.permutation.long()]
+    y = scheme.fake_activation(gathered, params).double() @ scheme.dequantize(codes, params).double().t()
+    return y if linear.bias is None else y + linear.bias.double()
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def _precision(linear_format: LinearFormat) -> str:
+    scheme = linear_format.scheme_object
+    if scheme.activation.bits == 16:
+        return f"int{scheme.code_bits} weights, 16-bit activations, float32 sums"
+    return f"int{scheme.activation.bits} x int{8 if scheme.activation.bits == 8 else scheme.code_bits}, int32 sums"
