@@ -1,0 +1,150 @@
+"""Perplexity by the recipe of the GPTQ and AWQ papers' scripts, so that numbers compare across papers.
+
+Documents are joined by blank lines and tokenized at once (the tokenizer's own BOS, if it adds one, stands once at the
+start), cut into non-overlapping windows of ``seqlen`` tokens (at most the model's context), and the last, partial
+window is dropped. A window of s tokens is predicted from its own start, so it scores s - 1 tokens:
+
+    perplexity = exp( sum over windows and scored tokens of -log p(token | its window so far)  /  scored tokens )
+
+A text shorter than one window is scored as one short window: the scripts would score nothing. Logits come in the
+model's dtype, their log-softmax is taken in float32, sums are kept in float64.
+
+Shapes: b windows a batch, s tokens a window, v vocabulary.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qtool.errors import QtoolError
+
+SEQLEN = 2048
+FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``nll`` in nats, summed over ``tokens`` scored tokens; ``window_nll`` is each window's mean, in nats a token."""
+
+    nll: float
+    tokens: int
+    seqlen: int
+    window_nll: list[float]
+
+    @property
+    def windows(self) -> int:
+        return len(self.window_nll)
+
+    @property
+    def log_perplexity(self) -> float:
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.log_perplexity) if self.log_perplexity < 700 else math.inf
+
+    @property
+    def log_stderr(self) -> float | None:
+        """Standard error of :attr:`log_perplexity` over windows, nats; None for a single window."""
+        return standard_error(self.window_nll)
+
+    @property
+    def stderr(self) -> float | None:
+        """Standard error of :attr:`perplexity`, to first order; None for a single window."""
+        return None if self.log_stderr is None else self.perplexity * self.log_stderr
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Of the mean of ``values``; None for fewer than two of them."""
+    if len(values) < 2:
+        return None
+    return float(torch.tensor(values, dtype=torch.float64).std() / math.sqrt(len(values)))
+
+
+def perplexity(
+    text: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seqlen: int = SEQLEN,
+    limit: int | None = None,
+    batch_size: int = 4,
+    label: str = "perplexity",
+) -> Perplexity:
+    """Perplexity of ``text``, of its first ``limit`` windows if given; ``label`` names the progress bar.
+
+    Raises :class:`QtoolError` for a text under two tokens, token ids the model has no embedding for, NaN logits, and a
+    single window that does not fit the device's memory (larger batches are halved until they fit).
+    """
+    if limit is not None and limit < 1:
+        raise QtoolError(f"limit {limit} leaves no window to evaluate: at least 1 is needed")
+    ids = _tokenize(text, model, tokenizer)
+    windows = cut_windows(ids, min(seqlen, context_length(model) or seqlen))[:limit]  # [windows, s]
+    model.eval()
+    sums: list[float] = []
+    with torch.no_grad(), tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty()) as bar:
+        for batch in windows.split(batch_size):  # [b, s]
+            sums += _window_sums(model, batch.to(model.device)).tolist()
+            bar.update(len(batch))
+    scored = windows.shape[1] - 1
+    for index, value in enumerate(sums):
+        if math.isnan(value):
+            raise QtoolError(f"the model's logits are NaN in window {index} of {len(sums)}: it has no perplexity")
+    return Perplexity(math.fsum(sums), len(sums) * scored, scored + 1, [value / scored for value in sums])
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest window the model was made for, tokens; None if its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """[tokens] -> [windows, seqlen], the partial last one dropped; [1, tokens] for a text shorter than one window."""
+    if seqlen < 2:
+        raise QtoolError(f"seqlen {seqlen} scores no token: at least 2 is needed")
+    count = len(ids) // seqlen
+    return ids[: count * seqlen].view(count, seqlen) if count else ids[None]
+
+
+def _tokenize(text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)  # [tokens]
+    if len(ids) < 2:
+        raise QtoolError(f"the text has {len(ids)} tokens: at least 2 are needed for a perplexity")
+    vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
+    if ids.max() >= vocabulary:
+        raise QtoolError(
+            f"the tokenizer gives token id {ids.max()} but the model embeds {vocabulary} ids (0 to {vocabulary - 1}): "
+            "is it another model's tokenizer?"
+        )
+    return ids
+
+
+def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    """[b, s] ids -> [b] float64 sums of -log p, by halves where the whole batch does not fit the memory."""
+    try:
+        return _forward_sums(model, batch)
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise QtoolError(
+                f"one window of {batch.shape[1]} tokens does not fit the memory of {batch.device}: "
+                "try a smaller --seqlen"
+            ) from None
+    torch.cuda.empty_cache()
+    return torch.cat([_window_sums(model, half) for half in batch.chunk(2)])
+
+
+def _forward_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=batch, use_cache=False).logits[:, :-1]  # [b, s - 1, v]
+    targets = batch[:, 1:]  # [b, s - 1]
+    step = max(1, FLOAT32_LOGITS // (logits.shape[0] * logits.shape[2]))
+    sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.device)
+    for part, wanted in zip(logits.split(step, dim=1), targets.split(step, dim=1), strict=True):
+        nll = cross_entropy(part.float().flatten(0, 1), wanted.flatten(), reduction="none")  # [b * step]
+        sums += nll.view_as(wanted).double().sum(dim=1)
+    return sums

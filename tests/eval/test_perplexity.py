@@ -1,0 +1,115 @@
+"""Perplexity: what it must equal, what must not change it, and what it refuses."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qtool import corpora
+from qtool.errors import QtoolError
+from qtool.eval import perplexity as module
+from qtool.eval.perplexity import cut_windows, perplexity
+
+from .conftest import CONTEXT, VOCABULARY, make_model
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4  # 232 tokens
+
+
+def plain_loop(text, model, tokenizer, seqlen) -> tuple[float, list[float]]:
+    """The published scripts' arithmetic, one window at a time, through transformers' own loss."""
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    losses = []
+    for start in range(0, ids.shape[1] - seqlen + 1, seqlen):
+        window = ids[:, start : start + seqlen]
+        with torch.no_grad():
+            losses.append(model(window, labels=window).loss.double().item())
+    return math.exp(sum(losses) / len(losses)), losses
+
+
+def test_equals_a_plain_loop(model, tokenizer):
+    result = perplexity(TEXT, model, tokenizer, seqlen=20)
+    expected, losses = plain_loop(TEXT, model, tokenizer, 20)
+    assert result.perplexity == pytest.approx(expected, rel=1e-6)
+    assert result.window_nll == pytest.approx(losses, rel=1e-5)
+    assert result.log_stderr == pytest.approx(torch.tensor(losses).std().item() / math.sqrt(11), rel=1e-4)
+    assert (result.windows, result.tokens, result.seqlen) == (11, 11 * 19, 20)
+
+
+def test_uniform_logits_give_the_vocabulary_size(tokenizer):
+    model = make_model()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert perplexity(TEXT, model, tokenizer).perplexity == pytest.approx(VOCABULARY, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_batch_size_and_chunking_change_nothing(model, tokenizer, monkeypatch, batch_size):
+    expected = perplexity(TEXT, model, tokenizer, seqlen=20).perplexity
+    monkeypatch.setattr(module, "FLOAT32_LOGITS", 500)
+    assert perplexity(TEXT, model, tokenizer, seqlen=20, batch_size=batch_size).perplexity == pytest.approx(expected)
+
+
+def test_window_is_capped_at_the_context_and_limited(model, tokenizer):
+    assert perplexity(TEXT, model, tokenizer).seqlen == CONTEXT
+    assert perplexity(TEXT, model, tokenizer).windows == 232 // CONTEXT
+    assert perplexity(TEXT, model, tokenizer, limit=2).windows == 2
+
+
+def test_short_text_is_one_short_window(model, tokenizer):
+    result = perplexity("abcdefg", model, tokenizer)
+    assert (result.windows, result.tokens, result.stderr) == (1, 6, None)
+    assert result.perplexity == pytest.approx(plain_loop("abcdefg", model, tokenizer, 7)[0], rel=1e-6)
+
+
+def test_windows_drop_the_partial_one():
+    assert cut_windows(torch.arange(10), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(QtoolError, match="seqlen 1 scores no token"):
+        cut_windows(torch.arange(10), 1)
+
+
+def test_out_of_memory_halves_the_batch(model, tokenizer, monkeypatch):
+    forward, seen = module._forward_sums, []
+
+    def small(model, batch):
+        seen.append(len(batch))
+        if len(batch) > largest:
+            raise torch.OutOfMemoryError
+        return forward(model, batch)
+
+    monkeypatch.setattr(module, "_forward_sums", small)
+    largest = 2
+    expected = plain_loop(TEXT, model, tokenizer, 20)[0]
+    result = perplexity(TEXT, model, tokenizer, seqlen=20, batch_size=8)
+    assert result.perplexity == pytest.approx(expected, rel=1e-6)
+    assert max(seen) == 8
+    largest = 0
+    with pytest.raises(QtoolError, match="one window of 20 tokens does not fit"):
+        perplexity(TEXT, model, tokenizer, seqlen=20)
+
+
+def test_refusals(model, tokenizer):
+    with pytest.raises(QtoolError, match="the text has 1 tokens"):
+        perplexity("a", model, tokenizer)
+    with pytest.raises(QtoolError, match="limit 0 leaves no window"):
+        perplexity(TEXT, model, tokenizer, limit=0)
+    with pytest.raises(QtoolError, match=r"token id 92 but the model embeds 50 ids \(0 to 49\)"):
+        perplexity(TEXT, make_model(50), tokenizer)
+    broken = make_model()
+    torch.nn.init.constant_(broken.lm_head.weight, math.nan)
+    with pytest.raises(QtoolError, match="NaN in window 0 of 7"):
+        perplexity(TEXT, broken, tokenizer)
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+def test_trained_model_on_wikitext2():
+    path = DATA / "models" / "tinystories-656K"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    lines = (DATA / "wikitext2" / "wiki.test.raw").read_text().splitlines(keepends=True)[:200]
+    text = "\n\n".join(line if line.strip() else "" for line in lines)  # as the hub's data set script makes rows
+    rows = corpora.documents("wikitext2", split="test", data_dir=DATA)[:200]
+    result = perplexity("\n\n".join(rows), model, tokenizer)
+    assert result.seqlen == 512
+    assert result.perplexity == pytest.approx(plain_loop(text, model, tokenizer, 512)[0], rel=1e-5)
