@@ -1,0 +1,196 @@
+"""Is every GEMM right? One command on a Hopper GPU; prints one line a check, exits 1 on any failure.
+
+    python benchmarks/kernels/check.py [--fuzz 500] [--quick]
+
+int32 sums equal the integer reference exactly (float64 products of integers are exact); every code, level-2
+scale and legal offset; one-hot tokens, which spell out the weight's layout; outputs poisoned before each run;
+the fused epilogue within one unit in the last place of a float64 reference; CUDA graphs; fuzzed shapes.
+"""
+
+import argparse
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qtool import schemes
+from qtool.kernels.build import cubin
+from qtool.kernels.gemm import definition
+from qtool.kernels.tiles import Tile
+from qtool.kernels.w4a8 import launch_into, operand, w4a8_gemm
+from qtool.layouts.dual_mma import DUAL_MMA
+
+SCHEMES = [("w4a8-lqq", 32), ("w4a8-lqq", 64), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq-g128", 64), ("w4a8-qoq", None)]
+TILES = [
+    Tile(8, 1, 1, 2), Tile(8, 1, 8, 2), Tile(16, 1, 4, 2), Tile(16, 2, 2, 1), Tile(32, 2, 4, 2), Tile(32, 1, 1, 1),
+    Tile(64, 1, 4, 2), Tile(64, 4, 2, 2), Tile(128, 1, 2, 1), Tile(128, 2, 2, 1), Tile(128, 1, 1, 1), Tile(256, 1, 1, 1),
+    Tile(256, 2, 1, 1), Tile(256, 2, 2, 1), Tile(256, 4, 1, 1),
+]  # fmt: skip
+ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+@dataclass
+class Case:
+    """One weight in both forms: as the kernel stores it, and as the exact int8 (or u4) matrix."""
+
+    scheme: str
+    group: int | None
+    arguments: tuple[Tensor | None, ...]  # qweight, s1, s2, offset, zero
+    w8: Tensor  # [N, K] int8; per channel, the codes minus the zero point
+
+    @classmethod
+    def make(cls, scheme: str, group: int | None, codes: Tensor, s1: Tensor, level2: dict[str, Tensor]) -> "Case":
+        pack = {name: DUAL_MMA.pack_group(t) for name, t in level2.items()} if group else level2
+        arguments = (DUAL_MMA.pack(codes)["qweight"], s1, pack.get("s2"), pack.get("offset"), pack.get("zero"))
+        if group is None:
+            w8 = codes.to(torch.int8) - level2["zero"].to(torch.int8)[:, None]
+        else:
+            w8 = schemes.get(scheme, group).level2(codes, {"s1": s1, **level2})
+        return cls(scheme, group, arguments, w8)
+
+    @classmethod
+    def random(cls, scheme: str, group: int | None, n: int, k: int) -> "Case":
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+        codes = draw(0, 16, n, k)
+        s1 = (torch.rand(n, device="cuda") + 0.1) * 1e-3
+        if group is None:
+            return cls.make(scheme, group, codes, s1, {"zero": draw(0, 16, n)})
+        s2 = draw(1, 17, n, k // group)
+        wide = s2.repeat_interleave(group, 1).int()
+        if scheme == "w4a8-lqq":
+            offset = draw(9, 248, n, k // group)
+            top = (255 - offset.repeat_interleave(group, 1).int()) // wide
+            codes = torch.minimum(codes.int(), top).to(torch.uint8)
+            return cls.make(scheme, group, codes, s1, {"s2": s2, "offset": offset})
+        zero = draw(0, 16, n, k // group)
+        z = zero.repeat_interleave(group, 1).int()
+        codes = torch.clamp(codes.int(), z - 128 // wide, z + 127 // wide).to(torch.uint8)
+        return cls.make(scheme, group, codes, s1, {"s2": s2, "zero": zero})
+
+    def sums(self, x: Tensor) -> Tensor:
+        return (x.double() @ self.w8.double().t()).long()
+
+    def run(self, tile: Tile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        n = self.w8.shape[0]
+        out = torch.full((x.shape[0] + 1, n), 77, dtype=dtype, device="cuda")
+        out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
+        token_sum = x.sum(1, dtype=torch.int32) if self.group is None else None
+        launch_into(out[:-1], tile, x, sx, *self.arguments, token_sum, bias, self.scheme, self.group)
+        torch.cuda.synchronize()
+        assert (out[-1] == 77).all(), "wrote beyond the last token"
+        return out[:-1]
+
+    def verify(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
+        """None, or what is wrong."""
+        n, k = self.w8.shape
+        x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+        sx = torch.rand(m, device="cuda") * 0.05 + 1e-4
+        b = torch.randn(n, device="cuda") if bias else None
+        got, sums = self.run(tile, x, sx, b, dtype), self.sums(x)
+        if dtype == torch.int32:
+            wrong = got.long() != sums
+        else:
+            product = sums.double() * sx.double()[:, None] * self.arguments[1].double()  # type: ignore[union-attr]
+            want = product if b is None else product + b.double()
+            ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(1e-30))) + 1 - ULP_BITS[dtype])
+            float32 = 2.0**-22 * (product.abs() + (0 if b is None else b.double().abs()))
+            wrong = ~((got.double() - want).abs() <= ulp + float32)
+        if not wrong.any():
+            return None
+        return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}, got {got[wrong][:3].tolist()}"
+
+
+def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
+    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight itself."""
+    offsets = range(9, 248) if scheme == "w4a8-lqq" else range(16)
+    pairs = [(s, o) for s in range(1, 17) for o in offsets]
+    n, groups = 256, -(-len(pairs) // 256 // (128 // group)) * (128 // group) + 128 // group
+    table = torch.tensor(pairs, device="cuda").repeat(2, 1)[: n * groups] if len(pairs) * 2 >= n * groups else None
+    if table is None:
+        table = torch.tensor(pairs, device="cuda").repeat(n * groups // len(pairs) + 1, 1)[: n * groups]
+    s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
+    codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups)
+    wide, far = s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
+    if scheme == "w4a8-lqq":
+        codes, level2 = torch.minimum(codes, (255 - far) // wide), {"s2": s2, "offset": other}
+    else:
+        codes, level2 = torch.clamp(codes, far - 128 // wide, far + 127 // wide), {"s2": s2, "zero": other}
+    case = Case.make(scheme, group, codes.to(torch.uint8), torch.ones(n, device="cuda"), level2)
+    x = torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda")
+    got = case.run(tile, x, torch.ones(len(x), device="cuda"), None, torch.int32)
+    wrong = got != case.w8.t().int()
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}" if wrong.any() else None
+
+
+def graph_capture() -> str | None:
+    """The op inside a CUDA graph, replayed on new tokens."""
+    case = Case.random("w4a8-lqq", 64, 512, 1024)
+    qweight, s1, s2, offset, _ = case.arguments
+    x = torch.zeros(5, 1024, dtype=torch.int8, device="cuda")
+    sx = torch.ones(5, device="cuda")
+    arguments = (x, sx, qweight, s1, s2, offset, None, None, None, "w4a8-lqq", 64, torch.int32)
+    w4a8_gemm(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = w4a8_gemm(*arguments)
+    x.random_(-127, 128)
+    graph.replay()
+    return None if torch.equal(out.long(), case.sums(x)) else "replay differs from the reference"
+
+
+def compile_one(job: tuple[str, int | None, Tile, torch.dtype]) -> None:
+    scheme, group, tile, dtype = job
+    cubin(*definition(operand(scheme, group), tile, dtype), "sm_90a")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fuzz", type=int, default=500)
+    parser.add_argument("--quick", action="store_true", help="LiquidQuant g64 only")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    random.seed(0)
+    chosen = [("w4a8-lqq", 64)] if args.quick else SCHEMES
+    jobs = [(s, g, t, d) for s, g in chosen for t in TILES for d in (torch.int32, torch.bfloat16)]
+    jobs += [(*chosen[-1], t, d) for t in TILES[::3] for d in (torch.float16, torch.float32)]
+    with ProcessPoolExecutor(16) as pool:
+        list(pool.map(compile_one, jobs))
+    failures = 0
+
+    def report(name: str, wrong: str | None) -> None:
+        nonlocal failures
+        failures += wrong is not None
+        if wrong or not name.startswith("fuzz"):
+            print(f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True)
+
+    for scheme, group in chosen:
+        if group:
+            for tile in (TILES[2], TILES[6], TILES[12]):
+                report(f"every code x scale x offset {scheme} g{group} {tile}", every_dequantization(scheme, group, tile))
+        for tile in TILES:
+            case = Case.random(scheme, group, 448, 640)
+            wrong = [case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)]
+            report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
+            report(f"epilogue {scheme} g{group} {tile}", case.verify(tile, tile.tokens + 5, torch.bfloat16, True))
+    report("CUDA graph", graph_capture())
+    for i in range(args.fuzz):
+        scheme, group, tile, dtype = random.choice(jobs)
+        n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)
+        m = random.choice([random.randint(1, 2 * tile.tokens), random.randint(1, 300)])
+        case = Case.random(scheme, group, n, k)
+        if random.random() < 0.3:
+            kind = random.choice([torch.float16, torch.bfloat16])
+            case = replace(case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:]))  # type: ignore[union-attr]
+        wrong = case.verify(tile, m, dtype, dtype != torch.int32 and random.random() < 0.5)
+        report(f"fuzz {i} {scheme} g{group} M={m} N={n} K={k} {tile} {dtype}", wrong)
+    print(f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Compile CUDA C++ with NVRTC at first use, keep the result on disk, load it.
+
+The cache key is the hash of every source, every flag, the compiler's version and the architecture.
+An entry appears by an atomic rename: two processes compile twice and agree, a killed one leaves at
+most a temporary file. ``QTOOL_CACHE_DIR`` or the user's cache directory holds the entries.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import QtoolError
+
+SOURCES = resources.files("qtool.kernels") / "csrc"
+FLAGS = ("-std=c++17", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one kernel and what the compiler said about it."""
+
+    cubin: bytes
+    log: str
+
+    @property
+    def registers(self) -> int:
+        return max(map(int, re.findall(r"Used (\d+) registers", self.log)))
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of stack frame and of register spills: 0 in every kernel meant to be fast."""
+        return sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log)))
+
+    @property
+    def serialized(self) -> bool:
+        """The compiler gave up overlapping wgmma instructions (warnings C7510 to C7515)."""
+        return "wgmma.mma_async instructions are serialized" in self.log
+
+
+def toolchain() -> Any:
+    """``cuda.core``'s Program and ProgramOptions and the NVRTC version.
+
+    Raises:
+        QtoolError: if the ``[cuda]`` extra is missing.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        try:
+            from cuda.core import Program, ProgramOptions
+        except ImportError:  # before cuda-core 0.5
+            from cuda.core.experimental import Program, ProgramOptions
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise QtoolError(
+            f"the CUDA kernels are compiled at first use and need the extra: pip install 'qtool[cuda]' ({error})"
+        ) from None
+    return Program, ProgramOptions, f"{major}.{minor}"
+
+
+@lru_cache(maxsize=1)
+def _sources_hash() -> str:
+    texts = sorted((entry.name, entry.read_text()) for entry in SOURCES.iterdir() if entry.name.endswith((".cu", ".cuh")))
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> Compiled:
+    """Compile ``csrc/<name>.cu``, preceded by ``prologue``, for ``arch`` (``sm_90a``); no cache, no GPU needed.
+
+    Raises:
+        QtoolError: if the compiler refuses; the message holds its log.
+    """
+    program_type, options_type, _ = toolchain()
+    with resources.as_file(SOURCES) as folder:
+        options = options_type(
+            name=f"{name}.cu",
+            arch=arch,
+            std="c++17",
+            ptxas_options=["-v"],
+            include_path=str(folder),
+            define_macro=[(key, str(value)) for key, value in defines.items()],
+        )
+        log = _Log()
+        try:
+            program = program_type(prologue + (folder / f"{name}.cu").read_text(), "c++", options)
+            cubin = program.compile("cubin", logs=log).code
+        except Exception as error:
+            raise QtoolError(f"kernel {name} does not compile for {arch} with {dict(defines)}: {error}") from error
+    return Compiled(bytes(cubin), log.text)
+
+
+class _Log:
+    """The file-like object NVRTC's log goes to."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept."""
+    if configured := os.environ.get("QTOOL_CACHE_DIR"):
+        return Path(configured) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtool" / "kernels"
+
+
+def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> bytes:
+    """Machine code of a kernel, from the cache or compiled and put there."""
+    version = toolchain()[2]
+    key = (name, prologue, sorted(defines.items()), arch, version, FLAGS, _sources_hash())
+    path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        pass
+    code = compile_source(name, prologue, defines, arch).cubin
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(code)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return code

@@ -1,0 +1,22 @@
+// What the host passes to a GEMM; `qtool/kernels/gemm.py` packs the same fields in the same order.
+#pragma once
+#include "ptx.cuh"
+
+enum Kind { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt32 = 3 };
+
+struct Params {
+    TensorMap tokens;   // int8 [M, K]
+    TensorMap weights;  // int8 [N, K] (W8A8 only)
+    const u8* qweight;  // dual-MMA tiles
+    const u8* scale2;   // level 2: [N/64, G, 64]
+    const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
+    const void* scale1;  // [N], of `scale1_kind`
+    const u8* zero1;     // [N], QoQ per channel
+    const void* bias;    // [N] of `bias_kind`, or null
+    const float* token_scale;  // [M]
+    const int* token_sum;      // [M] sums of the int8 tokens, QoQ per channel
+    void* out;                 // [M, N]
+    int m, n, k;
+    int scale1_kind, bias_kind;
+    int token_tiles, tiles;  // tiles = token_tiles * ceil(row tiles / rows per cluster)
+};

@@ -1,0 +1,13 @@
+// Y = X W^T for the three W4A8 schemes. The host defines the upper-case names (qtool/kernels/gemm.py).
+#include "gemm.cuh"
+#include "weights_w4.cuh"
+
+using Kernel = Gemm<Weights4<SCHEME, GROUP>, Epilogue<OUT, SCHEME == kQoqChannel>, TOKENS, ROWS, SPLIT, STAGES>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
+#if ROWS * SPLIT > 1
+    __cluster_dims__(ROWS * SPLIT)
+#endif
+        qtool_gemm(const __grid_constant__ Params p) {
+    Kernel::run(p);
+}

@@ -1,0 +1,116 @@
+// The 4-bit weight operand: bulk copies of dual-MMA tiles, and their dequantization to s8 registers.
+//
+// The three schemes differ in one line. With s and c constant over a group, four packed codes become
+//     (codes * s + c * 0x01010101) ^ 0x80808080            one IMAD, one LOP3
+// LiquidQuant stores c = 128 + lo (LiquidGEMM eq. 12). QoQ's (q - z) * s is the same expression with
+// c = 128 - z * s: its invariant -128 <= (q - z) * s <= 127 says that every byte of the sum lies in
+// 0..255, so the 32-bit sum has no carry between bytes although c itself may be negative. Per channel
+// the codes are multiplied as they are.
+#pragma once
+#include "params.cuh"
+
+enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
+
+template <int kScheme, int kGroup>
+struct Weights4 {
+    static constexpr bool kTwoLevels = kScheme != kQoqChannel;
+    static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
+    static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
+    static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;               // of a row in a stage
+    static constexpr int kLevel2 = 2 * kGroups * 64;                            // of a stage, one parameter
+    static constexpr int kStageBytes = kCodes + 2 * kLevel2;
+
+    // One thread: start the copies of stage `step` for rows [row, row + 128); returns their bytes through the barrier.
+    static __device__ __forceinline__ void load(const Params& p, u32 dst, int row, int step, u32 bar, u32 extra_bytes) {
+        const int row_tiles = min(2, (p.n - row) / 64);
+        const int tiles = p.k / 64, here = min(2, tiles - 2 * step);
+        const int codes = here * kTile;
+        const int groups = p.k / (kTwoLevels ? kGroup : 64), level2 = kTwoLevels ? here * 64 * 64 / kGroup : 0;
+        mbar_expect(bar, max(row_tiles, 0) * (codes + 2 * level2) + extra_bytes);
+        for (int i = 0; i < row_tiles; ++i) {
+            const u64 tile = row / 64 + i;
+            bulk_copy(dst + i * 2 * kTile, p.qweight + (tile * tiles + 2 * step) * kTile, codes, bar);
+            if constexpr (kTwoLevels) {
+                const u64 from = (tile * groups + step * kGroups) * 64;
+                const u32 to = dst + kCodes + i * kGroups * 64;
+                bulk_copy(to, p.scale2 + from, level2, bar);
+                bulk_copy(to + kLevel2, p.offset2 + from, level2, bar);
+            }
+        }
+    }
+
+    // One thread: ask for the weights of `steps` stages in L2.
+    static __device__ __forceinline__ void prefetch(const Params& p, int row, int step, int steps) {
+        const int tiles = p.k / 64, here = min(2 * steps, tiles - 2 * step);
+        for (int i = 0; i < min(2, (p.n - row) / 64); ++i)
+            prefetch_l2(p.qweight + (static_cast<u64>(row / 64 + i) * tiles + 2 * step) * kTile, here * kTile);
+    }
+
+    // Scale and constant of this thread's two rows over 32 columns.
+    struct Level2 {
+        u32 s[2], c[2];
+        __device__ __forceinline__ void read(const u8* scale, const u8* offset) {
+            const u32 s2 = *reinterpret_cast<const u16*>(scale), o2 = *reinterpret_cast<const u16*>(offset);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                s[h] = __byte_perm(s2, 0, 0x4440 + h);
+                if constexpr (kScheme == kLqq) c[h] = __byte_perm(o2, 0, 0x1111 * h);
+                else c[h] = (128 - __byte_perm(o2, 0, 0x4440 + h) * s[h]) * 0x01010101u;
+            }
+        }
+        __device__ __forceinline__ u32 apply(u32 codes, int h) const { return (codes * s[h] + c[h]) ^ 0x80808080u; }
+    };
+
+    // Registers of the two k32 instructions of column tile `half` of a stage, for thread `t` of warpgroup `wg`.
+    static __device__ __forceinline__ void fragment(u32 (&a)[8], const uint4& packed, const u8* stage, int wg, int half, int t) {
+        const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+        Level2 low, high;
+        if constexpr (kTwoLevels) {
+            const int first = kGroup == 128 ? 0 : half * (64 / min(kGroup, 64));
+            const u8* at = stage + kCodes + (wg * kGroups + first) * 64 + t / 4 * 2;  // 16 w + 2 q
+            low.read(at, at + kLevel2);
+            if constexpr (kGroup == 32) high.read(at + 64, at + 64 + kLevel2);
+            else high = low;
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const u32 first = words[r] & 0x0F0F0F0Fu, second = (words[r] >> 4) & 0x0F0F0F0Fu;
+            a[r] = kTwoLevels ? low.apply(first, r % 2) : first;
+            a[4 + r] = kTwoLevels ? high.apply(second, r % 2) : second;
+        }
+    }
+
+    // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each.
+    template <int kTokens, class Pipe>
+    static __device__ __forceinline__ void multiply(int (&acc)[kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
+        u32 a0[8], a1[8];
+        for (int i = 0; i < steps; ++i) {
+            const u8* stage = pipe.wait_full();
+            const uint4* packed = reinterpret_cast<const uint4*>(stage + wg * 2 * kTile) + t;
+            const uint4 first = packed[0], second = packed[kTile / 16];
+            const u64 tokens = pipe.tokens();
+
+            fragment(a0, first, stage, wg, 0, t);
+            wgmma_fence();
+            Wgmma<kTokens>::rs(acc, a0, tokens);
+            Wgmma<kTokens>::rs(acc, a0 + 4, tokens + 2);
+            wgmma_commit();
+            wgmma_wait<1>();  // the previous stage's second half is done: its slot is free
+            keep(a1);
+            pipe.release_previous();
+
+            fragment(a1, second, stage, wg, 1, t);
+            wgmma_fence();
+            Wgmma<kTokens>::rs(acc, a1, tokens + 4);
+            Wgmma<kTokens>::rs(acc, a1 + 4, tokens + 6);
+            wgmma_commit();
+            wgmma_wait<1>();
+            keep(a0);
+            pipe.advance();
+        }
+        wgmma_wait<0>();
+        keep(a1);
+        keep(acc);
+        pipe.release_previous();
+    }
+};

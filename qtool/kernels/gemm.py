@@ -1,0 +1,105 @@
+"""The host side of ``csrc/gemm.cuh``: pick a tile, get the kernel, pack its parameters, launch.
+
+Legend: M tokens, N output channels, K input channels, G level-2 groups of a channel.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.build import cubin
+from qtool.kernels.launch import launch, load, tensor_map
+from qtool.kernels.tiles import SHARED_PER_BLOCK, Tile
+from qtool.kernels.wgmma import wgmma_source
+
+THREADS = 384  # two consumer warpgroups and the producer's
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
+STAGED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The weight operand a kernel is compiled for: source file, its macros, bytes of a ring stage."""
+
+    source: str
+    defines: tuple[tuple[str, int], ...]
+    stage_bytes: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The tensors behind the operand; absent ones are ``None``."""
+
+    scale1: Tensor
+    qweight: Tensor | None = None  # dual-MMA tiles
+    scale2: Tensor | None = None
+    offset2: Tensor | None = None
+    zero1: Tensor | None = None
+    natural: Tensor | None = None  # int8 [N, K]
+
+
+def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+    """Source name, generated prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
+    item = 4 if out_dtype in (torch.float32, torch.int32) else 2
+    stages = tile.stages(operand.stage_bytes, STAGED_TOKENS * (64 * item + 16))
+    defines = dict(operand.defines) | {
+        "TOKENS": tile.tokens,
+        "ROWS": tile.rows,
+        "SPLIT": tile.split,
+        "STAGES": stages,
+        "BLOCKS_PER_SM": tile.blocks_per_sm,
+        "OUT": KINDS[out_dtype],
+        "SHARED_BYTES": SHARED_PER_BLOCK[tile.blocks_per_sm],
+    }
+    prologue = "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntemplate <int N>\nstruct Wgmma;\n"
+    return operand.source, prologue + wgmma_source(tile.tokens), defines
+
+
+def run(
+    operand: Operand,
+    tile: Tile,
+    x: Tensor,
+    sx: Tensor,
+    weight: Weight,
+    n: int,
+    token_sum: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    overlap: bool = True,
+) -> None:
+    """Launch ``out [M, N] = x [M, K] W^T`` with the fused epilogue. All checks were made by the op."""
+    m, k = x.shape
+    device = x.device
+    require_hopper(device)
+    with torch.cuda.device(device):
+        code = cubin(*definition(operand, tile, out.dtype), "sm_90a")
+        shared = SHARED_PER_BLOCK[tile.blocks_per_sm]
+        kernel = load(code, "qtool_gemm", shared, device.index)
+        token_tiles = -(-m // tile.tokens)
+        tiles = token_tiles * -(-n // (128 * tile.rows))
+        cluster = tile.rows * tile.split
+        resident = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks_per_sm // cluster
+        grid = cluster * (tiles if tile.split > 1 else min(tiles, resident))
+        tensors = (weight.qweight, weight.scale2, weight.offset2, weight.scale1, weight.zero1, bias, sx, token_sum, out)
+        parameters = struct.pack(
+            "<128s128s9Q7i28x",
+            tensor_map(x, tile.tokens // tile.rows),
+            tensor_map(weight.natural, 128) if weight.natural is not None else b"",
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(m, n, k),
+            KINDS[weight.scale1.dtype],
+            0 if bias is None else KINDS[bias.dtype],
+            *(token_tiles, tiles),
+        )
+        launch(kernel, grid, THREADS, shared, parameters, device, overlap=overlap)
+
+
+def require_hopper(device: torch.device) -> None:
+    """Refuse a GPU without wgmma."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise QtoolError(f"this kernel needs a Hopper GPU (sm_90), {device} is sm_{major}{minor}")

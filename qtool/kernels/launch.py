@@ -1,0 +1,91 @@
+"""Loading and launching compiled kernels through the CUDA driver, on torch's current stream.
+
+One struct of parameters per kernel, passed by value: the tensor maps must lie in parameter space.
+"""
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or QtoolError with the driver's own words."""
+    driver = _driver()
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(error)
+        raise QtoolError(f"CUDA driver: {text.decode() if text else error}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@lru_cache(maxsize=None)
+def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
+    """The kernel ``entry`` of a cubin, allowed ``shared_bytes`` of dynamic shared memory on ``device``."""
+    driver = _driver()
+    library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    kernel = check(driver.cuLibraryGetKernel(library, entry.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device)))
+    return driver.CUfunction(int(kernel))
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> bytes:
+    driver = _driver()
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            address,
+            [u64(columns), u64(rows)],
+            [u64(columns)],
+            [u32(128), u32(box_rows)],
+            [u32(1), u32(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
+    """Descriptor of a row-major int8 matrix for copies of ``box_rows`` x 128 bytes, swizzled; rows beyond its end read as 0."""
+    return _tensor_map(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], box_rows)
+
+
+def launch(kernel: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, device: torch.device, *, overlap: bool) -> None:
+    """Start a 1-D grid on torch's current stream.
+
+    Args:
+        overlap: let the grid be scheduled while the previous kernel of the stream drains
+            (programmatic dependent launch). The kernel itself waits before it touches memory.
+    """
+    driver = _driver()
+    buffer = ctypes.create_string_buffer(parameters, len(parameters))
+    pointer = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointer), 0))
