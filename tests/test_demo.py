@@ -75,7 +75,7 @@ def test_end_of_book_is_one_token(tokenizer, model):
 
 def test_model_is_as_surprised_by_its_own_text_as_it_is_uncertain(model, tokenizer):
     """On sampled text, surprisal minus entropy has mean zero; any other text or model gives more or less."""
-    rows = windows("heldout.txt", tokenizer)[:16]
+    rows = windows("heldout.txt", tokenizer)[:8]
     log_probabilities = log_p(model, rows)
     entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
     difference = surprisal(log_probabilities, rows) - entropy
@@ -84,7 +84,7 @@ def test_model_is_as_surprised_by_its_own_text_as_it_is_uncertain(model, tokeniz
 
 
 def test_model_tells_text_from_shuffled_tokens(model, tokenizer):
-    rows = windows("heldout.txt", tokenizer)[:4]
+    rows = windows("heldout.txt", tokenizer)[:2]
     shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(0))].view_as(rows)
     assert surprisal(log_p(model, shuffled), shuffled).mean() > surprisal(log_p(model, rows), rows).mean() + 4
 
@@ -93,7 +93,7 @@ def test_model_tells_text_from_shuffled_tokens(model, tokenizer):
 def test_generates_words(model, tokenizer, options):
     torch.manual_seed(1)
     prompt = tokenizer("\n\nIt was a dark night, and", return_tensors="pt")
-    new = model.generate(**prompt, max_new_tokens=48, **options)[0, prompt["input_ids"].shape[1] :]
-    assert len(set(new.tolist())) > 12
+    new = model.generate(**prompt, max_new_tokens=32, **options)[0, prompt["input_ids"].shape[1] :]
+    assert len(set(new.tolist())) > 10
     text = tokenizer.decode(new)
     assert sum(character.isalpha() or character == " " for character in text) > 0.8 * len(text)
