@@ -1,0 +1,133 @@
+"""Every layout: unpack(pack(x)) = x, each address hit once, the parameters' round trip, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qtool import layouts
+from qtool.errors import QtoolError
+from qtool.layouts import LAYOUTS, DigitLayout, Layout
+from qtool.layouts.marlin_24 import METADATA, VALUES
+
+DIGIT_LAYOUTS = [layout for layout in LAYOUTS.values() if isinstance(layout, DigitLayout)] + [VALUES, METADATA]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+every_digit_layout = pytest.mark.parametrize("layout", DIGIT_LAYOUTS, ids=lambda layout: layout.name)
+tiles = st.tuples(st.integers(1, 3), st.integers(1, 3))
+seeds = st.integers(0, 2**31)
+
+
+def random_codes(layout: Layout, n: int, k: int, seed: int, *, signed: bool) -> Tensor:
+    """Legal codes of the layout's width; for marlin-24 with two zeros in every four inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = {4: (-8, 8), 8: (-128, 128)}[layout.bits] if signed else (0, 2**layout.bits)
+    dtype = torch.int8 if signed else torch.uint8
+    codes = torch.randint(low, high, (n, k), generator=generator).to(dtype)
+    if layout.name == "marlin-24":
+        ranks = torch.rand(n, k // 4, 4, generator=generator).argsort(-1).flatten(1)
+        codes[ranks < 2] = 0 if signed else 8
+    return codes
+
+
+@every_layout
+@settings(max_examples=8, deadline=None)
+@given(tiles=tiles, seed=seeds, signed=st.booleans())
+def test_unpack_inverts_pack(layout: Layout, tiles: tuple[int, int], seed: int, signed: bool) -> None:
+    n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
+    codes = random_codes(layout, n, k, seed, signed=signed)
+    packed = layout.pack(codes)
+    assert tuple(packed) == layout.tensors
+    restored = layout.unpack(packed, n, k, signed=signed)
+    assert restored.dtype == codes.dtype
+    assert torch.equal(restored, codes)
+
+
+@every_layout
+def test_the_packed_bytes_are_the_codes_bits(layout: Layout) -> None:
+    n, k = (2 * size for size in layout.tile)
+    packed = layout.pack(torch.empty(n, k, dtype=torch.uint8, device="meta"))
+    # 2:4 keeps half of the codes, and 4 bits of metadata a quad
+    bits = 3 if layout.name == "marlin-24" else layout.bits
+    assert sum(tensor.nbytes for tensor in packed.values()) * 8 == n * k * bits
+    assert layout.unpack(packed, n, k, signed=True).shape == (n, k)
+
+
+@every_digit_layout
+@settings(max_examples=5, deadline=None)
+@given(tiles=tiles)
+def test_every_address_is_hit_exactly_once(layout: DigitLayout, tiles: tuple[int, int]) -> None:
+    n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
+    byte, nibble = layout.address(torch.arange(n)[:, None], torch.arange(k), (n, k))
+    nibbles = 8 // layout.bits
+    hits = torch.bincount((byte * nibbles + nibble).flatten(), minlength=n * k)
+    assert torch.equal(hits, torch.ones(n * k, dtype=torch.long))
+
+
+@every_digit_layout
+@settings(max_examples=5, deadline=None)
+@given(tiles=tiles, seed=seeds)
+def test_pack_puts_each_code_at_its_address(layout: DigitLayout, tiles: tuple[int, int], seed: int) -> None:
+    n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
+    codes = random_codes(layout, n, k, seed, signed=False)
+    stored = layout.pack(codes)["qweight"].view(torch.uint8).flatten()
+    byte, nibble = layout.address(torch.arange(n)[:, None], torch.arange(k), (n, k))
+    assert torch.equal(stored[byte] >> 4 * nibble & (2**layout.bits - 1), codes)
+
+
+@every_layout
+@settings(max_examples=8, deadline=None)
+@given(tiles=st.integers(1, 3), groups=st.integers(1, 4))
+def test_parameters_return(layout: Layout, tiles: int, groups: int) -> None:
+    n = tiles * layout.tile[0]
+    per_group = torch.arange(n * groups, dtype=torch.float32).reshape(n, groups)
+    stored = layout.pack_group(per_group)
+    assert stored.is_contiguous()
+    assert torch.equal(stored.flatten().sort().values, per_group.flatten())
+    assert torch.equal(layout.unpack_group(stored, n), per_group)
+    per_channel = torch.arange(n, dtype=torch.float32)
+    assert torch.equal(layout.unpack_channel(layout.pack_channel(per_channel)), per_channel)
+
+
+@every_layout
+def test_strided_and_misaligned_codes_pack_the_same(layout: Layout) -> None:
+    n, k = layout.tile[0], 2 * layout.tile[1]
+    codes = random_codes(layout, n, k, 0, signed=False)
+    expected = layout.pack(codes)
+    buffer = torch.empty(n * k + 1, dtype=torch.uint8)
+    misaligned = buffer[1:].view(n, k).copy_(codes)
+    for same in (codes.t().contiguous().t(), misaligned):
+        packed = layout.pack(same)
+        assert all(torch.equal(packed[name], expected[name]) for name in expected)
+
+
+@every_layout
+def test_a_weight_that_is_no_whole_number_of_tiles_is_refused(layout: Layout) -> None:
+    n, k = layout.tile
+    bad = [(0, k), (n, 0)] + [(n + 1, k)] * (n > 1) + [(n, k + k // 2)] * (k > 1)
+    for rows, columns in bad:
+        with pytest.raises(QtoolError, match=f"{layout.name}.*{rows} x {columns}.*{n} x {k}"):
+            layout.pack(torch.zeros(rows, columns, dtype=torch.uint8))
+        with pytest.raises(QtoolError, match="does not divide"):
+            layout.unpack({name: torch.zeros(8) for name in layout.tensors}, rows, columns, signed=False)
+
+
+@every_layout
+def test_what_is_no_code_matrix_is_refused(layout: Layout) -> None:
+    for bad in (torch.zeros(*layout.tile), torch.zeros(1, *layout.tile, dtype=torch.uint8)):
+        with pytest.raises(QtoolError, match="uint8 or int8 matrix"):
+            layout.pack(bad)
+
+
+@every_layout
+def test_a_truncated_tensor_is_refused(layout: Layout) -> None:
+    n, k = layout.tile[0] * 2, layout.tile[1] * 8
+    packed = layout.pack(torch.full((n, k), 8, dtype=torch.uint8))
+    for name in layout.tensors:
+        with pytest.raises(QtoolError, match="bytes was found where"):
+            layout.unpack(packed | {name: packed[name][:-1]}, n, k, signed=False)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(QtoolError, match="did you mean dual-mma"):
+        layouts.get("dual_mma")
