@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.errors import QtoolError
+from qtool.models.family import Family
 
 
 @dataclass
@@ -30,6 +31,10 @@ class Transform(ABC):
     requires: ClassVar[dict[str, str]] = {}
     #: it changes embedding or head, so tied embeddings are untied
     rewrites_embedding: ClassVar[bool] = False
+
+    def permutes(self, family: Family) -> tuple[str, ...]:
+        """Linears of a block that will store an input permutation (``block.permutations``)."""
+        return ()
 
     @abstractmethod
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:

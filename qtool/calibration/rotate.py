@@ -1,0 +1,103 @@
+"""Rotation: outliers of the residual stream and of the value heads are spread over all channels.
+
+QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
+and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
+
+    residual stream   x <- x Q:   embedding <- E Q,   readers  W <- W Q,   writers  W <- Q^T W, b <- b Q
+    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P (a head's rows),   W_o <- W_o P (its columns)
+
+All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before) commutes
+with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean over channels
+is the component along it. Such a model gets the rotation reflected so that ``ones Q = ones``, which
+spares the mean-subtraction folding and keeps LayerNorm, and so the checkpoint's architecture, as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.block import Batch, Block
+from qtool.calibration.hadamard import Hadamard
+from qtool.calibration.method import Transform
+from qtool.errors import QtoolError
+
+
+@dataclass(kw_only=True)
+class Rotate(Transform):
+    """Rotate the residual stream and the value heads.
+
+    Args:
+        seed: of the random signs of the residual rotation.
+        residual: rotate the residual stream (needs the norms fused).
+        heads: rotate each value head.
+        keeps_mean: the model normalizes with LayerNorm: rotate around the all-ones vector.
+    """
+
+    seed: int = 0
+    residual: bool = True
+    heads: bool = True
+    keeps_mean: bool = False
+
+    name = "rotate"
+    needs_data = False
+    rewrites_embedding = True
+    requires: ClassVar[dict[str, str]] = {"norm-fusion": "a norm's weight must be in the linears before they rotate"}
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        if self.residual:
+            rotation = self.rotation(block.config.hidden_size)
+            block.notes["rotate"] = {"order": rotation.n, "hadamard": rotation.block}
+            for group in block.family.groups:
+                if group.reads_residual:
+                    self._check_norm(block, group.source)
+                for name in group.linears:
+                    if group.reads_residual:
+                        rotate_inputs(block, name, rotation)
+                    if group.writes_residual:
+                        rotate_outputs(block, name, rotation)
+        if self.heads:
+            rotation = Hadamard(block.heads.dim)
+            rotate_outputs(block, block.family.attention.v, rotation)
+            rotate_inputs(block, block.family.attention.o, rotation)
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        return self._rows(rows)
+
+    def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
+        return self._rows(rows)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self.rotation(rows.shape[1])(rows.double()).to(rows.dtype) if self.residual else rows
+
+    def rotation(self, hidden: int) -> Hadamard:
+        """The ``Q [H, H]`` of the residual stream."""
+        return Hadamard(hidden, self.seed, self.keeps_mean)
+
+    def _check_norm(self, block: Block, name: str) -> None:
+        norm = block.get(name)
+        if not torch.equal(block.weight(name), torch.ones_like(block.weight(name))):
+            raise QtoolError(f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first")
+        if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
+            raise QtoolError(f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true")
+
+
+def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:
+    """``W <- W Q`` on every ``n`` consecutive columns of ``W [N, K]``, in place."""
+    weight = block.weight(name)
+    weight.copy_(_by_parts(weight.double(), rotation))
+
+
+def rotate_outputs(block: Block, name: str, rotation: Hadamard) -> None:
+    """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
+    weight, bias = block.weight(name), block.bias(name)
+    weight.copy_(_by_parts(weight.double().T, rotation).T)
+    if bias is not None:
+        bias.copy_(_by_parts(bias.double(), rotation))
+
+
+def _by_parts(x: Tensor, rotation: Hadamard) -> Tensor:
+    return rotation(x.unflatten(-1, (-1, rotation.n))).flatten(-2)

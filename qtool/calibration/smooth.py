@@ -1,0 +1,137 @@
+"""Smoothing: a factor per input channel moves quantization difficulty between activation and weight.
+
+SmoothQuant (Xiao et al., 2023) with the grid search of Outlier Suppression+ (Wei et al., 2023), as
+LiquidGEMM ("Offline Quantization") and QServe B.2.2 use it. For a group of linears that read X [M, K]:
+
+    X <- X / lambda,  W <- W lambda,   lambda_k = max|X_k|^alpha / max|W_k|^beta
+
+``(alpha, beta)`` is searched so that the output error of the group is least with the scheme's own
+weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe finds alpha near 0
+best for the output modules (o, down); the search finds that by itself where it is so.
+
+The factor folds into what makes X: a norm's weight, the rows of v (shared by the query heads of a
+kv head) or the rows of up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.block import Batch, Block
+from qtool.calibration.method import Transform
+from qtool.calibration.statistics import Inputs, collect
+from qtool.errors import QtoolError, suggest
+from qtool.models.family import Fold, Heads, LinearGroup
+from qtool.schemes.base import Scheme
+
+FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
+
+
+@dataclass(kw_only=True)
+class Smooth(Transform):
+    """Search and fold a smoothing factor for each group of linears.
+
+    Args:
+        groups: which groups by what their factor folds into: ``norm`` (qkv, gate and up),
+            ``heads`` (o), ``product`` (down).
+        steps: grid steps in alpha and in beta, each from 0 to 1.
+        tokens: size of the random sample of inputs the error is measured on.
+        seed: of that sample.
+    """
+
+    groups: Sequence[str] = ("norm", "heads", "product")
+    steps: int = 10
+    tokens: int = 512
+    seed: int = 0
+
+    name = "smooth"
+    needs_data = True
+    after: ClassVar[dict[str, str]] = {
+        "norm-fusion": "fusing a norm would fold the smoothing factor back into the weights",
+        "rotate": "a rotation mixes the channels that the factor was chosen for",
+    }
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if group not in FOLDS:
+                raise QtoolError(f"smooth: unknown group {group!r}; {suggest(group, FOLDS)}")
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        chosen = [group for group in block.family.groups if group.fold.value in self.groups]
+        inputs = collect(block, batches, [group.linears[0] for group in chosen], self.tokens, self.seed)
+        # backwards: a factor that changes the rows of up or v is in place when their inputs are smoothed
+        for group in reversed(chosen):
+            seen = inputs.get(group.linears[0])
+            if seen is not None and any(name in block.schemes for name in group.linears):
+                factor, note = search(block, group, seen, self.steps)
+                fold(block, group, factor)
+                block.notes.setdefault("smooth", {})[group.linears[0]] = note
+
+
+def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, dict[str, float]]:
+    """The best ``lambda [K]`` of the grid, and what was found."""
+    share = per_kv_head if group.fold is Fold.HEADS else lambda amax, heads: amax
+    weight_amax = torch.stack([block.weight(name).abs().amax(0) for name in group.linears]).amax(0).float()
+    x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
+    problems = [(block.schemes[name], block.weight(name).float()) for name in group.linears if name in block.schemes]
+    targets = [inputs.sample @ weight.T for _, weight in problems]
+    best = start = output_error(inputs.sample, problems, targets, None)
+    factor, choice = torch.ones_like(x_amax), (0.0, 0.0)
+    exponents = [i / steps for i in range(steps + 1)]
+    for alpha in exponents:
+        for beta in exponents:
+            candidate = smoothing_factor(x_amax, w_amax, alpha, beta)
+            error = output_error(inputs.sample, problems, targets, candidate)
+            if error < best:
+                best, factor, choice = error, candidate, (alpha, beta)
+    return factor, {"alpha": choice[0], "beta": choice[1], "error": best, "error_unsmoothed": start}
+
+
+def smoothing_factor(x_amax: Tensor, w_amax: Tensor, alpha: float, beta: float) -> Tensor:
+    """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1."""
+    factor = x_amax**alpha / w_amax**beta
+    alive = (x_amax > 0) & (w_amax > 0)
+    if not alive.any():
+        return torch.ones_like(factor)
+    factor = factor / (factor[alive].amax() * factor[alive].amin()).sqrt()
+    return torch.where(alive, factor, 1.0).clamp(1e-4, 1e4)
+
+
+def output_error(
+    x: Tensor, problems: Sequence[tuple[Scheme, Tensor]], targets: Sequence[Tensor], factor: Tensor | None
+) -> float:
+    """Mean squared error of the group's outputs when ``x [T, K]`` and the weights ``[N, K]`` are quantized."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    smoothed = x if factor is None else x / factor
+    for (scheme, weight), target in zip(problems, targets, strict=True):
+        scaled = weight if factor is None else weight * factor
+        params = scheme.fit(scaled)
+        rounded = scheme.dequantize(scheme.quantize(scaled, params), params)
+        output = scheme.fake_activation(smoothed, params) @ rounded.T
+        total += (output - target).double().square().sum()
+    return float(total / sum(target.numel() for target in targets))
+
+
+def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
+    """The largest of each channel over the query heads of a kv head, given to all of them: ``[Hq D]``."""
+    by_head = amax.view(heads.kv, -1, heads.dim)  # [Hkv, queries of it, D]
+    return by_head.amax(1, keepdim=True).expand_as(by_head).flatten()
+
+
+def fold(block: Block, group: LinearGroup, factor: Tensor) -> None:
+    """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
+    for name in group.linears:
+        weight = block.weight(name)
+        weight.copy_(weight.double() * factor.double())
+    if group.fold is Fold.HEADS:
+        heads = block.heads
+        factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
+    weight, bias = block.weight(group.source), block.bias(group.source)
+    shape = (-1,) + (1,) * (weight.dim() - 1)  # a norm [H] or the rows of a linear [K, ...]
+    weight.copy_(weight.double() / factor.double().view(shape))
+    if bias is not None:
+        bias.copy_(bias.double() / factor.double())
