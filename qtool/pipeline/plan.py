@@ -1,6 +1,6 @@
 """What a run will do, from config.json alone: bits, bytes, memory and time, layer by layer.
 
-Sizes are exact: they come from the code that packs, run on ``meta``. Memory and time are estimates;
+Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are estimates;
 the constants below are measured by ``benchmarks/quantize`` and printed with the plan.
 """
 
@@ -54,18 +54,30 @@ def plan(job: Job) -> Plan:
     size = job.dtype.itemsize
     shapes = job.source_shapes()
     weights = sum(prod(shape) for shape in shapes.values())
-    shards = [sum(t.numel() * t.dtype.itemsize for t in shard.values()) for shard in job.shards()]
-    return Plan(job, [_linear(job, name) for name in job.linears(0)], weights * size, shards,
+    vocabulary = prod(shapes[f"{job.family.embedding}.weight"]) * size
+    head = 0 if job.tied and not job.unties else vocabulary
+    blocks = [_block_bytes(job, block) for block in range(job.blocks)]
+    shards = [vocabulary, *blocks, prod(shapes[f"{job.family.final_norm}.weight"]) * size + head]
+    return Plan(job, [_linear(job, 0, name) for name in job.linears(0)], weights * size, shards,
                 _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)  # fmt: skip
 
 
-def _linear(job: Job, name: str) -> PlannedLinear:
-    n, k = job.linears(0)[name]
-    linear_format = job.format.of(job.full(0, name))
+def _block_bytes(job: Job, block: int) -> int:
+    """Stored bytes of a block: its linears as planned, the rest as it is."""
+    linears = [_linear(job, block, name) for name in job.linears(block)]
+    every = sum(prod(shape) for shape in job.family.block_shapes(job.namespace).values())
+    rest = every - sum(prod(linear.shape) for linear in linears)
+    return sum(linear.nbytes for linear in linears) + rest * job.dtype.itemsize
+
+
+def _linear(job: Job, block: int, name: str) -> PlannedLinear:
+    n, k = job.linears(block)[name]
+    full = job.full(block, name)
+    linear_format = job.format.of(full)
     if linear_format is None:
         dtype = str(job.dtype).removeprefix("torch.")
         return PlannedLinear(name, dtype, None, "", (n, k), n * k * job.dtype.itemsize)
-    nbytes = sum(t.numel() * t.dtype.itemsize for t in linear_format.tensors(n, k).values())
+    nbytes = linear_format.nbytes(n, k) + (4 * k if job.format.is_permuted(full) else 0)
     return PlannedLinear(name, linear_format.scheme, linear_format.group_size, linear_format.layout, (n, k), nbytes)
 
 

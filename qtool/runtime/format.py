@@ -11,7 +11,7 @@ one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first.
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from qtool.schemes import Params, Scheme
 
 FORMAT_VERSION = 1
 QUANT_METHOD = "qtool"
+#: rows that every layout's tile divides
+SLAB_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,25 @@ class LinearFormat:
         """The stored tensors of a weight ``[n, k]``, on ``meta``: shapes, dtypes and bytes."""
         codes = torch.empty(n, k, dtype=self.scheme_object.code_dtype, device="meta")
         return self.pack(codes, self.parameters(n, k))
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Stored bytes of a weight ``[n, k]``."""
+        shared, slab = _slab_bytes(self, k)
+        return shared + slab * n // SLAB_ROWS
+
+
+@cache
+def _slab_bytes(linear_format: LinearFormat, k: int) -> tuple[int, int]:
+    """Bytes shared by all rows, and bytes of SLAB_ROWS rows, of a weight with ``k`` columns.
+
+    Measured on zeros: storage grows linearly with rows, and torch's ``meta`` kernels import its
+    compiler, which takes longer than a whole plan.
+    """
+    scheme, zeros = linear_format.scheme_object, torch.zeros(SLAB_ROWS, k)
+    params = scheme.fit(zeros)
+    stored = linear_format.pack(scheme.quantize(zeros, params), params)
+    shared = sum(stored[name].nbytes for name in scheme.shared_params)
+    return shared, sum(t.nbytes for t in stored.values()) - shared
 
 
 @dataclass(frozen=True)

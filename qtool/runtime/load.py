@@ -25,7 +25,8 @@ def load(directory: str | Path, *, device: str = "cpu", dtype: torch.dtype | Non
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise QtoolError(f"{path}: transformers cannot load it ({str(error).splitlines()[0]})") from error
-    return model.to(torch.device(device)).eval()
+    torch.nn.Module.to(model, device)
+    return model.eval()
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:

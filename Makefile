@@ -1,0 +1,35 @@
+# Two commands do everything: `make quickstart` and `make test`.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+DEMO := out/demo
+
+.PHONY: quickstart test lint install clean
+
+quickstart: install
+	rm -rf $(DEMO)-w4a8-lqq $(DEMO)-w4a8-lqq.partial
+	$(BIN)/qtool plan demo --scheme w4a8-lqq --recipe paper
+	$(BIN)/qtool quantize demo --scheme w4a8-lqq --recipe paper --out $(DEMO)-w4a8-lqq
+	$(BIN)/qtool verify $(DEMO)-w4a8-lqq
+	$(BIN)/qtool eval demo demo_choice --model $(DEMO)-w4a8-lqq --compare demo
+
+test: install lint
+	$(BIN)/python -m pytest -n 2
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+# torch first: an exact version, so that the index's CPU build is taken where it offers one
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,serving]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out
