@@ -97,7 +97,7 @@ class Case:
         else:
             product = sums.double() * sx.double()[:, None] * self.arguments[1].double()  # type: ignore[union-attr]
             want = product if b is None else product + b.double()
-            ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(1e-30))) + 1 - ULP_BITS[dtype])
+            ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny))) + 1 - ULP_BITS[dtype])
             float32 = 2.0**-22 * (product.abs() + (0 if b is None else b.double().abs()))
             wrong = ~((got.double() - want).abs() <= ulp + float32)
         if not wrong.any():

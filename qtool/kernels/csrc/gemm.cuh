@@ -1,7 +1,7 @@
 // The one GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact.
 //
-// LiquidGEMM section 5: a block is one producer warp and two consumer warpgroups. The producer keeps a ring
-// of stages (128 weight rows and kTokens tokens by 128 input channels) full by bulk copies. Each consumer
+// LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer keeps a
+// ring of stages (128 weight rows and kTokens tokens by 128 input channels) full by bulk copies. Each consumer
 // warpgroup owns 64 of the rows: it turns its weights into registers and multiplies them itself, so that
 // one's dequantization hides under the other's wgmma.
 //
@@ -71,7 +71,7 @@ struct Gemm {
         if (threadIdx.x == 0) {
             prefetch_map(&p.tokens);
             for (int i = 0; i < kStages; ++i) {
-                mbar_init(full + 8 * i, 1);
+                mbar_init(full + 8 * i, 3);  // three producer warps
                 mbar_init(empty + 8 * i, 8 * kRows);  // one arrival per consumer warp of each block
             }
             mbar_init_fence();
@@ -86,29 +86,10 @@ struct Gemm {
 
         if (threadIdx.x >= kConsumers) {
             give_registers<kProducerRegisters>();
-            if (threadIdx.x == kConsumers) {
-                prefetch(p, first, row_rank, begin, end);
-                grid_wait();
-                int slot = 0;
-                u32 phase = 1;  // a fresh ring is empty
-                for (int tile = first; tile < p.tiles; tile += stride) {
-                    const int m = tile % p.token_tiles * kTokens;
-                    const int row = (tile / p.token_tiles * kRows + row_rank) * 128;
-                    for (int step = begin; step < end; ++step) {
-                        mbar_wait(empty + 8 * slot, phase);
-                        const u32 bar = full + 8 * slot, tokens = base + slot * kTokenBytes;
-                        Weights::load(p, base + kStages * kTokenBytes + slot * Weights::kStageBytes, row, step, bar, kTokenBytes);
-                        if constexpr (kRows == 1) {
-                            tensor_copy(tokens, &p.tokens, step * 128, m, bar);
-                        } else {
-                            constexpr int kPart = kTokens / kRows;
-                            tensor_multicast(tokens + row_rank * kPart * 128, &p.tokens, step * 128, m + row_rank * kPart,
-                                             bar, ((1 << kRows) - 1) << (split_rank * kRows));
-                        }
-                        if (++slot == kStages) slot = 0, phase ^= 1;
-                    }
-                }
-            }
+            const int warp = uniform(threadIdx.x / 32 - kConsumers / 32);
+            const u32 weights = base + kStages * kTokenBytes;
+            if (warp < 2) produce_weights(p, warp, weights, full, empty, first, stride, row_rank, begin, end);
+            if (warp == 2) produce_tokens(p, base, full, empty, first, stride, row_rank, split_rank, begin, end);
             __syncwarp();
             if constexpr (kSplit > 1) cluster_sync();  // sums written
             if constexpr (kCluster > 1) cluster_sync();  // nobody reaches into this block any more
@@ -157,11 +138,46 @@ struct Gemm {
         if constexpr (kCluster > 1) cluster_sync();
     }
 
-    // While the previous kernel of the stream drains: weights into L2, the point where all writes meet, so that no
-    // assumption about who wrote them is needed. As much of the first tile as the ring holds.
-    static __device__ __forceinline__ void prefetch(const Params& p, int tile, int row_rank, int begin, int end) {
-        const int row = (tile / p.token_tiles * kRows + row_rank) * 128;
-        if (tile < p.tiles) Weights::prefetch(p, row, begin, min(end - begin, kStages));
+    // One warp copies 64 of the block's rows, another the other 64, a third the tokens: a single thread that issues
+    // all seven copies of a stage cannot keep up with the memory.
+    static __device__ __forceinline__ void produce_weights(const Params& p, int half, u32 weights, u32 full, u32 empty, int first,
+                                                           int stride, int row_rank, int begin, int end) {
+        int slot = 0;
+        u32 phase = 1;  // a fresh ring is empty
+        for (int tile = first; tile < p.tiles; tile += stride) {
+            const int row = (tile / p.token_tiles * kRows + row_rank) * 128 + 64 * half;
+            typename Weights::Source source(p, row, begin);
+            if (tile == first) {
+                source.prefetch(min(end - begin, kStages));
+                grid_wait();
+            }
+            for (int step = begin; step < end; ++step) {
+                mbar_wait(empty + 8 * slot, phase);
+                source.load(weights + slot * Weights::kStageBytes, half, full + 8 * slot);
+                if (++slot == kStages) slot = 0, phase ^= 1;
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void produce_tokens(const Params& p, u32 tokens, u32 full, u32 empty, int first, int stride,
+                                                          int row_rank, int split_rank, int begin, int end) {
+        constexpr int kPart = kTokens / kRows;
+        int slot = 0;
+        u32 phase = 1;
+        grid_wait();
+        for (int tile = first; tile < p.tiles; tile += stride) {
+            const int m = tile % p.token_tiles * kTokens + row_rank * kPart;
+            for (int step = begin; step < end; ++step) {
+                mbar_wait(empty + 8 * slot, phase);
+                if (elect_one()) {
+                    const u32 bar = full + 8 * slot, to = tokens + slot * kTokenBytes + row_rank * kPart * 128;
+                    mbar_expect(bar, kTokenBytes);
+                    if constexpr (kRows == 1) tensor_copy(to, &p.tokens, step * 128, m, bar);
+                    else tensor_multicast(to, &p.tokens, step * 128, m, bar, ((1 << kRows) - 1) << (split_rank * kRows));
+                }
+                if (++slot == kStages) slot = 0, phase ^= 1;
+            }
+        }
     }
 
     // Each split block adds, over the cluster, the sums of its own share of the tile's tokens, and stores them.

@@ -122,6 +122,17 @@ __device__ __forceinline__ int4 load_remote(u32 address, u32 rank) {
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_release() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// ---- warps -------------------------------------------------------------------------------------
+
+// True in one thread of a converged warp. Unlike a test of the lane, the compiler knows it to be one, and issues
+// the copies inside plainly instead of in a loop over the active lanes (measured: 2x on the whole GEMM).
+__device__ __forceinline__ bool elect_one() {
+    u32 elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected)::"memory");
+    return elected;
+}
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
 // ---- registers of a warpgroup ---------------------------------------------------------------------
 
 template <int kCount>

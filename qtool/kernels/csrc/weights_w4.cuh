@@ -20,31 +20,43 @@ struct Weights4 {
     static constexpr int kLevel2 = 2 * kGroups * 64;                            // of a stage, one parameter
     static constexpr int kStageBytes = kCodes + 2 * kLevel2;
 
-    // One thread: start the copies of stage `step` for rows [row, row + 128); returns their bytes through the barrier.
-    static __device__ __forceinline__ void load(const Params& p, u32 dst, int row, int step, u32 bar, u32 extra_bytes) {
-        const int row_tiles = min(2, (p.n - row) / 64);
-        const int tiles = p.k / 64, here = min(2, tiles - 2 * step);
-        const int codes = here * kTile;
-        const int groups = p.k / (kTwoLevels ? kGroup : 64), level2 = kTwoLevels ? here * 64 * 64 / kGroup : 0;
-        mbar_expect(bar, max(row_tiles, 0) * (codes + 2 * level2) + extra_bytes);
-        for (int i = 0; i < row_tiles; ++i) {
-            const u64 tile = row / 64 + i;
-            bulk_copy(dst + i * 2 * kTile, p.qweight + (tile * tiles + 2 * step) * kTile, codes, bar);
-            if constexpr (kTwoLevels) {
-                const u64 from = (tile * groups + step * kGroups) * 64;
-                const u32 to = dst + kCodes + i * kGroups * 64;
-                bulk_copy(to, p.scale2 + from, level2, bar);
-                bulk_copy(to + kLevel2, p.offset2 + from, level2, bar);
-            }
-        }
-    }
+    // The copies of 64 rows, stage after stage, by one warp. `row` may lie beyond the weight: then nothing is copied.
+    struct Source {
+        const u8 *codes, *scale2, *offset2;
+        int left;  // column tiles not yet copied
 
-    // One thread: ask for the weights of `steps` stages in L2.
-    static __device__ __forceinline__ void prefetch(const Params& p, int row, int step, int steps) {
-        const int tiles = p.k / 64, here = min(2 * steps, tiles - 2 * step);
-        for (int i = 0; i < min(2, (p.n - row) / 64); ++i)
-            prefetch_l2(p.qweight + (static_cast<u64>(row / 64 + i) * tiles + 2 * step) * kTile, here * kTile);
-    }
+        __device__ __forceinline__ Source(const Params& p, int row, int step) {
+            const int tiles = p.k / 64;
+            codes = p.qweight + (static_cast<u64>(row / 64) * tiles + 2 * step) * kTile;
+            if constexpr (kTwoLevels) {
+                const u64 first = (static_cast<u64>(row / 64) * (p.k / kGroup) + step * kGroups) * 64;
+                scale2 = p.scale2 + first, offset2 = p.offset2 + first;
+            }
+            left = row < p.n ? tiles - 2 * step : 0;
+        }
+        // Into L2, while the previous kernel of the stream drains: the point where all writes meet, so that no
+        // assumption about who wrote the weights is needed.
+        __device__ __forceinline__ void prefetch(int steps) const {
+            if (left > 0 && elect_one()) prefetch_l2(codes, min(2 * steps, left) * kTile);
+        }
+        __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
+            const int here = max(min(2, left), 0);
+            if (elect_one()) {
+                const u32 level2 = kTwoLevels ? here * 64 * 64 / kGroup : 0;
+                mbar_expect(bar, here * kTile + 2 * level2);
+                if (here) {
+                    bulk_copy(stage + half * 2 * kTile, codes, here * kTile, bar);
+                    if constexpr (kTwoLevels) {
+                        const u32 at = stage + kCodes + half * kGroups * 64;
+                        bulk_copy(at, scale2, level2, bar);
+                        bulk_copy(at + kLevel2, offset2, level2, bar);
+                    }
+                }
+            }
+            codes += 2 * kTile, left -= 2;
+            if constexpr (kTwoLevels) scale2 += kGroups * 64, offset2 += kGroups * 64;
+        }
+    };
 
     // Scale and constant of this thread's two rows over 32 columns.
     struct Level2 {
