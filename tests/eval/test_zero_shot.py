@@ -1,0 +1,191 @@
+"""Zero-shot: lm-eval's scores equal a hand computation, local files win, nothing reaches for the network."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool import corpora, hub
+from qtool.errors import QtoolError
+from qtool.eval import demo_choice, local_tasks, zero_shot
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+CHOICES = [
+    {"query": "Question: sky?\n", "choices": ["blue", "green", "a long red"], "gold": 0},
+    {"query": "Question: grass?", "choices": ["blue", "green"], "gold": 1},
+    {"query": "Question: 1+1?", "choices": ["2", "3", "4"], "gold": 0},
+    {"query": "Question: 5?", "choices": ["[1]", "5"], "gold": 0},
+]
+OPTIONS = [
+    {"context_options": ["Ann so Ann", "Ann so Bob"], "continuation": "won.", "gold": gold} for gold in (0, 1, 1)
+]
+LAST_WORDS = [{"context": "It was a", "continuation": "cat"}, {"context": "He said", "continuation": "!"}]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    opened = []
+
+    def refuse(_, address):
+        opened.append(address)
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.delenv("QTOOL_DATA_DIR", raising=False)
+    yield
+    assert opened == []
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    for name, rows in (("piqa", CHOICES), ("winogrande", OPTIONS), ("lambada_openai", LAST_WORDS), ("mine", CHOICES)):
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run(name, model, tokenizer, data_dir=None, **options):
+    tasks, origin = zero_shot.load(name, tokenizer, data_dir)
+    [result] = zero_shot.zero_shot(tasks, model, tokenizer, origin=origin, **options)
+    return result
+
+
+def log_likelihood(model, tokenizer, context, continuation) -> tuple[float, bool]:
+    """Sum of log p over the continuation's tokens, and whether greedy decoding would write them."""
+    ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
+    start = len(tokenizer(context)["input_ids"])
+    with torch.no_grad():
+        log_p = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+    wanted = ids[0, start:]
+    return log_p.gather(1, wanted[:, None]).sum().item(), bool((log_p.argmax(-1) == wanted).all())
+
+
+def by_hand(model, tokenizer, rows, suffix) -> tuple[list[bool], list[bool]]:
+    """acc and acc_norm (by length in characters) of each row."""
+    acc, norm = [], []
+    for row in rows:
+        query = row["query"].removesuffix("\n") + suffix
+        scores = [log_likelihood(model, tokenizer, query, " " + choice)[0] for choice in row["choices"]]
+        lengths = [len(choice) for choice in row["choices"]]
+        acc.append(scores.index(max(scores)) == row["gold"])
+        per = [score / length for score, length in zip(scores, lengths, strict=True)]
+        norm.append(per.index(max(per)) == row["gold"])
+    return acc, norm
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_choices_equal_a_hand_computation(model, tokenizer, data_dir, batch_size):
+    result = run("piqa", model, tokenizer, data_dir, batch_size=batch_size)
+    acc, norm = by_hand(model, tokenizer, CHOICES, "\nAnswer:")
+    assert result.metrics["acc"].value == sum(acc) / 4
+    assert result.metrics["acc_norm"].value == sum(norm) / 4
+    assert result.metrics["acc"].stderr == pytest.approx(torch.tensor(acc).double().std().item() / 2)
+    assert (result.samples, result.origin) == (4, str(data_dir / "tasks" / "piqa.jsonl"))
+    assert len(set(acc)) == 2  # the random model is right somewhere and wrong somewhere: the test can fail
+
+
+def test_a_task_of_ones_own_is_asked_as_written(model, tokenizer, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES[1:]))
+    result = run("mine", model, tokenizer, tmp_path)
+    assert result.metrics["acc"].value == sum(by_hand(model, tokenizer, CHOICES[1:], "")[0]) / 3
+
+
+def test_winogrande_scores_the_continuation(model, tokenizer, data_dir):
+    scores = [log_likelihood(model, tokenizer, option, " won.")[0] for option in OPTIONS[0]["context_options"]]
+    best = scores.index(max(scores))
+    result = run("winogrande", model, tokenizer, data_dir)
+    assert result.metrics["acc"].value == pytest.approx(sum(row["gold"] == best for row in OPTIONS) / 3)
+    assert list(result.metrics) == ["acc"]
+
+
+def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
+    scores = [log_likelihood(model, tokenizer, row["context"], " " + row["continuation"]) for row in LAST_WORDS]
+    result = run("lambada_openai", model, tokenizer, data_dir)
+    expected = torch.tensor([score for score, _ in scores]).mean().neg().exp().item()
+    assert result.metrics["perplexity"].value == pytest.approx(expected, rel=1e-4)
+    assert result.metrics["perplexity"].stderr is not None
+    assert not result.metrics["perplexity"].higher_is_better
+    assert result.metrics["acc"].value == sum(greedy for _, greedy in scores) / 2
+
+
+def test_limit(model, tokenizer, data_dir):
+    assert run("piqa", model, tokenizer, data_dir, limit=2).samples == 2
+    assert run("piqa", model, tokenizer, data_dir, limit=1).metrics["acc"].stderr is None
+    with pytest.raises(QtoolError, match="limit 0 leaves no question"):
+        run("piqa", model, tokenizer, data_dir, limit=0)
+
+
+def test_demo_choice_cuts_the_text_itself(tokenizer):
+    text = "".join(chr(32 + (index * index + index // 7) % 95) for index in range(1000))
+    rows = demo_choice.questions(text, tokenizer)
+    assert len(rows) == 12
+    for index, row in enumerate(rows):
+        start = index * 80
+        assert row["query"] + row["choices"][row["gold"]] == text[start : start + 80]
+        assert len(set(row["choices"])) == 4
+    assert {row["gold"] for row in rows} == {0, 1, 2, 3}
+    assert rows == demo_choice.questions(text, tokenizer)
+    with pytest.raises(QtoolError, match="has 300 tokens, demo_choice needs 320"):
+        demo_choice.questions(text[:300], tokenizer)
+
+
+def test_demo_choice_runs(model, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "heldout.txt").write_text("The quick brown fox; " * 40)
+    monkeypatch.setattr(corpora, "DEMO", tmp_path)
+    result = run("demo_choice", model, tokenizer, limit=8)
+    assert (result.samples, list(result.metrics)) == (8, ["acc"])
+
+
+def test_available_tasks(data_dir, monkeypatch):
+    names = ["demo_choice", "lambada_openai", "mine", "piqa", "winogrande"]
+    assert zero_shot.available_tasks() == ["demo_choice"]
+    assert zero_shot.available_tasks(data_dir) == names
+    monkeypatch.setenv("QTOOL_DATA_DIR", str(data_dir))
+    assert zero_shot.available_tasks() == names
+
+
+def test_quiet(model, tokenizer, data_dir, capfd):
+    run("lambada_openai", model, tokenizer, data_dir)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no task can be made of it"),
+        ("{", "is not JSON lines"),
+        ("[1]\n", "is not JSON lines of objects"),
+        ('{"question": "a", "answer": "b"}\n', r"has the keys answer, question, expected choices, gold, query or"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "line 1: gold is 2, expected the index"),
+        ('{"query": "a", "choices": ["b"], "gold": 0}\n{"query": "a"}\n', "line 2 has the keys query"),
+    ],
+)
+def test_malformed_files(tmp_path, content, message):
+    path = tmp_path / "t.jsonl"
+    path.write_text(content)
+    with pytest.raises(QtoolError, match=message):
+        local_tasks.load("t", path)
+
+
+def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(QtoolError, match=r"unknown task 'winogrand'.*did you mean winogrande\?"):
+        zero_shot.load("winogrand", tokenizer, data_dir)
+    with pytest.raises(
+        QtoolError, match=r"data of task piqa is not here .*\(no connection.*tasks/piqa.jsonl"
+    ) as caught:
+        zero_shot.load("piqa", tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+@pytest.mark.parametrize("name", ["piqa", "arc_easy", "arc_challenge", "winogrande", "lambada_openai"])
+def test_development_tasks_load(name, tokenizer):
+    [task], _ = zero_shot.load(name, tokenizer, DATA)
+    assert len(task.eval_docs) > 1000
