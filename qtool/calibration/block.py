@@ -8,7 +8,7 @@ Legend: B sequences in a batch, S tokens, H hidden size, N x K a linear's weight
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +84,10 @@ class Block:
         return self.schemes[name].fit(self.weight(name), clip=clip, group_clip=group_clip)
 
     @torch.no_grad()
-    def run(self, batch: Batch) -> Tensor:
-        """The block's output ``[B, S, H]`` for one batch."""
-        out = self.module(batch.hidden.to(self.device), **to_device(batch.kwargs[self.index], self.device))
+    def run(self, batch: Batch, **extra: Any) -> Tensor:
+        """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block."""
+        kwargs = to_device(batch.kwargs[self.index], self.device)
+        out = self.module(batch.hidden.to(self.device), **(kwargs | extra))
         return out[0] if isinstance(out, tuple) else out
 
     @property
@@ -101,10 +102,34 @@ class Block:
                 self.run(batch)
 
     @torch.no_grad()
+    def inputs(self, batch: Batch, name: str) -> Tensor | None:
+        """The input ``[tokens, K]`` of submodule ``name`` for one batch; None if it was not called.
+
+        The block runs no further than that submodule.
+        """
+        seen: list[Tensor] = []
+
+        def take(x: Tensor) -> None:
+            seen.append(x)
+            raise _Reached
+
+        with observing(self.module, {name: take}), suppress(_Reached):
+            self.run(batch)
+        return seen[0] if seen else None
+
+    @torch.no_grad()
     def propagate(self, batches: Sequence[Batch]) -> None:
         """Replace every batch's hidden states by the block's output, in place."""
         for batch in batches:
             batch.hidden = self.run(batch).to(batch.hidden.device)
+
+    def permute(self, name: str, order: Tensor) -> None:
+        """Reorder the input channels of linear ``name``: its columns at once, its input as it arrives."""
+        weight = self.weight(name)
+        weight.copy_(weight[:, order])
+        earlier = self.permutations.get(name)
+        self.permutations[name] = order if earlier is None else earlier[order]
+        self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
 
     def install(self, name: str, rounded: Rounded) -> None:
         """From now on linear ``name`` computes what the quantized one will."""
@@ -112,6 +137,10 @@ class Block:
         quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
         parent, _, attribute = name.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, quantized)
+
+
+class _Reached(Exception):
+    """A forward that has shown what it was run for."""
 
 
 class SimulatedLinear(nn.Module):
