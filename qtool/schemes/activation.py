@@ -1,7 +1,8 @@
 """Dynamic activation quantization: symmetric integers with one scale per token or token group.
 
 Per-token s8 (W8A8, W4A8): ``sx[m] = max_k |X[m, k]| / 127``, ``Qx = rne(X / sx)``.
-Per-token-group s4 (W4A4, FMPQ): ``sx[m, G] = max |X| / 7``, codes clamped to -8..7 (APEX4, eq. 7).
+Per-token-group s4 (W4A4, FMPQ): ``sx[m, G] = max |X| / 7`` (APEX4, eq. 7, whose clamp to -8..7
+a dynamic scale never meets).
 A group of zeros gets scale 1. All arithmetic in float32.
 """
 
@@ -48,11 +49,9 @@ def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Te
         raise QtoolError(f"activation: {x.shape[-1]} input channels are not divisible by group size {size}")
     groups = x.float().unflatten(-1, (-1, size))  # [..., G, g]
     amax = groups.abs().amax(-1)
-    scale = torch.where(amax > 0, amax / top, 1.0)
-    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a subnormal amax / 127 may be 0
-    codes = torch.round(groups / scale[..., None])
-    top = torch.as_tensor(top, device=x.device)[..., None].to(codes.dtype)
-    codes = torch.minimum(torch.maximum(codes, -top - 1), top)
+    # a subnormal amax / top would have too few bits, or none
+    scale = torch.where(amax > 0, amax / top, 1.0).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (groups / scale[..., None]).round_()  # within -top..top: the scale comes from this very group
     return codes.flatten(-2).to(torch.int8), scale
 
 

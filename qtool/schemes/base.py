@@ -97,7 +97,7 @@ class Scheme(ABC):
         """
         n, k = weight.shape
         size = self.group_size or k
-        if k % size or not k:
+        if not k or k % size:
             raise QtoolError(f"{self.name}: {k} input channels are not divisible by group size {size}")
         return weight.reshape(n, k // size, size)
 
@@ -190,7 +190,7 @@ class Scheme(ABC):
 def slabs(weight: Tensor) -> Iterator[slice]:
     """Row slices of ``weight [N, K]``, small enough for a CPU's cache; all rows at once elsewhere."""
     rows = weight.shape[0]
-    step = max(1, SLAB // weight.shape[1]) if weight.device.type == "cpu" else rows
+    step = max(1, SLAB // weight.shape[1]) if weight.device.type == "cpu" else max(1, rows)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
@@ -216,10 +216,9 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.clamp(smallest, torch.finfo(dtype).max).to(dtype)
 
 
-def clip_ratio(clip: Clip, group_clip: Clip, like: Tensor) -> Tensor:
-    """``clip * group_clip`` for a one-level scheme, broadcastable to ``like [N, G]``."""
-    ratio = torch.as_tensor(clip, dtype=like.dtype, device=like.device)
-    return (ratio[:, None] if ratio.dim() else ratio) * group_clip
+def clip_ratio(clip: Clip, group_clip: Clip) -> Clip:
+    """``clip * group_clip`` for a one-level scheme, broadcastable to ``[N, G]``."""
+    return (clip[:, None] if isinstance(clip, Tensor) and clip.dim() else clip) * group_clip
 
 
 def require(holds: Tensor, invariant: str) -> None:

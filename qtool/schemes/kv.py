@@ -48,7 +48,7 @@ class KVQuantizer(ABC):
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits stored a value, scales and zero points included; static scales cost nothing per token."""
-        one = self.quantize(torch.empty(1, 1, self.tokens, head_dim, device="meta"))
+        one = self.quantize(torch.zeros(1, 1, self.tokens, head_dim))
         return 8 * sum(t.numel() * t.element_size() for t in one.values()) / (self.tokens * head_dim)
 
 
@@ -129,9 +129,7 @@ def quantize_asymmetric(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes u8 0..15 of ``x``, and fp16 scale and zero point shared along ``dim`` (kept, size 1)."""
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    floor = torch.maximum(low.abs(), high.abs()).clamp_min(0) / 2**14
-    floor = torch.maximum(floor, -high / 2**14)
-    step = torch.maximum((high - low) / 15, floor)
+    step = torch.maximum((high - low) / 15, torch.maximum(low.abs(), high.abs()) / 2**14)
     scale = stored_scale(torch.where(step > 0, step, 1.0), torch.float16)
     zero = (-low / scale.float()).to(torch.float16)
     codes = torch.round(x / scale.float() + zero.float()).clamp_(0, 15)

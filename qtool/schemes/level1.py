@@ -14,7 +14,7 @@ PROTECTIVE_MAX = 119
 
 def fit_level1(low: Tensor, high: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
     """Stored scale ``s1 [N]`` from the range ``[N, G]`` of each group; a row of zeros gets 1."""
-    amax = torch.maximum(low.abs(), high.abs()).amax(1) * torch.as_tensor(clip, device=low.device)
+    amax = torch.maximum(low.abs(), high.abs()).amax(1) * clip
     return stored_scale(torch.where(amax > 0, amax / PROTECTIVE_MAX, 1.0), dtype)
 
 

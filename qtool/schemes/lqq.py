@@ -30,9 +30,8 @@ class LiquidQuant(Scheme):
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
         s1 = fit_level1(low, high, clip, self.scale_dtype)
-        ratio = torch.as_tensor(group_clip, device=low.device)
-        low = torch.round(quantize_level1(low, s1) * ratio)
-        high = torch.round(quantize_level1(high, s1) * ratio)
+        low = torch.round(quantize_level1(low, s1) * group_clip)
+        high = torch.round(quantize_level1(high, s1) * group_clip)
         s2 = torch.round((high - low) / 15).clamp(1, 16)
         return {"s1": s1, "s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
 
@@ -54,7 +53,7 @@ class LiquidQuant(Scheme):
 
     def _level2(self, codes: Tensor, params: Params) -> Tensor:
         """The same in float32, exact: the integers are below 2**24."""
-        q8 = self.groups(codes).float().mul_(params["s2"].float()[..., None])
+        q8 = self.groups(codes).to(torch.float32, copy=True).mul_(params["s2"].float()[..., None])
         return q8.add_(params["offset"].float()[..., None] - 128).flatten(1)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:

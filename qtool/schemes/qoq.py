@@ -28,7 +28,7 @@ class QoQ(Scheme):
     activation = PER_TOKEN_S8
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
-        ratio = clip_ratio(clip, group_clip, low)
+        ratio = clip_ratio(clip, group_clip)
         low, high = (low.clamp_max(0) * ratio)[:, 0], (high.clamp_min(0) * ratio)[:, 0]
         width = high / 15 - low / 15  # divided first: the difference may overflow
         scale = stored_scale(torch.where(width > 0, width, 1.0), self.scale_dtype)
@@ -45,7 +45,7 @@ class QoQ(Scheme):
         return codes.add_(params["zero"].float()[:, None, None]).clamp_(0, 15)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
-        steps = codes.float().sub_(params["zero"].float()[:, None])
+        steps = codes.to(torch.float32, copy=True).sub_(params["zero"].float()[:, None])
         return steps.mul_(params["scale"].float()[:, None])
 
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:

@@ -32,9 +32,8 @@ class ProgressiveQoQ(Scheme):
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
         s1 = fit_level1(low, high, clip, self.scale_dtype)
-        ratio = torch.as_tensor(group_clip, device=low.device)
-        low = torch.round(quantize_level1(low, s1).clamp_max(0) * ratio)
-        high = torch.round(quantize_level1(high, s1).clamp_min(0) * ratio)
+        low = torch.round(quantize_level1(low, s1).clamp_max(0) * group_clip)
+        high = torch.round(quantize_level1(high, s1).clamp_min(0) * group_clip)
         s2 = torch.round((high - low) / 15).clamp(1, 16)
         zero = torch.round(-low / s2).clamp(0, 15)
         return {"s1": s1, "s2": s2.to(torch.uint8), "zero": zero.to(torch.uint8)}
@@ -56,7 +55,7 @@ class ProgressiveQoQ(Scheme):
 
     def _level2(self, codes: Tensor, params: Params) -> Tensor:
         """The same in float32, exact: the integers are below 2**24."""
-        steps = self.groups(codes).float().sub_(params["zero"].float()[..., None])
+        steps = self.groups(codes).to(torch.float32, copy=True).sub_(params["zero"].float()[..., None])
         return steps.mul_(params["s2"].float()[..., None]).flatten(1)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:

@@ -24,7 +24,7 @@ class Symmetric(Scheme):
     high: ClassVar[int]
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
-        amax = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip, low)
+        amax = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip)
         return {"scale": stored_scale(torch.where(amax > 0, amax / self.divisor, 1.0), self.scale_dtype)}
 
     def grid(self, params: Params) -> Grid:
@@ -37,5 +37,5 @@ class Symmetric(Scheme):
         return codes.add_(self.zero).clamp_(self.low, self.high)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
-        values = self.groups(codes).float().sub_(self.zero)
+        values = self.groups(codes).to(torch.float32, copy=True).sub_(self.zero)
         return values.mul_(params["scale"].float()[..., None]).flatten(1)

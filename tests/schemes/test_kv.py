@@ -1,0 +1,90 @@
+"""KV-cache quantizers: half a step, packed bytes, constants, appended tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.errors import QtoolError
+from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KV4Channel, pack_nibbles, unpack_nibbles
+
+
+def heads(seed: int = 0, tokens: int = 128, shift: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    channel_shift = shift * torch.randn(1, 2, 1, 64, generator=g)
+    return torch.randn(2, 2, tokens, 64, generator=g) * spread + channel_shift
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 99), st.floats(0, 20), st.integers(-12, 10))
+def test_4_bit_values_are_within_half_a_step(seed: int, shift: float, exponent: int) -> None:
+    x = heads(seed, shift=shift) * 2.0**exponent
+    for kv in (KV4(), KV4Channel(32)):
+        packed = kv.quantize(x)
+        error = (kv.dequantize(packed) - x).abs()
+        per_value = packed["scale"].float().repeat_interleave(x.shape[2] // packed["scale"].shape[2], 2)
+        # the zero point's own fp16 rounding moves the grid by up to 2**-11 of |z| steps
+        zero = packed["zero"].float().abs().repeat_interleave(x.shape[2] // packed["zero"].shape[2], 2)
+        assert (error <= per_value * (0.52 + zero * 2**-10)).all()
+
+
+def test_static_8_bit_values_are_within_half_a_step_of_the_calibrated_range() -> None:
+    x = heads(shift=3)
+    kv = KV8(x.abs().amax((0, 2)))
+    packed = kv.quantize(x)
+    assert packed["codes"].dtype == torch.int8
+    assert ((kv.dequantize(packed) - x).abs() <= 0.501 * kv.scale[:, None]).all()
+    beyond = kv.dequantize(kv.quantize(2 * x))
+    assert (beyond.abs() <= 127.01 * kv.scale[:, None]).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -5.0, 1e-3, 6e4, 1e-7])
+def test_constant_tokens_keep_their_value(value: float) -> None:
+    x = torch.full((1, 1, 64, 64), value)
+    for kv in (KV4(), KV4Channel(64)):
+        back = kv.dequantize(kv.quantize(x))
+        assert torch.isfinite(back).all()
+        assert ((back - x).abs() <= 1e-3 * abs(value) + 3e-8).all()
+
+
+def test_packed_storage_is_what_it_says() -> None:
+    x = heads()
+    for kv, bits in ((KV4(), 4 + 32 / 64), (KV4Channel(64), 4 + 32 / 64), (KV8(torch.ones(2, 64)), 8)):
+        stored = 8 * sum(t.numel() * t.element_size() for t in kv.quantize(x).values()) / x.numel()
+        assert stored == kv.bits_per_value(64) == bits
+    assert KV4().quantize(x)["codes"].shape == (2, 2, 128, 32)
+    assert KV4().bits_per_value(128) == 4.25
+
+
+def test_nibbles() -> None:
+    codes = torch.randint(0, 16, (3, 5, 8), dtype=torch.uint8)
+    packed = pack_nibbles(codes)
+    assert torch.equal(unpack_nibbles(packed), codes)
+    assert pack_nibbles(torch.tensor([[0x3, 0xA]], dtype=torch.uint8)).item() == 0xA3
+    with pytest.raises(QtoolError, match="head dimension of 5 is odd"):
+        pack_nibbles(torch.zeros(2, 5, dtype=torch.uint8))
+
+
+def test_tokens_are_appended_by_concatenation() -> None:
+    x = heads()
+    for kv in (KV4(), KV4Channel(32), KV8(torch.full((2, 64), 4.0))):
+        whole = kv.quantize(x)
+        parts = [kv.quantize(x[:, :, :64]), kv.quantize(x[:, :, 64:])]
+        assert all(torch.equal(torch.cat([p[name] for p in parts], 2), whole[name]) for name in whole)
+
+
+def test_channel_groups_beat_tokens_where_a_channel_is_an_outlier() -> None:
+    x = heads(shift=8, spread=0.5)
+    errors = [(kv.dequantize(kv.quantize(x)) - x).norm() for kv in (KV4Channel(64), KV4())]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_dtype_names_and_refusals() -> None:
+    x = heads().to(torch.bfloat16)
+    assert KV4().dequantize(KV4().quantize(x), torch.bfloat16).dtype == torch.bfloat16
+    assert set(KV_QUANTIZERS) == {"kv8", "kv4", "kv4-channel"}
+    assert KV4().quantize(x.to("meta"))["codes"].shape == (2, 2, 128, 32)
+    with pytest.raises(QtoolError, match="100 tokens are not whole groups of 64"):
+        KV4Channel(64).quantize(heads(tokens=100))
+    with pytest.raises(QtoolError, match="NaN or Inf"):
+        KV8(torch.tensor([[float("inf")]]))

@@ -1,0 +1,72 @@
+"""LiquidQuant: the two-instruction dequantization over all codes, scales and legal offsets."""
+
+import torch
+
+from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.lqq import LiquidQuant
+
+
+def test_worked_example_of_the_paper() -> None:
+    q4, s2, low = 15, 15, -104
+    assert q4 * s2 + (128 + low) == 249
+    assert 249 ^ 128 == 121 == 225 - 104
+    params = {"s1": torch.ones(1), "s2": torch.tensor([[15]], dtype=torch.uint8)}
+    params["offset"] = torch.tensor([[128 - 104]], dtype=torch.uint8)
+    codes = torch.full((1, 64), 15, dtype=torch.uint8)
+    assert LiquidQuant().level2(codes, params).eq(121).all()
+
+
+def test_imad_and_xor_on_four_bytes_of_a_word() -> None:
+    """Every code, scale and offset that a group can have, with no carry between the bytes."""
+    q4, s2, offset = torch.meshgrid(torch.arange(16), torch.arange(1, 17), torch.arange(9, 248), indexing="ij")
+    legal = 15 * s2 + offset <= 255
+    q4, s2, offset = q4[legal], s2[legal], offset[legal]
+    others = [(q4 + shift) % 16 for shift in (0, 5, 10, 15)]
+    word = sum(code << (8 * byte) for byte, code in enumerate(others))
+    word = (word * s2 + offset * 0x01010101) ^ 0x80808080
+    assert (word >> 32 == 0).all()
+    for byte, code in enumerate(others):
+        value = (word >> (8 * byte)) & 0xFF
+        signed = torch.where(value > 127, value - 256, value)
+        assert torch.equal(signed, code * s2 + offset - 128)
+
+
+def test_level2_is_that_formula() -> None:
+    scheme, weight = LiquidQuant(64), torch.randn(16, 512)
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    s2 = params["s2"].repeat_interleave(64, 1).long()
+    byte = (codes.long() * s2 + params["offset"].repeat_interleave(64, 1)) ^ 0x80
+    assert torch.equal(scheme.level2(codes, params), byte.to(torch.uint8).view(torch.int8))
+
+
+def test_parameters_follow_the_paper() -> None:
+    weight = torch.randn(8, 256)
+    s1 = weight.abs().amax(1) / 119
+    q8 = torch.round(weight / s1[:, None]).clamp(-119, 119).view(8, 4, 64)
+    low, high = q8.amin(-1), q8.amax(-1)
+    s2 = torch.round((high - low) / 15).clamp(1, 16)
+    q4 = torch.round((q8 - low[..., None]) / s2[..., None]).clamp(0, 15)
+    params = LiquidQuant(64).fit(weight)
+    assert torch.equal(params["s1"], s1)
+    assert torch.equal(params["s2"], s2.to(torch.uint8))
+    assert torch.equal(params["offset"], (low + 128).to(torch.uint8))
+    assert torch.equal(LiquidQuant(64).quantize(weight, params), q4.to(torch.uint8).flatten(1))
+
+
+def test_matmul_is_exact() -> None:
+    scheme, weight, x = LiquidQuant(64), torch.randn(16, 512), torch.randn(7, 512)
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    qx, sx = PER_TOKEN_S8.quantize(x)
+    integers = qx.double() @ scheme.level2(codes, params).double().t()
+    assert torch.equal(scheme.matmul(x, codes, params), integers.float() * sx * params["s1"])
+
+
+def test_a_group_of_one_value_costs_nothing() -> None:
+    weight = torch.arange(1.0, 9).repeat_interleave(64).expand(2, 512)
+    scheme = LiquidQuant(64)
+    params = scheme.fit(weight)
+    assert params["s2"].eq(1).all() and scheme.quantize(weight, params).eq(0).all()
+    error = scheme.dequantize(scheme.quantize(weight, params), params) - weight
+    assert error.abs().max() <= params["s1"].max() / 2 + 1e-6

@@ -1,0 +1,181 @@
+"""What every scheme promises, on ordinary and on adversarial weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qtool import schemes
+from qtool.errors import CheckFailed, QtoolError
+from qtool.schemes import Scheme, base
+from qtool.schemes.base import describe_params
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def assert_sound(scheme: Scheme, weight: Tensor) -> None:
+    """Quantize ``weight`` and hold the result to the protocol."""
+    before = weight.clone()
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    assert torch.equal(weight, before)
+    assert codes.shape == weight.shape and codes.dtype == scheme.code_dtype
+    scheme.check(codes, params)
+
+    grid = scheme.grid(params)
+    held = scheme.groups(scheme.prune(weight.float()))
+    step, values = grid.step[..., None], scheme.groups(scheme.dequantize(codes, params))
+    on_grid = grid.value(scheme.groups(codes.float()))
+    assert ((on_grid - values).abs() <= 1e-5 * step * 128).all()
+
+    # double rounding may miss the nearest code, by no more than half a step
+    nearest = grid.value(grid.nearest(held))
+    excess = (values.double() - held).abs() - (nearest.double() - held).abs()
+    assert (excess <= 0.501 * step).all()
+
+
+def legal_codes(scheme: Scheme, params: base.Params, where: Tensor) -> Tensor:
+    """Codes ``[N, K]`` at ``where [N, K]`` (0..1) of the way from the lowest to the highest legal one."""
+    grid = scheme.grid(params)
+    width = (grid.high - grid.low + 1)[..., None]
+    codes = grid.low[..., None] + (scheme.groups(where) * width).long().clamp(max=width - 1)
+    return codes.flatten(1).to(scheme.code_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adversarial_weights(case: tuple[str, int | None], bad_weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for what, weight in bad_weights.items():
+        try:
+            assert_sound(schemes.get(*case, dtype), weight)
+        except Exception as error:
+            error.add_note(f"weight: {what}")
+            raise
+
+
+def test_ten_thousand_groups(scheme: Scheme, many_groups: Tensor) -> None:
+    assert_sound(scheme, many_groups)
+
+
+def test_dequantize_leaves_float_codes_alone(scheme: Scheme) -> None:
+    """GPTQ and distillation hold their codes in float32."""
+    weight = torch.randn(4, 1024)
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params).float()
+    before = codes.clone()
+    scheme.dequantize(codes, params)
+    assert torch.equal(codes, before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-12, 12), st.floats(-4, 4), st.sampled_from(DTYPES), st.floats(0.3, 1))
+def test_any_distribution(seed: int, exponent: float, shift: float, dtype: torch.dtype, clip: float) -> None:
+    random = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
+    weight = (random + shift) * 2.0**exponent
+    for name, kind in schemes.SCHEMES.items():
+        scheme = schemes.get(name, kind.group_sizes[0], dtype)
+        assert_sound(scheme, weight)
+        params = scheme.fit(weight, clip=clip, group_clip=clip)
+        scheme.check(scheme.quantize(weight, params), params)
+
+
+def test_every_legal_code_passes_check(scheme: Scheme, many_groups: Tensor) -> None:
+    params = scheme.fit(many_groups)
+    for where in (torch.zeros_like(many_groups), torch.ones_like(many_groups), torch.rand_like(many_groups)):
+        codes = legal_codes(scheme, params, where)
+        if scheme.sparsity:
+            codes[:, 0::4] = codes[:, 2::4] = 8
+        scheme.check(codes, params)
+
+
+def test_check_refuses_codes_beyond_the_bounds(scheme: Scheme, many_groups: Tensor) -> None:
+    params = scheme.fit(many_groups)
+    codes, grid = scheme.quantize(many_groups, params), scheme.grid(params)
+    for beyond in (grid.low - 1, grid.high + 1):
+        group = int((beyond >= -128).flatten().nonzero()[-1])
+        broken = codes.clone()
+        scheme.groups(broken).view(-1, scheme.groups(codes).shape[-1])[group, 5] = beyond.flatten()[group]
+        with pytest.raises(CheckFailed):
+            scheme.check(broken, params)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (3, 1023), (1, 517)])
+def test_refuses_what_is_not_finite(scheme: Scheme, bad: float, place: tuple[int, int]) -> None:
+    weight = torch.randn(4, 1024)
+    weight[place] = bad
+    with pytest.raises(QtoolError, match=f"{scheme.name}.*NaN or Inf, first in output channel {place[0]}"):
+        scheme.fit(weight)
+
+
+def test_refuses_what_does_not_divide(scheme: Scheme) -> None:
+    if scheme.group_size:
+        with pytest.raises(QtoolError, match="1000 input channels are not divisible by"):
+            scheme.fit(torch.randn(4, 1000))
+    with pytest.raises(QtoolError, match="not divisible"):
+        scheme.fit(torch.randn(4, 0))
+
+
+@pytest.mark.parametrize("name", schemes.SCHEMES)
+def test_refuses_an_unsupported_group_size(name: str) -> None:
+    with pytest.raises(QtoolError, match="group size 48 is not supported; accepted: "):
+        schemes.get(name, 48)
+
+
+def test_unknown_name_suggests() -> None:
+    with pytest.raises(QtoolError, match="did you mean w4a8-lqq"):
+        schemes.get("w4a8-lq")
+
+
+def test_meta_gives_the_real_shapes(scheme: Scheme) -> None:
+    weight, x = torch.randn(8, 1024), torch.randn(3, 1024)
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    meta = scheme.fit(weight.to("meta"))
+    meta_codes = scheme.quantize(weight.to("meta"), meta)
+    assert describe_params(meta) == describe_params(params)
+    assert (meta_codes.shape, meta_codes.dtype) == (codes.shape, codes.dtype)
+    assert scheme.dequantize(meta_codes, meta).shape == weight.shape
+    assert scheme.matmul(x.to("meta"), meta_codes, meta).shape == (3, 8)
+    assert scheme.fake_activation(x.to("meta"), meta).shape == x.shape
+
+
+def test_matmul_is_the_product_of_the_quantized_operands(scheme: Scheme) -> None:
+    weight, x = torch.randn(8, 1024), torch.randn(5, 1024) * 3
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    y = scheme.matmul(x, codes, params)
+    exact = scheme.fake_activation(x, params).double() @ scheme.dequantize(codes, params).double().t()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_16_bit_weights_are_their_float32_values(scheme: Scheme, dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 1024).to(dtype)
+    params, wide = scheme.fit(weight), scheme.fit(weight.float())
+    assert all(torch.equal(params[name], wide[name]) for name in wide)
+    assert torch.equal(scheme.quantize(weight, params), scheme.quantize(weight.float(), wide))
+
+
+def test_rows_are_independent(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 1024)
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    monkeypatch.setattr(base, "SLAB", 2048)
+    again = scheme.fit(weight)
+    assert all(torch.equal(params[name], again[name]) for name in params)
+    assert torch.equal(scheme.quantize(weight, again), codes)
+    row = scheme.fit(weight[5:6])
+    assert torch.equal(scheme.quantize(weight[5:6], row)[0], codes[5])
+
+
+def test_clip_by_number_and_by_tensor(scheme: Scheme) -> None:
+    weight = torch.randn(4, 1024)
+    groups = scheme.groups(weight).shape[1]
+    number = scheme.fit(weight, clip=0.75, group_clip=0.5)
+    tensor = scheme.fit(weight, clip=torch.full((4,), 0.75), group_clip=torch.full((4, groups), 0.5))
+    searched = scheme.fit_range(*scheme.range(weight), clip=0.75, group_clip=0.5)
+    whole = scheme.fit(weight)
+    assert all(torch.equal(number[name], tensor[name]) for name in number)
+    assert all(torch.equal(number[name], searched[name]) for name in number)
+    assert (scheme.grid(number).step < scheme.grid(whole).step).float().mean() > 0.9
