@@ -108,10 +108,12 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @JSON
 def eval(tasks: tuple[str, ...], model: str, compare: str | None, as_json: bool, **options: Any) -> None:
     """Perplexity on wikitext2, c4, demo or a text file; zero-shot accuracy on any lm-eval task."""
+    from qtool.eval.compare import as_json as results_json
+    from qtool.eval.compare import table
     from qtool.pipeline import commands
 
-    results = commands.evaluate(list(tasks), model, compare, **options)
-    click.echo(json.dumps(results.to_json(), indent=2) if as_json else results.to_text())
+    results, baseline = commands.evaluate(list(tasks), model, compare, **options)
+    click.echo(results_json(results, baseline) if as_json else table(results, baseline))
 
 
 @_command("qtool verify demo-lqq")

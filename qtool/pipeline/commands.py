@@ -7,6 +7,7 @@ from typing import Any
 from qtool import recipes
 from qtool.checkpoint.source import DEMO, Checkpoint, read_config, resolve
 from qtool.errors import QtoolError, suggest
+from qtool.eval.results import Results
 from qtool.pipeline.job import Job
 from qtool.pipeline.plan import Plan
 from qtool.pipeline.plan import plan as make_plan
@@ -102,15 +103,15 @@ def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: 
     return Calibration(tokens, facts | {"tokens": fingerprint(tokens)})
 
 
-def evaluate(tasks: list[str], model: str, compare: str | None, *, device: str, **options: Any) -> Any:
-    """Results of ``tasks`` on MODEL, with the change against the model ``compare`` if given."""
-    from qtool.eval.results import compare as compared
-    from qtool.eval.results import evaluate as evaluated
+def evaluate(
+    tasks: list[str], model: str, compare: str | None, *, device: str, **options: Any
+) -> tuple[Results, Results | None]:
+    """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given."""
+    from qtool.eval.evaluate import evaluate as evaluated
     from qtool.runtime.load import load, load_tokenizer
 
-    def run(name: str) -> Any:
+    def run(name: str) -> Results:
         directory = resolve(name)
         return evaluated(tasks, load(directory, device=device), load_tokenizer(directory), **options)
 
-    results = run(model)
-    return compared(results, run(compare)) if compare else results
+    return run(model), run(compare) if compare else None
