@@ -7,12 +7,11 @@ says what they mean. It works on any device, on ``meta`` too, so that ``qtool pl
 stored shape and byte from the same code that quantizes.
 
 Every scheme of the five papers is, per group, an affine grid ``value = step * code + offset`` over
-a range of legal codes. GPTQ, clipping and distillation see only that :class:`Grid`.
+a range of legal codes. GPTQ, clipping and distillation see only that :class:`~qtool.schemes.grid.Grid`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes.activation import Activation
+from qtool.schemes.grid import Grid
 
 Params = dict[str, Tensor]
 Clip = Tensor | float
@@ -27,29 +27,6 @@ GroupSize = int | Literal["default"] | None
 
 #: elements of a row slab on CPU: its float32 copy stays in the core's cache through all passes
 SLAB = 1 << 17
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The representable values of each group: ``step * code + offset``, ``low <= code <= high``.
-
-    All four are ``[N, G]``; ``step`` and ``offset`` float32, ``low`` and ``high`` int32. Any code
-    inside the bounds satisfies the scheme's overflow invariants.
-    """
-
-    step: Tensor
-    offset: Tensor
-    low: Tensor
-    high: Tensor
-
-    def nearest(self, weight: Tensor) -> Tensor:
-        """Codes (float32, integral) of ``weight [N, G, g]`` nearest to it on the grid."""
-        codes = torch.round((weight - self.offset[..., None]) / self.step[..., None])
-        return codes.clamp(self.low[..., None], self.high[..., None])
-
-    def value(self, codes: Tensor) -> Tensor:
-        """Values (float32) of ``codes [N, G, g]``."""
-        return codes * self.step[..., None] + self.offset[..., None]
 
 
 class Scheme(ABC):

@@ -2,12 +2,13 @@
 
 QServe section 3 and appendix C.0.1. Per output channel, with a range that includes zero:
 
-    s = (max - min) / 15    z = clamp(rne(-min / s), 0, 15)    Q = clamp(rne(W / s) + z, 0, 15)
-    Y = (sum_k Qx * Q - z[n] * sum_k Qx) * sx[m] * s[n]
+    s1 = (max - min) / 15    z = clamp(rne(-min / s1), 0, 15)    Q = clamp(rne(W / s1) + z, 0, 15)
+    Y = (sum_k Qx * Q - z[n] * sum_k Qx) * sx[m] * s1[n]
 
 The token sum is the exact one, ``sx * sum_k Qx``: Y is then the product of the quantized operands.
-QServe replaces it by ``sum_k X`` of the unquantized input (equation 13), which adds to Y the
-rounding error of the token's sum times the zero point.
+QServe replaces it by ``sum_k X`` of the unquantized input (equation 13). The activation's rounding
+error then meets the codes 0..15 instead of the smaller Q - z, and the activation part of Y's error
+is 3.5 times larger (0.031 against 0.0087 of Y for Gaussian data, K = 4096).
 """
 
 import torch
@@ -18,7 +19,7 @@ from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, int_matmu
 
 
 class QoQ(Scheme):
-    """Parameters: ``scale [N]``, ``zero [N]`` u8 in 0..15."""
+    """Parameters: ``s1 [N]`` scale, ``zero [N]`` u8 in 0..15."""
 
     name = "w4a8-qoq"
     code_bits = 4
@@ -33,26 +34,26 @@ class QoQ(Scheme):
         width = high / 15 - low / 15  # divided first: the difference may overflow
         scale = stored_scale(torch.where(width > 0, width, 1.0), self.scale_dtype)
         zero = torch.round(-low / scale.float()).clamp(0, 15)
-        return {"scale": scale, "zero": zero.to(torch.uint8)}
+        return {"s1": scale, "zero": zero.to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:
-        step = params["scale"].float()[:, None]
+        step = params["s1"].float()[:, None]
         bound = torch.zeros_like(step, dtype=torch.int32)
         return Grid(step, -step * params["zero"].float()[:, None], bound, bound + 15)
 
     def round_groups(self, groups: Tensor, params: Params) -> Tensor:
-        codes = (groups / params["scale"].float()[:, None, None]).round_()
+        codes = (groups / params["s1"].float()[:, None, None]).round_()
         return codes.add_(params["zero"].float()[:, None, None]).clamp_(0, 15)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         steps = codes.to(torch.float32, copy=True).sub_(params["zero"].float()[:, None])
-        return steps.mul_(params["scale"].float()[:, None])
+        return steps.mul_(params["s1"].float()[:, None])
 
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         qx, sx = self.activation.quantize(x)
         token_sum = qx.sum(1, keepdim=True, dtype=torch.int32)  # [M, 1]
         steps = int_matmul(qx, codes.to(torch.int8)) - token_sum * params["zero"].to(torch.int32)
-        return steps.float() * sx * params["scale"].float()
+        return steps.float() * sx * params["s1"].float()
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         require(params["zero"] <= 15, "0 <= zero <= 15")

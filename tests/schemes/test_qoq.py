@@ -16,7 +16,7 @@ def test_per_channel_parameters_follow_the_paper() -> None:
     zero = torch.round(-low / scale)
     codes = (torch.round(weight / scale[:, None]) + zero[:, None]).clamp(0, 15)
     params = QoQ().fit(weight)
-    assert torch.equal(params["scale"], scale)
+    assert torch.equal(params["s1"], scale)
     assert torch.equal(params["zero"], zero.to(torch.uint8))
     assert torch.equal(QoQ().quantize(weight, params), codes.to(torch.uint8))
 
@@ -27,7 +27,7 @@ def test_per_channel_matmul_is_exact() -> None:
     codes = QoQ().quantize(weight, params)
     qx, sx = PER_TOKEN_S8.quantize(x)
     integers = qx.double() @ (codes.double() - params["zero"].double()[:, None]).t()
-    assert torch.equal(QoQ().matmul(x, codes, params), integers.float() * sx * params["scale"])
+    assert torch.equal(QoQ().matmul(x, codes, params), integers.float() * sx * params["s1"])
 
 
 def test_exact_token_sum_beats_the_sum_of_the_unquantized_input() -> None:
@@ -38,8 +38,8 @@ def test_exact_token_sum_beats_the_sum_of_the_unquantized_input() -> None:
     qx, sx = PER_TOKEN_S8.quantize(x)
     exact = (sx * qx).double() @ QoQ().dequantize(codes, params).double().t()
     y = QoQ().matmul(x, codes, params).double()
-    paper = (qx.double() @ codes.double().t()) * sx * params["scale"] - x.double().sum(1, keepdim=True) * (
-        params["zero"] * params["scale"]
+    paper = (qx.double() @ codes.double().t()) * sx * params["s1"] - x.double().sum(1, keepdim=True) * (
+        params["zero"] * params["s1"]
     )
     assert (y - exact).abs().max() < 1e-4 < (paper - exact).abs().max()
 
