@@ -57,31 +57,23 @@ class Choice:
     reason: str
 
 
-_TABLE_1 = "APEX4 table 1 (INT4, FP32); datasheet (INT8)"
 _NO_INT4 = "no native s4 mma from sm_90 on: the compiler emulates it (51 TOPS against 1217 in s8 on H200, measured)"
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        # per SM and cycle: 4 tensor cores x ops; APEX4's "OPs/cycle" is per tensor core, 2 x 64 or 2 x 128 CUDA cores
-        Gpu("a100", "8.0", 8192, 4096, 128, _TABLE_1 + ": 1248, 624 TOPS, 19.5 TFLOPS"),
-        Gpu("rtx3090", "8.6", 4096, 2048, 256, _TABLE_1 + ": 568, 284 TOPS, 35.6 TFLOPS"),
-        Gpu("a40", "8.6", 4096, 2048, 256, _TABLE_1 + ": 599, 299 TOPS, 37.4 TFLOPS"),
-        Gpu("a10", "8.6", 4096, 2048, 256, "NVIDIA A10 datasheet: 500, 250 TOPS, 31.2 TFLOPS"),
-        Gpu("l40s", "8.9", 2048, 2048, 256, _TABLE_1 + ": 733, 733 TOPS, 91.6 TFLOPS"),
-        Gpu("rtx4090", "8.9", 4096, 2048, 256, "NVIDIA Ada whitepaper, appendix A: 1321, 661 TOPS, 82.6 TFLOPS"),
-        Gpu("h100", "9.0", None, 8192, 256, "NVIDIA H100 datasheet: 1979 TOPS INT8, 67 TFLOPS; " + _NO_INT4),
-        Gpu("h800", "9.0", None, 8192, 256, "same SM as h100; " + _NO_INT4),
-        Gpu("h200", "9.0", None, 8192, 256, "NVIDIA H200 datasheet: 1979 TOPS INT8, 67 TFLOPS; " + _NO_INT4),
-        Gpu("b200", "10.0", None, 16384, 256, "NVIDIA Blackwell datasheet: 4500 TOPS INT8, 75-80 TFLOPS; " + _NO_INT4),
-        Gpu(
-            "rtx5090",
-            "12.0",
-            None,
-            2048,
-            256,
-            "NVIDIA RTX Blackwell whitepaper: 838 TOPS INT8, 105 TFLOPS; " + _NO_INT4,
-        ),
+        # APEX4's "OPs/cycle" is per tensor core, 4 in an SM; FP32 is 2 x 64 or 2 x 128 CUDA cores
+        Gpu("a100", "8.0", 8192, 4096, 128, "APEX4 table 1: 1248 TOPS, 19.5 TFLOPS; QServe section 2.1: INT8 624"),
+        Gpu("rtx3090", "8.6", 4096, 2048, 256, "APEX4 table 1: 568 TOPS, 35.6 TFLOPS; INT8 half, as a40"),
+        Gpu("a40", "8.6", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"),
+        Gpu("a10", "8.6", 4096, 2048, 256, "the SM of a40 (sm_86)"),
+        # APEX4 and the datasheet give the Ada data-center card INT4 at INT8's rate, the whitepaper twice that for GeForce
+        Gpu("l40s", "8.9", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"),
+        Gpu("rtx4090", "8.9", 4096, 2048, 256, "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS"),
+        Gpu("h100", "9.0", None, 8192, 256, "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4),
+        Gpu("h800", "9.0", None, 8192, 256, "the SM of h100; " + _NO_INT4),
+        Gpu("h200", "9.0", None, 8192, 256, "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4),
+        Gpu("b200", "10.0", None, 16384, 256, "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4),
     )
 }
 
