@@ -67,7 +67,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("rtx3090", "8.6", 4096, 2048, 256, "APEX4 table 1: 568 TOPS, 35.6 TFLOPS; INT8 half, as a40"),
         Gpu("a40", "8.6", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"),
         Gpu("a10", "8.6", 4096, 2048, 256, "the SM of a40 (sm_86)"),
-        # APEX4 and the datasheet give the Ada data-center card INT4 at INT8's rate, the whitepaper twice that for GeForce
+        # APEX4 gives L40S INT4 at INT8's rate, NVIDIA's whitepaper gives the same SM twice that on GeForce
         Gpu("l40s", "8.9", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"),
         Gpu("rtx4090", "8.9", 4096, 2048, 256, "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS"),
         Gpu("h100", "9.0", None, 8192, 256, "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4),
