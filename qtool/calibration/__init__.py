@@ -1,10 +1,15 @@
 """Calibration: one file a method; recipes name them by these tables."""
 
+from qtool.calibration.clip import Clip
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.norm_fusion import NormFusion
+from qtool.calibration.reorder import GatherOutliers, Reorder
 from qtool.calibration.rotate import Rotate
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.smooth import Smooth
+from qtool.calibration.smooth_attention import SmoothAttention
 
-TRANSFORMS: dict[str, type[Transform]] = {t.name: t for t in (NormFusion, Rotate, Smooth)}
-ROUNDINGS: dict[str, type[Rounding]] = {rounding.name: rounding for rounding in (RoundToNearest,)}
+TRANSFORMS: dict[str, type[Transform]] = {
+    t.name: t for t in (NormFusion, Rotate, Smooth, SmoothAttention, Reorder, GatherOutliers, Clip)
+}
+ROUNDINGS: dict[str, type[Rounding]] = {r.name: r for r in (RoundToNearest,)}
