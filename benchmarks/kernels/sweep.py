@@ -17,9 +17,9 @@ from qtool.kernels.gemm import definition
 from qtool.kernels.tiles import Tile
 from qtool.kernels.w4a8 import operand
 
-SMALL = [(1, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (2, 1, 2), (2, 2, 2), (2, 4, 2), (4, 1, 2), (4, 2, 2)]
-SMALL += [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 1, 1), (2, 2, 1), (2, 4, 1), (4, 1, 1)]
-LARGE = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 4, 1)]
+# rows, split, blocks per SM
+SMALL = [(1, s, 2) for s in range(1, 9)] + [(2, s, 2) for s in (1, 2, 4)] + [(1, s, 1) for s in (1, 2, 3, 4)] + [(2, 1, 1)]
+LARGE = [(1, s, 1) for s in (1, 2, 3, 4)] + [(2, 1, 1), (2, 2, 1)]
 
 
 def tiles(m: int) -> list[Tile]:

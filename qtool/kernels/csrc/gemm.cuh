@@ -24,10 +24,8 @@ struct Ring {
     int slot = 0, previous = -1;
     u32 phase = 0;
 
-    __device__ __forceinline__ const u8* wait_full() {
-        mbar_wait(full + 8 * slot, phase);
-        return weights + slot * Weights::kStageBytes;
-    }
+    __device__ __forceinline__ void wait_full() const { mbar_wait(full + 8 * slot, phase); }
+    __device__ __forceinline__ const u8* stage() const { return weights + slot * Weights::kStageBytes; }
     __device__ __forceinline__ u64 tokens() const { return token_operand + slot * (kTokens * 128 / 16); }
     __device__ __forceinline__ void advance() {
         previous = slot;
@@ -51,8 +49,8 @@ template <class Weights, class Epilogue, int kTokens, int kRows, int kSplit, int
 struct Gemm {
     static constexpr int kConsumers = 256, kThreads = kConsumers + 128, kCluster = kRows * kSplit;
     // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to the consumers.
-    static constexpr int kProducerRegisters = BLOCKS_PER_SM == 1 ? 56 : 48;
-    static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 224 : 96;
+    static constexpr int kProducerRegisters = BLOCKS_PER_SM == 1 ? 40 : 32;
+    static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 232 : 104;
     static constexpr int kTokenBytes = kTokens * 128;
     static constexpr int kRing = kStages * (kTokenBytes + Weights::kStageBytes);
     static constexpr int kSums = kSplit > 1 ? 512 * kTokens : 0;  // int32 sums of the block, over the ring

@@ -157,11 +157,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps registers that an asynchronous wgmma still reads or writes alive up to this point.
-template <class T, int kCount>
-__device__ __forceinline__ void keep(T (&r)[kCount]) {
+// Registers that an asynchronous wgmma still reads stay untouched up to this point.
+template <int kCount>
+__device__ __forceinline__ void keep(const u32 (&r)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
+    for (int i = 0; i < kCount; ++i) asm volatile("" ::"r"(r[i]) : "memory");
 }
 
 // Descriptor of a K-major operand in 128-byte rows, swizzled over 128 bytes: 8 rows are 1024 bytes apart.

@@ -74,7 +74,7 @@ struct Weights4 {
     };
 
     // Registers of the two k32 instructions of column tile `half` of a stage, for thread `t` of warpgroup `wg`.
-    static __device__ __forceinline__ void fragment(u32 (&a)[8], const uint4& packed, const u8* stage, int wg, int half, int t) {
+    static __device__ __forceinline__ void fragment(u32* a, const uint4& packed, const u8* stage, int wg, int half, int t) {
         const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
         Level2 low, high;
         if constexpr (kTwoLevels) {
@@ -92,37 +92,51 @@ struct Weights4 {
         }
     }
 
-    // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each.
+    // Column tiles [kBegin, kEnd) of a stage: dequantize while the batch before is multiplied, put this one in
+    // flight, wait for that one.
+    template <int kBegin, int kEnd, int kTokens, class Pipe>
+    static __device__ __forceinline__ void batch(int (&acc)[kTokens / 2], Pipe& pipe, u32 (&a)[8 * (kEnd - kBegin)],
+                                                 u32 (&in_flight)[8 * (kEnd - kBegin)], int wg, int t) {
+        if constexpr (kBegin == 0) pipe.wait_full();
+        const u8* stage = pipe.stage();
+        const uint4* packed = reinterpret_cast<const uint4*>(stage + wg * 2 * kTile) + t;
+        uint4 codes[kEnd - kBegin];
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) codes[i - kBegin] = packed[i * kTile / 16];
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) fragment(a + 8 * (i - kBegin), codes[i - kBegin], stage, wg, i, t);
+        const u64 tokens = pipe.tokens();
+        wgmma_fence();
+#pragma unroll
+        for (int i = 2 * kBegin; i < 2 * kEnd; ++i) Wgmma<kTokens>::rs(acc, a + 4 * (i - 2 * kBegin), tokens + 2 * i);
+        wgmma_commit();
+        wgmma_wait<1>();
+        keep(in_flight);
+        if constexpr (kBegin == 0) pipe.release_previous();
+        if constexpr (kEnd == 2) pipe.advance();
+    }
+
+    // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each. A batch is a
+    // stage where registers allow: twice the independent instructions to hide latency with.
     template <int kTokens, class Pipe>
     static __device__ __forceinline__ void multiply(int (&acc)[kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
-        u32 a0[8], a1[8];
-        for (int i = 0; i < steps; ++i) {
-            const u8* stage = pipe.wait_full();
-            const uint4* packed = reinterpret_cast<const uint4*>(stage + wg * 2 * kTile) + t;
-            const uint4 first = packed[0], second = packed[kTile / 16];
-            const u64 tokens = pipe.tokens();
-
-            fragment(a0, first, stage, wg, 0, t);
-            wgmma_fence();
-            Wgmma<kTokens>::rs(acc, a0, tokens);
-            Wgmma<kTokens>::rs(acc, a0 + 4, tokens + 2);
-            wgmma_commit();
-            wgmma_wait<1>();  // the previous stage's second half is done: its slot is free
-            keep(a1);
-            pipe.release_previous();
-
-            fragment(a1, second, stage, wg, 1, t);
-            wgmma_fence();
-            Wgmma<kTokens>::rs(acc, a1, tokens + 4);
-            Wgmma<kTokens>::rs(acc, a1 + 4, tokens + 6);
-            wgmma_commit();
-            wgmma_wait<1>();
-            keep(a0);
-            pipe.advance();
+        constexpr bool kHalves = kTokens >= 64 && BLOCKS_PER_SM == 2;
+        u32 even[kHalves ? 8 : 16], odd[kHalves ? 8 : 16];
+        if constexpr (kHalves) {
+            for (int i = 0; i < steps; ++i) {
+                batch<0, 1, kTokens>(acc, pipe, even, odd, wg, t);
+                batch<1, 2, kTokens>(acc, pipe, odd, even, wg, t);
+            }
+        } else {
+            for (int i = 0; i + 1 < steps; i += 2) {
+                batch<0, 2, kTokens>(acc, pipe, even, odd, wg, t);
+                batch<0, 2, kTokens>(acc, pipe, odd, even, wg, t);
+            }
+            if (steps % 2) batch<0, 2, kTokens>(acc, pipe, even, odd, wg, t);
         }
         wgmma_wait<0>();
-        keep(a1);
-        keep(acc);
+        keep(even);
+        keep(odd);
         pipe.release_previous();
     }
 };
