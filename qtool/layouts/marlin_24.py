@@ -29,6 +29,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.layouts.base import Layout, require_codes, require_tile
 from qtool.layouts.digit_layout import DigitLayout
+from qtool.layouts.words import as_words, sign_extend_
 
 VALUES = DigitLayout(
     name="marlin-24 values",
@@ -47,6 +48,11 @@ METADATA = DigitLayout(
     nibble="half",
     dtype=torch.int16,
 )
+#: which of a quad's inputs are not zero, as bits -> first kept position + 4 * second; 0 if they are too many
+POSITIONS = (
+    0b1110, 0b1000, 0b1001, 0b0100, 0b1110, 0b1000, 0b1001, 0,
+    0b1110, 0b1100, 0b1101, 0, 0b1110, 0, 0, 0,
+)  # fmt: skip
 
 
 class Marlin24Layout(Layout):
@@ -63,18 +69,20 @@ class Marlin24Layout(Layout):
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         require_codes(self.name, codes)
         self.require(*codes.shape)
-        blocks = zip(*map(compress, codes.split(_block(codes.shape[1]))), strict=True)
-        values, positions = (torch.cat(parts) for parts in blocks)
+        zero = 0 if codes.dtype == torch.int8 else 8
+        blocks = [compress(block, zero) for block in codes.split(_block(codes))]
+        values, positions = (torch.cat(parts) for parts in zip(*blocks, strict=True))
         return {"qweight": VALUES.pack(values)["qweight"], "metadata": METADATA.pack(positions)["qweight"]}
 
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
         self.require(n, k)
-        values = VALUES.unpack({"qweight": packed["qweight"]}, n, k // 2, signed=signed)
+        values = VALUES.unpack({"qweight": packed["qweight"]}, n, k // 2, signed=False)
         positions = METADATA.unpack({"qweight": packed["metadata"]}, n, k // 4, signed=False)
-        codes, rows = values.new_empty((n, k)), _block(k)
+        codes = values.new_empty((n, k))
+        rows = _block(codes)
         for block in zip(values.split(rows), positions.split(rows), codes.split(rows), strict=True):
-            expand(*block)
-        return codes
+            expand(*block, zero=0 if signed else 8)
+        return sign_extend_(codes) if signed else codes
 
     def pack_group(self, param: Tensor) -> Tensor:
         return param.t().contiguous() if param.shape[1] == 1 else VALUES.pack_group(param)
@@ -83,51 +91,48 @@ class Marlin24Layout(Layout):
         return stored.reshape(n, 1) if stored.numel() == n else VALUES.unpack_group(stored, n)
 
 
-def compress(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The two kept codes ``[N, K / 2]`` and their positions ``first + 4 * second`` (uint8 ``[N, K / 4]``) of each quad.
+def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """The two kept nibbles ``[N, K / 2]`` and their positions ``[N, K / 4]`` of each quad, uint8.
 
     Raises:
         QtoolError: if a quad has more than two non-zeros.
     """
-    c0, c1, c2, c3 = (c.contiguous() for c in codes.unflatten(1, (-1, 4)).unbind(-1))  # each [N, K/4]
-    kept0, kept1, kept2, kept3 = (c != _zero(codes.dtype) for c in (c0, c1, c2, c3))
-    both, neither = kept0 & kept1, ~(kept0 | kept1)
-    crowded = (both & (kept2 | kept3)) | (kept2 & kept3 & ~neither)
-    if not codes.is_meta and bool(crowded.any()):
-        found = f"{int(crowded.sum())} of {crowded.numel()} quads of inputs hold more than two non-zeros"
+    quads = (as_words(codes, torch.int32) & 0x0F0F0F0F) ^ zero * 0x01010101  # [N, K/4], a zero is now 0
+    nonzero = ((quads + 0x0F0F0F0F) >> 4) & 0x01010101
+    which = ((nonzero * 0x01020408) >> 24) & 0xF  # the four bytes gathered into four bits
+    table = torch.tensor(POSITIONS, dtype=torch.uint8, device=codes.device)
+    positions = table.index_select(0, which.flatten()).view_as(which)
+    if not codes.is_meta and not bool(positions.all()):
+        found = f"{int((positions == 0).sum())} of {positions.numel()} quads of inputs hold more than two non-zeros"
         raise QtoolError(f"layout marlin-24: {found}; a 2:4 sparse weight is needed")
-    last = kept3 | neither  # the second kept is 3; else 1 if both of the first two are kept, else 2
-    first = (~kept0).view(torch.uint8) + neither.view(torch.uint8)
-    second = last.view(torch.uint8) - both.view(torch.uint8) + 2
-    values = torch.stack(
-        (torch.where(kept0, c0, torch.where(kept1, c1, c2)), torch.where(both, c1, torch.where(last, c3, c2))), -1
-    )
-    return values.flatten(1), first.bitwise_or_(second << 2)
+    first, second = _shifts(positions)
+    pairs = (quads >> first).bitwise_and_(0xF) | (quads >> second).bitwise_and_(0xF).bitwise_left_shift_(8)
+    return pairs.bitwise_xor_(zero * 0x0101).to(torch.int16).view(torch.uint8), positions
 
 
-def expand(values: Tensor, positions: Tensor, codes: Tensor) -> None:
-    """Inverse of :func:`compress`, into ``codes [N, K]``: zero where nothing was kept.
+def expand(values: Tensor, positions: Tensor, codes: Tensor, *, zero: int) -> None:
+    """Inverse of :func:`compress`, into ``codes [N, K]``: ``zero`` where nothing was kept.
 
     Raises:
         QtoolError: if a quad's positions are not two, in order.
     """
-    first, second = positions & 3, positions >> 2
+    first, second = _shifts(positions)
     if not positions.is_meta and bool((first >= second).any()):
         raise QtoolError("layout marlin-24: the metadata names a position twice or out of order; the file is damaged")
-    v0, v1 = (v.contiguous() for v in values.unflatten(1, (-1, 2)).unbind(-1))  # each [N, K/4]
-    zero = torch.full((), _zero(values.dtype), dtype=values.dtype, device=values.device)
-    for position, out in enumerate(codes.unflatten(1, (-1, 4)).unbind(-1)):
-        out.copy_(torch.where(first == position, v0, torch.where(second == position, v1, zero)))
+    pairs = values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)  # [N, K/4], a zero is now 0
+    quads = (pairs & 0xFF).bitwise_left_shift_(first) | (pairs >> 8).bitwise_left_shift_(second)
+    torch.bitwise_xor(quads, zero * 0x01010101, out=codes.view(torch.int32))
 
 
-def _block(k: int) -> int:
-    """Rows taken at a time, so that the intermediates of :func:`compress` stay small beside the weight."""
-    return max(1, 2**23 // k)
+def _shifts(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits by which the first and second kept byte of a quad lie above its lowest."""
+    wide = positions.to(torch.int32)
+    return (wide & 3).bitwise_left_shift_(3), (wide >> 2).bitwise_left_shift_(3)
 
 
-def _zero(dtype: torch.dtype) -> int:
-    """The code of a zero weight."""
-    return 0 if dtype == torch.int8 else 8
+def _block(codes: Tensor) -> int:
+    """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small on a GPU."""
+    return max(1, 2 ** (20 if codes.device.type == "cpu" else 24) // codes.shape[1])
 
 
 MARLIN_24 = Marlin24Layout()

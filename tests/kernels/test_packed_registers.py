@@ -139,7 +139,7 @@ def test_marlin_24_values() -> None:
     four words are eight consecutive outputs.
     """
     _, codes, _ = quantized("w4a16-24", 128)
-    kept, _ = compress(codes)
+    kept, _ = compress(codes, 8)
     words = r.from_bytes(MARLIN_24.pack(codes)["qweight"]).view(K // 32, N // 64, 32, 4)
     kt, nt, lane, j = axes(*words.shape)
     for index, register in enumerate(r.marlin_registers(words)):

@@ -101,6 +101,17 @@ def test_strided_and_misaligned_codes_pack_the_same(layout: Layout) -> None:
         assert all(torch.equal(packed[name], expected[name]) for name in expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@every_layout
+def test_a_gpu_packs_the_same_bytes(layout: Layout) -> None:
+    n, k = (3 * size for size in layout.tile)
+    codes = random_codes(layout, n, k, 1, signed=True)
+    packed = layout.pack(codes.cuda())
+    assert all(torch.equal(packed[name].cpu(), stored) for name, stored in layout.pack(codes).items())
+    assert torch.equal(layout.unpack(packed, n, k, signed=True).cpu(), codes)
+
+
 @every_layout
 def test_a_weight_that_is_no_whole_number_of_tiles_is_refused(layout: Layout) -> None:
     n, k = layout.tile
