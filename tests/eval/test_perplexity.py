@@ -65,6 +65,7 @@ def test_short_text_is_one_short_window(model, tokenizer):
 
 def test_windows_drop_the_partial_one():
     assert cut_windows(torch.arange(10), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cut_windows(torch.arange(8), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(QtoolError, match="seqlen 1 scores no token"):
         cut_windows(torch.arange(10), 1)
 

@@ -189,3 +189,16 @@ def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_pat
 def test_development_tasks_load(name, tokenizer):
     [task], _ = zero_shot.load(name, tokenizer, DATA)
     assert len(task.eval_docs) > 1000
+
+
+def test_prompts_are_those_of_lm_eval(tokenizer, data_dir):
+    def arguments(name):
+        [task], _ = zero_shot.load(name, tokenizer, data_dir)
+        task.set_config("num_fewshot", 0)
+        task.build_all_requests(limit=1)
+        return [instance.args for instance in task.instances]
+
+    prompt = "Question: sky?\nAnswer:"
+    assert arguments("piqa") == [(prompt, " blue"), (prompt, " green"), (prompt, " a long red")]
+    assert arguments("winogrande") == [("Ann so Ann", " won."), ("Ann so Bob", " won.")]
+    assert arguments("lambada_openai") == [("It was a", " cat")]
