@@ -70,8 +70,8 @@ class Marlin24Layout(Layout):
         require_codes(self.name, codes)
         self.require(*codes.shape)
         zero = 0 if codes.dtype == torch.int8 else 8
-        blocks = [compress(block, zero) for block in codes.split(_block(codes))]
-        values, positions = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        blocks = (compress(block, zero) for block in codes.split(_block(codes)))
+        values, positions = map(torch.cat, zip(*blocks, strict=True))
         return {"qweight": VALUES.pack(values)["qweight"], "metadata": METADATA.pack(positions)["qweight"]}
 
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
@@ -132,7 +132,7 @@ def _shifts(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block(codes: Tensor) -> int:
     """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small on a GPU."""
-    return max(1, 2 ** (20 if codes.device.type == "cpu" else 24) // codes.shape[1])
+    return max(1, 2 ** (20 if codes.device.type == "cpu" else 23) // codes.shape[1])
 
 
 MARLIN_24 = Marlin24Layout()
