@@ -1,0 +1,165 @@
+"""GPTQ: second-order rounding, column by column, of every linear of a block.
+
+Frantar et al. 2022 (arXiv 2210.17323), with MARLIN's changes (section 3.5: clipping search by group,
+calibration sequences of any length) and three that won when measured (benchmarks/accuracy):
+
+1. H is taken of the inputs as the quantized linear sees them, after its own activation quantizer.
+2. The target is not W but what best makes up for the error already in the input (after GPTAQ,
+   arXiv 2504.02692): X_fp is the float block's input to the linear, X the quantized path's,
+       min_V ||X V^T - X_fp W^T||  =>  T = W + residual * W (X_fp - X)^T X H^-1
+3. After the GPTQ pass, rounds of: float scales by least squares, then coordinate descent over the codes.
+
+The parameters of the groups are the scheme's own, fitted before the first column ("static groups"), so
+columns may be visited in the order of falling H_kk. Linears that share an input share H and are
+one problem: their rows are stacked. Groups follow the data flow: each sees the inputs that the
+quantized linears before it produce.
+
+Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.columns import descent_feedback, sweep
+from qtool.calibration.group_fit import fit_groups
+from qtool.calibration.hessian import Factor, Hessian
+from qtool.calibration.method import Rounding
+from qtool.calibration.scales import refit
+from qtool.calibration.sparsegpt import prune
+from qtool.schemes.base import Clip, Params, Scheme
+
+
+@dataclass(kw_only=True)
+class Gptq(Rounding):
+    """Options, all of them recipe keys.
+
+    Args:
+        damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
+        act_order: visit columns in the order of falling ``H_kk``.
+        block: columns rounded before the rest of the weight hears of it; changes speed only.
+        clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no search.
+        residual: share of the input's error that the target makes up for; 0: the target is W.
+        rounds: of least-squares scales and coordinate descent after the GPTQ pass.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block: int = 128
+    clip_steps: int = 20
+    clip_least: float = 0.6
+    residual: float = 0.75
+    rounds: int = 2
+
+    name = "gptq"
+    needs_data = True
+
+    @torch.no_grad()
+    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        float_block = replace(block, module=copy.deepcopy(block.module)) if self.residual else None
+        rounded: dict[str, Rounded] = {}
+        for group in block.family.groups:
+            found: dict[str, Rounded] = {}
+            for names in alike(block, group.linears):
+                found |= self.round_linears(block, names, self.observe(block, float_block, batches, names[0]))
+            for name, result in found.items():
+                block.install(name, result)
+            rounded |= found
+        return rounded
+
+    def observe(self, block: Block, float_block: Block | None, batches: Sequence[Batch], name: str) -> Hessian:
+        """The moments of linear ``name``'s input, as it will see it."""
+        scheme, params = block.schemes[name], block.fit(name)
+        hessian = Hessian(block.weight(name).shape[1], block.device, drift=float_block is not None)
+        for batch in batches:
+            if (x := block.inputs(batch, name)) is not None:
+                reference = float_block.inputs(batch, name) if float_block else None
+                hessian.add(scheme.fake_activation(x, params), reference)
+        return hessian
+
+    def round_linears(self, block: Block, names: list[str], hessian: Hessian) -> dict[str, Rounded]:
+        """Round linears of one scheme and one input as one stacked weight."""
+        scheme, weights = block.schemes[names[0]], [block.weight(name).float() for name in names]
+        groups = scheme.groups(weights[0]).shape[1]
+        chosen = [block.clips.get(name, (1.0, 1.0)) for name in names]
+        clip = stacked([channel for channel, _ in chosen], weights)
+        group_clip = stacked([group for _, group in chosen], weights, groups)
+        codes, params, damping = self.solve(scheme, torch.cat(weights), hessian, clip, group_clip)
+        rounded = {}
+        for name, weight, part in zip(names, weights, row_ranges(weights), strict=True):
+            own = {key: t if key in scheme.shared_params else t[part] for key, t in params.items()}
+            rounded[name] = Rounded(codes[part], own)
+            error = hessian.error(weight, scheme.dequantize(codes[part], own))
+            note = {"error": error, "damping": damping, "tokens": hessian.tokens}
+            block.notes.setdefault(self.name, {})[name] = note
+        return rounded
+
+    def solve(
+        self, scheme: Scheme, weight: Tensor, hessian: Hessian, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> tuple[Tensor, Params, float]:
+        """Codes ``[N, K]``, parameters and the damping it took, for ``weight [N, K]`` float32."""
+        order = self.visit(hessian.h.diagonal(), scheme)
+        back = torch.argsort(order)
+        factor = Factor(hessian.h[order][:, order], self.damping)
+        target = weight
+        if hessian.d is not None:
+            target = weight + self.residual * factor.solve((weight @ hessian.d)[:, order])[:, back]
+
+        keep = None
+        if scheme.sparsity:
+            keep = prune(target[:, order], factor.feedback, factor.cost, scheme.sparsity, self.block)
+        kept = target if keep is None else target * keep[:, back]
+        params = fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, clip=clip, group_clip=group_clip)
+
+        group = order // scheme.groups(weight).shape[2]
+        wanted, error, feedback = target[:, order], torch.zeros_like(weight), factor.feedback
+        for turn in range(1 + self.rounds):
+            codes = sweep(wanted, error, feedback, scheme.grid(params), group, keep=keep, block=self.block)
+            codes = codes[:, back].to(scheme.code_dtype)
+            if turn < self.rounds:
+                params = refit(scheme, params, codes, target, hessian.h)
+                error = (target - scheme.dequantize(codes, params))[:, order]
+                feedback = descent_feedback(factor.h)
+        return codes, params, factor.damping
+
+    def visit(self, importance: Tensor, scheme: Scheme) -> Tensor:
+        """The order ``[K]`` of the columns; those that are pruned together stay together."""
+        together = scheme.sparsity[1] if scheme.sparsity else 1
+        columns = torch.arange(len(importance), device=importance.device).view(-1, together)
+        if self.act_order:
+            columns = columns[importance.view(-1, together).sum(1).argsort(descending=True, stable=True)]
+        return columns.flatten()
+
+    @property
+    def ratios(self) -> list[float]:
+        """The candidates of the clipping search, from 1 down."""
+        return [1 - (1 - self.clip_least) * i / max(1, self.clip_steps - 1) for i in range(self.clip_steps)]
+
+
+def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
+    """Those of ``names`` that are to be rounded, gathered by scheme, group size and input permutation."""
+    together: dict[object, list[str]] = {}
+    for name in names:
+        if scheme := block.schemes.get(name):
+            order = block.permutations.get(name)
+            key = (type(scheme), scheme.group_size, scheme.scale_dtype, order is not None and tuple(order.tolist()))
+            together.setdefault(key, []).append(name)
+    yield from together.values()
+
+
+def row_ranges(weights: Sequence[Tensor]) -> Iterator[slice]:
+    """Where each weight's rows lie in the stack of all."""
+    start = 0
+    for weight in weights:
+        yield slice(start, start + len(weight))
+        start += len(weight)
+
+
+def stacked(clips: Sequence[Clip], weights: Sequence[Tensor], *tail: int) -> Tensor:
+    """The clips of several linears as one ``[N, *tail]`` for the stack of their rows."""
+    pairs = zip(clips, weights, strict=True)
+    return torch.cat([torch.as_tensor(clip, device=w.device).expand(len(w), *tail) for clip, w in pairs])

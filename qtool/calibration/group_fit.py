@@ -1,0 +1,41 @@
+"""Group parameters by a clipping search: MARLIN section 3.5, weighted by what each channel's input is worth.
+
+For each group the ratio r of a grid with the least ``sum_k H_kk (w_k - nearest_r(w_k))^2``.
+
+Legend: N output channels, K input channels, G groups, g channels of a group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtool.schemes.base import Clip, Params, Scheme
+
+
+def fit_groups(
+    scheme: Scheme,
+    weight: Tensor,
+    importance: Tensor,
+    ratios: Sequence[float],
+    *,
+    clip: Clip = 1.0,
+    group_clip: Clip = 1.0,
+) -> Params:
+    """Parameters for ``weight [N, K]`` float32 with the best of ``ratios`` (times ``group_clip``) in each group.
+
+    Args:
+        importance: ``diag H [K]``.
+        ratios: candidates; of equals the first wins.
+        clip, group_clip: what ``Scheme.fit`` takes.
+    """
+    low, high = scheme.range(weight)
+    groups, importance = scheme.groups(weight), scheme.groups(importance[None])  # [N, G, g], [1, G, g]
+    best = torch.full_like(low, torch.inf)
+    ratio = torch.ones_like(low)
+    for candidate in ratios:
+        grid = scheme.grid(scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio.new_tensor(candidate)))
+        error = (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)
+        ratio = torch.where(error < best, candidate, ratio)
+        best = torch.minimum(error, best)
+    return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)

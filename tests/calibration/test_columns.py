@@ -1,0 +1,116 @@
+"""The blocked sweep against the method written column by column, on CPU, under Triton's interpreter and on a GPU."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.calibration import columns_triton
+from qtool.calibration.columns import descent_feedback, round_block_torch, sweep
+from qtool.calibration.hessian import Factor
+from qtool.schemes.base import Grid
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def correlated(n: int, k: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight ``[n, k]`` and the Hessian ``[k, k]`` of correlated inputs."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * k, k, generator=gen, dtype=dtype) @ torch.randn(k, k, generator=gen, dtype=dtype)
+    return torch.randn(n, k, generator=gen, dtype=dtype), 2 * x.T @ x
+
+
+def four_bits(weight: Tensor, groups: int) -> Grid:
+    """An asymmetric 4-bit grid, some groups with fewer legal codes."""
+    low, high = (f(weight.unflatten(1, (groups, -1)), -1) for f in (torch.amin, torch.amax))
+    first = torch.zeros_like(low, dtype=torch.int32)
+    first[::2] = 2
+    return Grid((high - low) / 15, low, first, torch.full_like(first, 15))
+
+
+def reference_gptq(weight: Tensor, hessian: Tensor, grid: Grid, group: Tensor) -> Tensor:
+    """GPTQ as in the paper (algorithm 1): one column at a time, through the Cholesky factor of the inverse."""
+    weight = weight.clone()
+    inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    codes = torch.empty_like(weight)
+    for k in range(weight.shape[1]):
+        step, offset = grid.step[:, group[k]], grid.offset[:, group[k]]
+        code = torch.round((weight[:, k] - offset) / step)
+        codes[:, k] = code.clamp(grid.low[:, group[k]], grid.high[:, group[k]])
+        error = (weight[:, k] - codes[:, k] * step - offset) / inverse[k, k]
+        weight[:, k:] -= error[:, None] * inverse[k, k:]
+    return codes
+
+
+def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
+    return codes * grid.step[:, group] + grid.offset[:, group]
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 128])
+def test_blocked_sweep_is_gptq_column_by_column(block: int) -> None:
+    weight, hessian = correlated(24, 64)
+    grid = four_bits(weight, 4)
+    group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
+    error = torch.zeros_like(weight)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, block=block)
+    assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
+    torch.testing.assert_close(error, weight - values(codes, grid, group))
+
+
+@pytest.mark.parametrize("block", [5, 64])
+def test_after_descent_no_single_code_can_be_better(block: int) -> None:
+    weight, hessian = correlated(8, 32)
+    grid, group = four_bits(weight, 2), torch.arange(32) // 16
+    error = torch.zeros_like(weight)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, block=block)
+    first = before = (error @ hessian * error).sum()
+    for _ in range(20):
+        codes = sweep(weight, error, descent_feedback(hessian), grid, group, block=block)
+        now = (error @ hessian * error).sum()
+        assert now <= before + 1e-9
+        before = now
+    assert before < first
+    for change in (-1, 1):
+        for k in range(32):
+            other = codes.clone()
+            other[:, k] = (other[:, k] + change).clamp(grid.low[:, group[k]], grid.high[:, group[k]])
+            e = weight - values(other, grid, group)
+            assert ((e @ hessian * e).sum(1) >= (error @ hessian * error).sum(1) - 1e-9).all()
+
+
+def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
+    weight, hessian = correlated(16, 32)
+    step = weight.abs().amax(1, keepdim=True) / 7
+    bound = torch.full_like(step, 8, dtype=torch.int32)
+    grid, group = Grid(step, torch.zeros_like(step), -bound, bound - 1), torch.zeros(32, dtype=torch.long)
+    keep = torch.rand(16, 32, generator=torch.Generator().manual_seed(2)) < 0.5
+    error = torch.zeros_like(weight)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, keep=keep)
+    assert (codes[~keep] == 0).all()
+    plain = weight - values(grid.nearest((weight * keep)[:, None])[:, 0], grid, group)
+    assert (error @ hessian * error).sum() < (plain @ hessian * plain).sum()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no CUDA device and TRITON_INTERPRET is not 1"
+)
+@pytest.mark.parametrize(("n", "b", "sparse"), [(5, 16, False), (37, 24, True)])
+def test_fused_kernel_equals_torch(n: int, b: int, sparse: bool) -> None:
+    weight, hessian = correlated(n, b, torch.float32)
+    grid = four_bits(weight, 2)
+    group = torch.arange(b) // (b // 2)
+    inner = Grid(*(field[:, group] for field in (grid.step, grid.offset, grid.low, grid.high)))
+    keep = torch.rand(n, b, generator=torch.Generator().manual_seed(3)) < 0.5 if sparse else None
+    old = 0.1 * torch.randn(n, b, generator=torch.Generator().manual_seed(4))
+    inputs = (weight, weight + 0.1, old, Factor(hessian, 0.01).feedback, inner, keep)
+    expected = round_block_torch(*inputs)
+    on_device = [Grid(*(f.to(DEVICE) for f in vars(t).values())) if isinstance(t, Grid) else t for t in inputs]
+    on_device = [t.to(DEVICE) if isinstance(t, Tensor) else t for t in on_device]
+    codes, errors = columns_triton.round_block(*on_device)  # type: ignore[arg-type]
+    # a fused multiply-add may tip a weight that lies midway between two codes
+    assert (codes.cpu() != expected[0]).float().mean() < 0.01
+    same = (codes.cpu() == expected[0]).all(1)
+    torch.testing.assert_close(errors.cpu()[same], expected[1][same], rtol=1e-4, atol=1e-5)
