@@ -106,7 +106,8 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
         found = f"{int((positions == 0).sum())} of {positions.numel()} quads of inputs hold more than two non-zeros"
         raise QtoolError(f"layout marlin-24: {found}; a 2:4 sparse weight is needed")
     first, second = _shifts(positions)
-    pairs = (quads >> first).bitwise_and_(0xF) | (quads >> second).bitwise_and_(0xF).bitwise_left_shift_(8)
+    second = (quads >> second).bitwise_and_(0xF).bitwise_left_shift_(8)
+    pairs = quads.bitwise_right_shift_(first).bitwise_and_(0xF).bitwise_or_(second)
     return pairs.bitwise_xor_(zero * 0x0101).to(torch.int16).view(torch.uint8), positions
 
 
@@ -120,7 +121,8 @@ def expand(values: Tensor, positions: Tensor, codes: Tensor, *, zero: int) -> No
     if not positions.is_meta and bool((first >= second).any()):
         raise QtoolError("layout marlin-24: the metadata names a position twice or out of order; the file is damaged")
     pairs = values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)  # [N, K/4], a zero is now 0
-    quads = (pairs & 0xFF).bitwise_left_shift_(first) | (pairs >> 8).bitwise_left_shift_(second)
+    quads = (pairs & 0xFF).bitwise_left_shift_(first)
+    quads.bitwise_or_(pairs.bitwise_right_shift_(8).bitwise_left_shift_(second))
     torch.bitwise_xor(quads, zero * 0x01010101, out=codes.view(torch.int32))
 
 
@@ -132,7 +134,7 @@ def _shifts(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block(codes: Tensor) -> int:
     """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small on a GPU."""
-    return max(1, 2 ** (20 if codes.device.type == "cpu" else 23) // codes.shape[1])
+    return max(1, 2 ** (20 if codes.device.type == "cpu" else 24) // codes.shape[1])
 
 
 MARLIN_24 = Marlin24Layout()
