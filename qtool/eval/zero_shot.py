@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,7 +62,7 @@ def zero_shot(
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
     with _quiet(), hub.offline():
         found = simple_evaluate(
-            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
+            model=_LanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
             tasks=tasks,
             limit=limit,
             bootstrap_iters=0 if limit == 1 else RESAMPLES,
@@ -69,6 +70,22 @@ def zero_shot(
             task_manager=TaskManager(include_defaults=False),
         )
     return [_result(name, found, origin) for name in found["results"]]
+
+
+class _LanguageModel(HFLM):
+    """lm-eval's own, which also scores a continuation that merges with its context into no more tokens than that has.
+
+    lm-eval stops at an assertion there (a tokenizer with tokens such as "into▁the▁"); the continuation then starts
+    at the first token that differs from the context's. Wherever lm-eval has a number, it is the same number.
+    """
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        head, tail = super()._encode_pair(context, continuation)
+        if tail:
+            return head, tail
+        whole = self.tok_encode(context + continuation)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False)))
+        return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
 
 def _result(name: str, found: dict[str, Any], origin: str) -> TaskResult:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from qtool import corpora, hub
 from qtool.errors import QtoolError
@@ -111,6 +113,20 @@ def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
     assert result.metrics["perplexity"].stderr is not None
     assert not result.metrics["perplexity"].higher_is_better
     assert result.metrics["acc"].value == sum(greedy for _, greedy in scores) / 2
+
+
+def test_continuation_that_merges_with_its_context(model, tmp_path):
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, " ": 3, "ba": 4, "a ": 5, "a b": 6}
+    backend = Tokenizer(models.BPE(vocabulary, [("b", "a"), ("a", " "), ("a ", "b")], unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>")
+    assert tokenizer("aa")["input_ids"] == [1, 1]
+    assert tokenizer("aa b")["input_ids"] == [1, 6]  # no token of its own is left to " b"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "t.jsonl").write_text('{"context": "aa", "continuation": "b"}')
+    with torch.no_grad():
+        expected = -model(torch.tensor([[1]])).logits[0, -1].log_softmax(-1)[6]
+    result = run("t", model, tokenizer, tmp_path, limit=1)
+    assert result.metrics["perplexity"].value == pytest.approx(expected.exp().item(), rel=1e-4)
 
 
 def test_limit(model, tokenizer, data_dir):
