@@ -1,5 +1,7 @@
 """Every scheme at every group size, and weights that are out to break it."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,12 +59,17 @@ def bad_weights(scheme: Scheme) -> dict[str, Tensor]:
 
 @pytest.fixture
 def many_groups(scheme: Scheme) -> Tensor:
+    return random_groups(scheme.group_size)
+
+
+@cache
+def random_groups(group_size: int | None) -> Tensor:
     """10,000 groups (fewer above 128 channels) of every spread, shift and sparsity."""
     g = torch.Generator().manual_seed(1)
-    size = scheme.group_size or 64
+    size = group_size or 64
     count = 10_000 if size <= 128 else (1 << 20) // size
     spread = torch.exp(2 * torch.randn(count, 1, generator=g))
     shift = torch.randn(count, 1, generator=g) * (torch.rand(count, 1, generator=g) < 0.5)
     groups = (torch.randn(count, size, generator=g) + 2 * shift) * spread
     groups *= torch.rand(count, size, generator=g) < torch.rand(count, 1, generator=g)
-    return groups.reshape(-1, size if scheme.group_size is None else size * 4)
+    return groups.reshape(-1, size if group_size is None else size * 4)

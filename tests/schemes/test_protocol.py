@@ -80,8 +80,9 @@ def test_any_distribution(seed: int, exponent: float, shift: float, dtype: torch
 
 
 def test_every_legal_code_passes_check(scheme: Scheme, many_groups: Tensor) -> None:
-    params = scheme.fit(many_groups)
-    for where in (torch.zeros_like(many_groups), torch.ones_like(many_groups), torch.rand_like(many_groups)):
+    weight = many_groups[:256]
+    params = scheme.fit(weight)
+    for where in (torch.zeros_like(weight), torch.ones_like(weight), torch.rand_like(weight)):
         codes = legal_codes(scheme, params, where)
         if scheme.sparsity:
             codes[:, 0::4] = codes[:, 2::4] = 8
@@ -89,8 +90,9 @@ def test_every_legal_code_passes_check(scheme: Scheme, many_groups: Tensor) -> N
 
 
 def test_check_refuses_codes_beyond_the_bounds(scheme: Scheme, many_groups: Tensor) -> None:
-    params = scheme.fit(many_groups)
-    codes, grid = scheme.quantize(many_groups, params), scheme.grid(params)
+    weight = many_groups[:256]
+    params = scheme.fit(weight)
+    codes, grid = scheme.quantize(weight, params), scheme.grid(params)
     for beyond in (grid.low - 1, grid.high + 1):
         group = int((beyond >= -128).flatten().nonzero()[-1])
         broken = codes.clone()

@@ -5,6 +5,7 @@ import torch
 
 from qtool.errors import CheckFailed
 from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.lqq import LiquidQuant
 from qtool.schemes.qoq import QoQ
 from qtool.schemes.qoq_group import ProgressiveQoQ
 
@@ -19,6 +20,16 @@ def test_per_channel_parameters_follow_the_paper() -> None:
     assert torch.equal(params["s1"], scale)
     assert torch.equal(params["zero"], zero.to(torch.uint8))
     assert torch.equal(QoQ().quantize(weight, params), codes.to(torch.uint8))
+
+
+@pytest.mark.parametrize("sign, zero", [(1, 0), (-1, 15)])
+def test_one_sided_channel_keeps_its_range(sign: int, zero: int) -> None:
+    """A range that left out zero would put its zero point outside 0..15 and clip the channel."""
+    weight = sign * (torch.rand(4, 256) * 0.1 + 0.9)
+    params = QoQ().fit(weight)
+    assert params["zero"].eq(zero).all()
+    error = QoQ().dequantize(QoQ().quantize(weight, params), params) - weight
+    assert error.abs().max() <= 0.501 * params["s1"].max()
 
 
 def test_per_channel_matmul_is_exact() -> None:
@@ -114,3 +125,14 @@ def test_progressive_matmul_is_exact() -> None:
     assert torch.equal(scheme.level2(codes, params).long(), q8)
     integers = qx.double() @ q8.double().t()
     assert torch.equal(scheme.matmul(x, codes, params), integers.float() * sx * params["s1"])
+
+
+@pytest.mark.parametrize("scheme", [ProgressiveQoQ(), LiquidQuant()], ids=lambda s: s.name)
+def test_widest_group_has_step_16_and_is_not_clipped(scheme: ProgressiveQoQ | LiquidQuant) -> None:
+    """Q8 from -119 to 119: 238 / 15 rounds to 16, and both ends come back within half a step."""
+    weight = torch.linspace(-119, 119, 239).repeat_interleave(2)[:384].clone()
+    weight[::128], weight[1::128] = -119, 119
+    params = scheme.fit(weight[None])
+    assert int(params["s2"].max()) == 16
+    error = scheme.dequantize(scheme.quantize(weight[None], params), params) - weight
+    assert error.abs().max() <= 8
