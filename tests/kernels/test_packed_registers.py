@@ -39,18 +39,18 @@ def axes(*sizes: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("scheme_name", ["w4a8-lqq", "w4a8-qoq-g128"])
-@pytest.mark.parametrize("group_size", [64, 128])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_dual_mma(scheme_name: str, group_size: int) -> None:
     """wgmma m64nNk32, A from registers: warp w, lane t: rows 16 w + t/4 (+8), bytes 4 (t%4) (+16)."""
     scheme, codes, params = quantized(scheme_name, group_size)
     words = r.from_bytes(DUAL_MMA.pack(codes)["qweight"]).view(N // 64, K // 64, 128, 4)
     nt, kt, thread, register = axes(*words.shape)
     warp, lane = thread // 32, thread % 32
-    # parameters in the threads' order: rows q and q + 8 of a thread side by side
-    place = (nt, kt * 64 // group_size, 16 * warp + 2 * (lane // 4) + register % 2)
-    s2 = DUAL_MMA.pack_group(params["s2"])[place].long()
     level2 = scheme.level2(codes, params)
     for step, nibbles in enumerate(r.unpack_nibbles(words)):
+        # parameters in the threads' order: rows q and q + 8 of a thread side by side
+        place = (nt, (64 * kt + 32 * step) // group_size, 16 * warp + 2 * (lane // 4) + register % 2)
+        s2 = DUAL_MMA.pack_group(params["s2"])[place].long()
         if scheme_name == "w4a8-lqq":
             result = r.lqq_dequantize(nibbles, s2, DUAL_MMA.pack_group(params["offset"])[place].long())
         else:
