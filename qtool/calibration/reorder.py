@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
+from qtool.calibration.folding import per_kv_head
 from qtool.calibration.method import Transform
-from qtool.calibration.smooth import per_kv_head
 from qtool.calibration.statistics import collect
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family, Fold, LinearGroup

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.calibration.block import Batch, Block
+from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.hadamard import Hadamard
 from qtool.calibration.method import Transform
 from qtool.errors import QtoolError
@@ -61,6 +62,7 @@ class Rotate(Transform):
                         rotate_outputs(block, name, rotation)
         if self.heads:
             rotation = Hadamard(block.heads.dim)
+            balance_heads(block)
             rotate_outputs(block, block.family.attention.v, rotation)
             rotate_inputs(block, block.family.attention.o, rotation)
 
@@ -71,7 +73,7 @@ class Rotate(Transform):
         return self._rows(rows)
 
     def _rows(self, rows: Tensor) -> Tensor:
-        return self.rotation(rows.shape[1])(rows.double()).to(rows.dtype) if self.residual else rows
+        return self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
 
     def rotation(self, hidden: int) -> Hadamard:
         """The ``Q [H, H]`` of the residual stream."""
@@ -83,6 +85,21 @@ class Rotate(Transform):
             raise QtoolError(f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first")
         if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
             raise QtoolError(f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true")
+
+
+def balance_heads(block: Block) -> None:
+    """Make each value channel as large in v's rows as in o's columns, in place.
+
+    A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
+    """
+    group = block.family.group_of(block.family.attention.o)
+    rows = block.weight(block.family.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
+    columns = block.weight(block.family.attention.o).double().square().mean(0).sqrt()  # [Hq D]
+    heads = block.heads
+    loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
+    quiet = per_kv_head(columns, heads)
+    alive = (loud > 0) & (quiet > 0)
+    fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
 
 
 def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
+from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import Inputs, collect
 from qtool.errors import QtoolError, suggest
-from qtool.models.family import Fold, Heads, LinearGroup
+from qtool.models.family import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
@@ -68,7 +69,7 @@ class Smooth(Transform):
             seen = inputs.get(group.linears[0])
             if seen is not None and any(name in block.schemes for name in group.linears):
                 factor, note = search(block, group, seen, self.steps)
-                fold(block, group, factor)
+                fold_factor(block, group, factor)
                 block.notes.setdefault("smooth", {})[group.linears[0]] = note
 
 
@@ -114,24 +115,3 @@ def output_error(
         output = scheme.fake_activation(smoothed, params) @ rounded.T
         total += (output - target).double().square().sum()
     return float(total / sum(target.numel() for target in targets))
-
-
-def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
-    """The largest of each channel over the query heads of a kv head, given to all of them: ``[Hq D]``."""
-    by_head = amax.view(heads.kv, -1, heads.dim)  # [Hkv, queries of it, D]
-    return by_head.amax(1, keepdim=True).expand_as(by_head).flatten()
-
-
-def fold(block: Block, group: LinearGroup, factor: Tensor) -> None:
-    """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
-    for name in group.linears:
-        weight = block.weight(name)
-        weight.copy_(weight.double() * factor.double())
-    if group.fold is Fold.HEADS:
-        heads = block.heads
-        factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
-    weight, bias = block.weight(group.source), block.bias(group.source)
-    shape = (-1,) + (1,) * (weight.dim() - 1)  # a norm [H] or the rows of a linear [K, ...]
-    weight.copy_(weight.double() / factor.double().view(shape))
-    if bias is not None:
-        bias.copy_(bias.double() / factor.double())

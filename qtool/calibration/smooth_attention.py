@@ -14,7 +14,7 @@ The paper's alpha = 0.5. With several, the one with the least block-output error
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class SmoothAttention(Transform):
 
     name = "smooth-attention"
     needs_data = True
+    after: ClassVar[dict[str, str]] = {"rotate": "the inputs a block is observed on are rotated from the start"}
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:

@@ -1,0 +1,27 @@
+"""Where a factor on a group's input goes: into its linears, and inverted into what produces the input."""
+
+from torch import Tensor
+
+from qtool.calibration.block import Block
+from qtool.models.family import Fold, Heads, LinearGroup
+
+
+def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
+    """The largest of each channel over the query heads of a kv head, given to all of them: ``[Hq D]``."""
+    by_head = amax.view(heads.kv, -1, heads.dim)  # [Hkv, queries of it, D]
+    return by_head.amax(1, keepdim=True).expand_as(by_head).flatten()
+
+
+def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
+    """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
+    for name in group.linears:
+        weight = block.weight(name)
+        weight.copy_(weight.double() * factor.double())
+    if group.fold is Fold.HEADS:
+        heads = block.heads
+        factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
+    weight, bias = block.weight(group.source), block.bias(group.source)
+    shape = (-1,) + (1,) * (weight.dim() - 1)  # a norm [H] or the rows of a linear [K, ...]
+    weight.copy_(weight.double() / factor.double().view(shape))
+    if bias is not None:
+        bias.copy_(bias.double() / factor.double())

@@ -1,0 +1,135 @@
+"""Tiny random models of every family, with biases, norm weights and outliers that matter."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from qtool.calibration.block import Block, first_inputs
+from qtool.calibration.method import Transform
+from qtool.models import family_of
+from qtool.schemes import Scheme, get
+
+SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
+         "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}  # fmt: skip
+CONFIGS = {
+    "llama-mha-tied": LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-gqa-biases": LlamaConfig(**SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": MistralConfig(**SMALL | {"sliding_window": 8}),
+    "qwen2": Qwen2Config(**SMALL | {"num_key_value_heads": 1}),
+    "qwen3": Qwen3Config(**SMALL | {"head_dim": 32}),
+}
+TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Models this small run slower on several threads, and the suite's processes share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(params=CONFIGS)
+def any_model(request) -> PreTrainedModel:
+    return make_model(CONFIGS[request.param])
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return make_model(CONFIGS["llama-gqa-biases"])
+
+
+@pytest.fixture
+def logits() -> Callable[[PreTrainedModel], Tensor]:
+    @torch.no_grad()
+    def run(model: PreTrainedModel) -> Tensor:
+        return model(TOKENS).logits
+
+    return run
+
+
+@pytest.fixture
+def blocks() -> Callable[..., list[tuple[Block, list]]]:
+    """Every block of a model with a scheme for all its linears, and its (full-precision) inputs."""
+
+    @torch.no_grad()
+    def make(model: PreTrainedModel, scheme: Scheme | None = None) -> list[tuple[Block, list]]:
+        family = family_of(model.config.model_type)
+        scheme = scheme or get("w4a8-lqq", 32)
+        batches, result = first_inputs(model, family, list(TOKENS.split(2))), []
+        for i, module in enumerate(model.get_submodule(family.blocks)):
+            block = Block(i, module, family, model.config, dict.fromkeys(family.linears(), scheme))
+            result.append((block, copy.deepcopy(batches)))
+            block.propagate(batches)
+        return result
+
+    return make
+
+
+@pytest.fixture
+def transformed(blocks) -> Callable[..., PreTrainedModel]:
+    """A copy of a model with transforms applied as the pipeline does, not rounded."""
+
+    @torch.no_grad()
+    def apply(model: PreTrainedModel, transforms: Sequence[Transform], scheme: Scheme | None = None) -> PreTrainedModel:
+        model = copy.deepcopy(model)
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        for transform in transforms:
+            embedding, head, norm = model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm.weight
+            embedding.data, head.data = transform.embedding(embedding.data), transform.head(head.data, norm.data)
+            norm.data = transform.final_norm(norm.data)
+        for block, batches in blocks(model, scheme):
+            for transform in transforms:
+                transform.apply(block, batches)
+        return model
+
+    return apply
+
+
+@pytest.fixture
+def with_outliers() -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """The same function with outlier channels: norm weights, up rows, v rows x 50, their readers / 50."""
+
+    @torch.no_grad()
+    def inject(model: PreTrainedModel) -> PreTrainedModel:
+        model = copy.deepcopy(model)
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, readers in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                norm.weight[[5, 40]] *= 50
+                for reader in readers:
+                    reader.weight[:, [5, 40]] /= 50
+            scale_rows(mlp.up_proj, 7, 50)
+            mlp.down_proj.weight[:, 7] /= 50
+            scale_rows(attention.v_proj, 3, 50)
+            queries = model.config.num_attention_heads // model.config.num_key_value_heads
+            attention.o_proj.weight[:, 3 : 3 + attention.head_dim * queries : attention.head_dim] /= 50
+        return model
+
+    return inject
+
+
+def scale_rows(linear: torch.nn.Linear, row: int, factor: float) -> None:
+    linear.weight[row] *= factor
+    if linear.bias is not None:
+        linear.bias[row] *= factor

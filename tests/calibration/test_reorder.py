@@ -1,0 +1,120 @@
+import copy
+
+import pytest
+import torch
+
+from qtool.calibration.block import Rounded
+from qtool.calibration.method import check_order
+from qtool.calibration.reorder import GatherOutliers, Reorder
+from qtool.calibration.smooth import Smooth
+from qtool.errors import QtoolError
+from qtool.models import family_of
+from qtool.schemes import get
+
+ALL = ("norm", "heads", "product")
+
+
+def salience(block, batches, name):
+    seen = []
+    block.observe(batches, {name: seen.append})
+    return torch.cat(seen).abs().amax(0)
+
+
+@pytest.mark.parametrize("groups", (("heads", "product"), ALL))
+def test_logits_stay(any_model, transformed, logits, groups):
+    reordered = transformed(any_model, [Reorder(groups=groups)])
+    torch.testing.assert_close(logits(reordered), logits(any_model), rtol=1e-4, atol=1e-4)
+
+
+def test_salience_descends(llama, blocks):
+    for block, batches in blocks(llama):
+        Reorder(groups=ALL).apply(block, batches)
+        for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+            assert salience(block, batches, name).diff().le(0).all()
+        by_head = salience(block, batches, "self_attn.o_proj").view(block.heads.kv, -1, block.heads.dim)
+        assert by_head.amax(1).diff().le(0).all()
+
+
+def test_only_what_cannot_fold_is_stored(llama, blocks):
+    family = family_of("llama")
+    assert Reorder().permutes(family) == ()
+    for options in ({"groups": ALL}, {"groups": ("norm",)}, {}):
+        block, batches = blocks(copy.deepcopy(llama))[0]
+        Reorder(**options).apply(block, batches)
+        assert tuple(block.permutations) == Reorder(**options).permutes(family)
+    block, batches = blocks(llama)[0]
+    Reorder(groups=ALL).apply(block, batches)
+    assert torch.equal(block.permutations["mlp.gate_proj"], block.permutations["mlp.up_proj"])
+
+
+def test_a_rounded_linear_gathers(llama, blocks):
+    block, batches = blocks(llama, get("w8a8"))[0]
+    before = block.run(batches[0])
+    Reorder(groups=ALL).apply(block, batches)
+    for name, scheme in block.schemes.items():
+        params = block.fit(name)
+        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+    error = (block.run(batches[0]) - before).square().mean() / before.square().mean()
+    assert error < 1e-2
+
+
+def test_two_orders_compose(llama, blocks):
+    block, batches = blocks(llama)[0]
+    before = block.run(batches[0])
+    order, again = torch.randperm(96), torch.randperm(96)
+    block.permute("mlp.up_proj", order)
+    block.permute("mlp.up_proj", again)
+    assert torch.equal(block.permutations["mlp.up_proj"], order[again])
+    torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-4, atol=1e-4)
+
+
+def test_smoothing_after_reordering_is_refused():
+    with pytest.raises(QtoolError, match="smooth must come before reorder"):
+        check_order([Reorder(), Smooth()])
+    with pytest.raises(QtoolError, match="unknown group 'down'"):
+        Reorder(groups=("down",))
+
+
+@pytest.fixture
+def wide(llama):
+    """A llama of whole 128-channel blocks."""
+    config = copy.deepcopy(llama.config)
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 384, 64
+    torch.manual_seed(0)
+    return type(llama)(config).eval()
+
+
+@torch.no_grad()
+def scatter_outliers(model):
+    """One outlier channel in each block of 128 behind the norms and in down's input."""
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight[[3, 200]] *= 60
+        layer.mlp.up_proj.weight[[10, 150, 300]] *= 60
+
+
+def test_outliers_share_one_block(wide, blocks, transformed, logits):
+    scatter_outliers(wide)
+    scheme = get("w4ax-fmpq")
+    torch.testing.assert_close(
+        logits(transformed(wide, [GatherOutliers()], scheme)), logits(wide), rtol=1e-4, atol=1e-4
+    )
+    block, batches = blocks(wide, scheme)[0]
+    GatherOutliers().apply(block, batches)
+    for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        assert block.schemes[name].eight_bit.sum() == 1
+        assert salience(block, batches, name)[:128].amax() == salience(block, batches, name).amax()
+    assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
+
+
+def test_no_eight_bit_block_allowed(wide, blocks):
+    scatter_outliers(wide)
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    GatherOutliers(max_8bit_blocks=0).apply(block, batches)
+    assert all(scheme.eight_bit.sum() == 0 for scheme in block.schemes.values())
+
+
+def test_schemes_without_a_block_map_are_left_alone(wide, blocks):
+    block, batches = blocks(wide, get("w4a4", 128))[0]
+    GatherOutliers().apply(block, batches)
+    assert not block.permutations
