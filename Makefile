@@ -15,7 +15,7 @@ quickstart: install
 	$(BIN)/qtool eval demo demo_choice --model $(DEMO)-w4a8-lqq --compare demo
 
 test: install lint
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,12 +6,13 @@ Other metrics: the difference, with the errors of both combined, sqrt(a^2 + b^2)
 answer the same questions and mostly agree.
 """
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import standard_error
-from qtool.eval.results import Metric, Results, TaskResult
+from qtool.eval.results import Metric, Results, TaskResult, finite
 
 SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
 
@@ -93,3 +94,12 @@ def _against(delta: Delta | None) -> list[str]:
     error = "" if delta.stderr is None else f" ± {delta.stderr:.4f}"
     change = f"{delta.change:+.4f}{error}" + (f" nats (x{delta.ratio:.4f})" if delta.is_log else "")
     return [f"{delta.baseline:.4f}", change]
+
+
+def as_json(results: Results, baseline: Results | None = None) -> str:
+    """The results, and with ``baseline`` its results and the changes, as strict JSON."""
+    found = json.loads(results.to_json())
+    if baseline:
+        found["baseline"] = json.loads(baseline.to_json())["tasks"]
+        found["changes"] = [asdict(delta) for delta in compare(results, baseline)]
+    return json.dumps(finite(found), indent=1, allow_nan=False)

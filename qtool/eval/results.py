@@ -44,7 +44,7 @@ class Results:
 
     def to_json(self) -> str:
         """Strict JSON: an infinite perplexity becomes null (its nll stays)."""
-        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(finite(asdict(self)), indent=1, allow_nan=False)
 
 
 def from_json(text: str) -> Results:
@@ -65,9 +65,9 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list) else value
+        return {key: finite(entry) for key, entry in value.items()}
+    return [finite(entry) for entry in value] if isinstance(value, list) else value

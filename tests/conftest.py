@@ -1,0 +1,72 @@
+"""Small models for every room's tests: random weights, real transformers architectures."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.set_num_threads(1)
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+#: every model type and the variants that change how a block looks
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "llama-rope-scaling": {"rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {},
+}
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """``make_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model; returns its directory."""
+
+    def make(
+        variant: str = "llama",
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_shard_size: str = "5GB",
+        name: str | None = None,
+        seed: int = 0,
+        **config: Any,
+    ) -> Path:
+        torch.manual_seed(seed)
+        settings = SMALL | VARIANTS[variant] | config
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.split("-")[0], **settings))
+        for parameter in model.parameters():  # random norms and biases too, or half the folds go untested
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        directory = tmp_path / (name or variant)
+        model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+        return directory
+
+    return make

@@ -1,0 +1,203 @@
+"""The main job: what is written loads, runs, is resumable to the same bytes, and is what the plan said."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.checkpoint.source import Checkpoint
+from qtool.errors import QtoolError
+from qtool.pipeline.job import Job
+from qtool.pipeline.plan import plan
+from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.verify import verify
+from qtool.runtime.huggingface import dequantized, quantized_linears
+from qtool.runtime.load import load
+from tests.conftest import VARIANTS, MakeModel
+
+IDENTITY = {"scheme": "identity", "layers": [{"match": ".*", "scheme": None}]}
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+
+
+def run(source: Path, scheme: str, out: Path, **options: object) -> Path:
+    return quantize(Checkpoint(source), recipes.load(scheme), out, **options)  # type: ignore[arg-type]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_identity_recipe_leaves_logits_unchanged(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model(variant)
+    out = quantize(Checkpoint(source), recipes.parse(IDENTITY, "identity"), tmp_path / "out")
+    assert torch.equal(load(out)(IDS).logits, load(source)(IDS).logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8", "w4a16"])
+def test_every_family_is_quantized_verified_and_runs(
+    variant: str, scheme: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model(variant)
+    out = run(source, scheme, tmp_path / "out")
+    assert [row.problem for row in verify(out)] == [""] * 14
+    model = load(out)
+    assert len(quantized_linears(model)) == 14
+    exact, found = load(source)(IDS).logits, model(IDS).logits
+    assert (found - exact).norm() < 0.3 * exact.norm()
+    assert model.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 28)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_shards_and_dtypes(dtype: torch.dtype, make_model: MakeModel, tmp_path: Path) -> None:
+    one = make_model(dtype=dtype, name="one")
+    many = make_model(dtype=dtype, name="many", max_shard_size="200KB")
+    assert len(list(many.glob("*.safetensors"))) > 3
+    a, b = (run(source, "w4a8-lqq", tmp_path / f"{source.name}-q") for source in (one, many))
+    weights = [{k: v for k, v in files(d).items() if k.endswith(".safetensors")} for d in (a, b)]
+    assert weights[0] == weights[1]
+    assert load(a).dtype == dtype
+
+
+def test_a_tied_head_saved_under_its_other_name(make_model: MakeModel, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = make_model("llama-tied")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    out = run(source, "w4a16", tmp_path / "out")
+    assert torch.equal(load(out).get_input_embeddings().weight, tensors["lm_head.weight"])
+
+
+def test_integer_arithmetic_not_simulation(make_model: MakeModel, tmp_path: Path) -> None:
+    """The quantized model is not its dequantized self: activations are really 8 bit."""
+    out = run(make_model(), "w4a8-lqq", tmp_path / "out")
+    packed, plain = load(out)(IDS).logits, dequantized(load(out))(IDS).logits
+    assert not torch.equal(packed, plain)
+    assert (packed - plain).norm() < 0.05 * plain.norm()
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8", "w4a16"])
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2", "qwen3"])
+def test_plan_predicts_the_bytes(scheme: str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model(variant, dtype=torch.bfloat16)
+    config = json.loads((source / "config.json").read_text())
+    planned = plan(Job.of(config, recipes.load(scheme)))
+    out = Checkpoint(run(source, scheme, tmp_path / "out"))
+    assert planned.output_bytes == sum(entry.nbytes for entry in out.entries.values())
+    assert planned.output_bytes == sum(t.nbytes for shard in Job.of(config, recipes.load(scheme)).shards() for t in shard.values())  # fmt: skip
+
+
+def test_transformers_loads_it_after_import_qtool_alone(make_model: MakeModel, tmp_path: Path) -> None:
+    out = run(make_model(), "w4a8-lqq", tmp_path / "out")
+    code = (
+        "import qtool\nfrom transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == "QuantLinear"
+
+
+CALIBRATED = {
+    "scheme": "calibrated",
+    "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
+    "transforms": ["norm-fusion", "rotate", {"smooth": {}}],
+    "rounding": "rtn",
+}
+
+
+def _calibrated(source: Path, out: Path, **options: object) -> Path:
+    torch.manual_seed(3)
+    tokens = list(torch.randint(0, 320, (4, 32)).split(2))
+    recipe = recipes.parse(CALIBRATED, "calibrated")
+    return quantize(Checkpoint(source), recipe, out, calibration=Calibration(tokens, {"text": "random"}), **options)  # type: ignore[arg-type]
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [_calibrated, lambda s, o, **k: run(s, "w4a8-lqq", o, **k)], ids=["built", "streamed"])
+def test_resumed_equals_uninterrupted(stop: int, make: object, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3)
+    whole = files(make(source, tmp_path / "whole"))  # type: ignore[operator]
+
+    def kill(done: int, *_: object) -> None:
+        if done == stop:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        make(source, tmp_path / "cut", progress=kill)  # type: ignore[operator]
+    assert not (tmp_path / "cut").exists()
+    assert not (tmp_path / "cut.partial" / "config.json").exists()
+    with pytest.raises(QtoolError, match="--resume"):
+        make(source, tmp_path / "cut")  # type: ignore[operator]
+    assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
+
+
+def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model(dtype=torch.bfloat16)
+    whole = files(_calibrated(source, tmp_path / "whole"))
+
+    def kill(done: int, *_: object) -> None:
+        if done == 3:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        _calibrated(source, tmp_path / "cut", progress=kill)
+    shard = next((tmp_path / "cut.partial").glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (tmp_path / "cut.partial" / ".run" / "shard-00001.json").write_text("{")
+    assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
+
+
+def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
+    source, other = make_model(name="a"), make_model(name="b", seed=1)
+
+    def kill(*_: object) -> None:
+        raise _Killed
+
+    with pytest.raises(_Killed):
+        run(source, "w4a16", tmp_path / "out", progress=kill)
+    with pytest.raises(QtoolError, match="another recipe"):
+        run(source, "w8a8", tmp_path / "out", resume=True)
+    with pytest.raises(QtoolError, match="another source model"):
+        run(other, "w4a16", tmp_path / "out", resume=True)
+
+
+def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model(num_hidden_layers=4, dtype=torch.bfloat16)
+    whole = files(run(source, "w4a8-lqq", tmp_path / "whole"))
+    out = tmp_path / "cut"
+    command = [sys.executable, "-m", "qtool", "quantize", str(source), "--scheme", "w4a8-lqq", "--out", str(out)]
+    for delay in (1.5, 3.0):
+        process = subprocess.Popen([*command, "--resume"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, "--resume"], check=True, capture_output=True)
+    assert files(out) == whole
+
+
+def test_two_runs_on_one_directory(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(), tmp_path / "out"
+    refusals = []
+
+    def second(*_: object) -> None:
+        if not refusals:
+            with pytest.raises(QtoolError, match="another run") as caught:
+                run(source, "w4a8-lqq", out, resume=True)
+            refusals.append(caught)
+
+    run(source, "w4a8-lqq", out, progress=second)
+    assert refusals
