@@ -1,7 +1,9 @@
 """LiquidQuant: the two-instruction dequantization over all codes, scales and legal offsets."""
 
+import pytest
 import torch
 
+from qtool.errors import CheckFailed
 from qtool.schemes.activation import PER_TOKEN_S8
 from qtool.schemes.lqq import LiquidQuant
 
@@ -70,3 +72,12 @@ def test_a_group_of_one_value_costs_nothing() -> None:
     assert params["s2"].eq(1).all() and scheme.quantize(weight, params).eq(0).all()
     error = scheme.dequantize(scheme.quantize(weight, params), params) - weight
     assert error.abs().max() <= params["s1"].max() / 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "s2, offset, code", [(16, 100, 15), (17, 9, 1), (0, 9, 1), (1, 8, 0), (1, 248, 0), (16, 9, 16)]
+)
+def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None:
+    params = {"s1": torch.ones(1), "s2": torch.tensor([[s2]]).byte(), "offset": torch.tensor([[offset]]).byte()}
+    with pytest.raises(CheckFailed):
+        LiquidQuant().check(torch.full((1, 64), code, dtype=torch.uint8), params)

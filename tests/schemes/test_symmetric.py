@@ -119,3 +119,9 @@ def test_small_rows_keep_their_steps_in_fp16_scales() -> None:
     error = scheme.dequantize(scheme.quantize(weight, params), params) - weight
     assert params["scale"].max() < 6e-5
     assert error.norm() / weight.norm() < 0.015
+
+
+def test_w4a4_clips_to_the_full_range_of_equation_7() -> None:
+    weight = torch.randn(4, 512)
+    codes = Apex4().quantize(weight, Apex4().fit(weight, clip=0.5))
+    assert int(codes.min()) == -8 and int(codes.max()) == 7
