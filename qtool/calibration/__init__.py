@@ -1,6 +1,7 @@
 """Calibration: one file a method; recipes name them by these tables."""
 
 from qtool.calibration.clip import Clip
+from qtool.calibration.distill import Distill
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.norm_fusion import NormFusion
@@ -13,4 +14,4 @@ from qtool.calibration.smooth_attention import SmoothAttention
 TRANSFORMS: dict[str, type[Transform]] = {
     t.name: t for t in (NormFusion, Rotate, Smooth, SmoothAttention, Reorder, GatherOutliers, Clip)
 }
-ROUNDINGS: dict[str, type[Rounding]] = {r.name: r for r in (RoundToNearest, Gptq)}
+ROUNDINGS: dict[str, type[Rounding]] = {r.name: r for r in (RoundToNearest, Gptq, Distill)}

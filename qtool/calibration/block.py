@@ -86,6 +86,10 @@ class Block:
     @torch.no_grad()
     def run(self, batch: Batch, **extra: Any) -> Tensor:
         """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block."""
+        return self.forward(batch, **extra)
+
+    def forward(self, batch: Batch, **extra: Any) -> Tensor:
+        """:meth:`run` with gradients, for methods that learn."""
         kwargs = to_device(batch.kwargs[self.index], self.device)
         out = self.module(batch.hidden.to(self.device), **(kwargs | extra))
         return out[0] if isinstance(out, tuple) else out
