@@ -17,7 +17,13 @@ KV = ("kv8", "kv4", "kv4-channel")
 
 
 def chosen_recipe(
-    scheme: str, recipe: str | None, group_size: str | None, kv: str | None, *, calibrated: bool = False
+    scheme: str,
+    recipe: str | None,
+    group_size: str | None,
+    layout: str | None,
+    kv: str | None,
+    *,
+    calibrated: bool = False,
 ) -> Recipe:
     """The recipe with the command line's wishes applied.
 
@@ -29,6 +35,8 @@ def chosen_recipe(
         if group_size != "channel" and not group_size.isdigit():
             raise QtoolError(f"--group-size {group_size!r}: a number of input channels or 'channel' is expected")
         chosen = chosen.with_group_size(None if group_size == "channel" else int(group_size))
+    if layout is not None:
+        chosen = chosen.with_layout(layout)
     if kv is not None:
         if kv not in KV:
             raise QtoolError(f"unknown --kv {kv!r}: {suggest(kv, KV)}")
@@ -36,11 +44,13 @@ def chosen_recipe(
     return chosen
 
 
-def plan(model: str, scheme: str, recipe: str | None, group_size: str | None, kv: str | None) -> Plan:
+def plan(
+    model: str, scheme: str, recipe: str | None, group_size: str | None, layout: str | None, kv: str | None
+) -> Plan:
     """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json."""
     path = Path(model)
     config = read_config(path.parent if path.name == "config.json" else resolve(model))
-    return make_plan(Job.of(config, chosen_recipe(scheme, recipe, group_size, kv)))
+    return make_plan(Job.of(config, chosen_recipe(scheme, recipe, group_size, layout, kv)))
 
 
 def quantize(
@@ -50,6 +60,7 @@ def quantize(
     *,
     recipe: str | None,
     group_size: str | None,
+    layout: str | None,
     kv: str | None,
     calib: str | None,
     data_dir: Path | None,
@@ -63,7 +74,7 @@ def quantize(
     """Quantize MODEL; returns the output directory."""
     from qtool.pipeline.quantize import quantize as run
 
-    chosen = chosen_recipe(scheme, recipe, group_size, kv, calibrated=calib is not None)
+    chosen = chosen_recipe(scheme, recipe, group_size, layout, kv, calibrated=calib is not None)
     directory = resolve(model)
     source = Checkpoint(directory)
     out = out or _default_out(model, directory, scheme)

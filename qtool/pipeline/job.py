@@ -19,6 +19,7 @@ from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 
 Method = TypeVar("Method", Transform, Rounding)
+ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -149,11 +150,12 @@ class Job:
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
-    made = LinearFormat(rule.scheme, rule.group_size, rule.layout, str(dtype).removeprefix("torch."))
-    _ = made.scheme_object, made.layout_object  # unknown names and group sizes are refused here
+    scale_dtype = str(dtype).removeprefix("torch.")
+    bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
+    made = LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
     if made.layout_object.bits != made.scheme_object.code_bits:
         raise QtoolError(
-            f"layout {rule.layout} holds {made.layout_object.bits}-bit codes, "
+            f"layout {made.layout} holds {made.layout_object.bits}-bit codes, "
             f"scheme {rule.scheme} has {made.scheme_object.code_bits}-bit ones"
         )
     return made

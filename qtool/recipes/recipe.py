@@ -8,7 +8,7 @@ A recipe is a YAML mapping::
       - roles: [v_proj, down_proj]      # or match: a regex on the full module name
         scheme: w4a4                    # null leaves the layer in 16 bit
         group_size: 32                  # or channel
-        layout: row-major
+        layout: row-major         # the default
     kv: kv4                     # optional
     transforms: [norm-fusion, {rotate: {seed: 1}}]
     rounding: {gptq: {damping: 0.01}}
@@ -44,12 +44,12 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Layers whose full name matches ``match`` get ``scheme`` (None: stay in 16 bit)."""
+    """Layers whose full name matches ``match`` get ``scheme`` (None: stay in 16 bit); no ``layout``: row-major."""
 
     match: str
     scheme: str | None
     group_size: int | None = None
-    layout: str = "row-major"
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def _layer(rule: Any, where: str) -> LayerRule:
     size = rule.get("group_size")
     if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
-    return LayerRule(
-        match, rule.get("scheme"), size if isinstance(size, int) else None, rule.get("layout", "row-major")
-    )
+    return LayerRule(match, rule.get("scheme"), size if isinstance(size, int) else None, rule.get("layout"))
 
 
 def _step(step: Any, where: str) -> Step:

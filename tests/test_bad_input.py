@@ -1,0 +1,265 @@
+"""Every mistake of design.md's list: one sentence that names the thing, exit code 2, nothing half-written."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import qtool.cli
+from qtool.checkpoint.source import DEMO
+from tests.conftest import MakeModel
+
+
+def qtool_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str]:
+    """Exit code and the message of ``qtool ARGUMENTS``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["qtool", *map(str, arguments)])
+    code = 0
+    try:
+        qtool.cli.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.err + captured.out
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
+    """``refused("text", MODEL, options...)``: quantizing is refused with that text and leaves no output."""
+
+    def check(text: str, model: object, *options: object, scheme: str = "w4a8-lqq") -> None:
+        out = tmp_path / "refused"
+        code, message = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", scheme, "--out", out, *options)
+        assert code == 2, message
+        assert text in message
+        assert "Traceback" not in message
+        assert message.strip().splitlines()[-1].startswith("qtool: ")
+        assert not out.exists()
+        assert not list(tmp_path.glob("refused*/config.json"))
+        assert not list(tmp_path.rglob("*.tmp"))
+
+    return check
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(directory: Path, name: str, tensor: torch.Tensor) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {name: tensor}, directory / "model.safetensors", {"format": "pt"})
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    refused("no such model directory", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("no config.json", tmp_path / "empty")
+
+
+def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "qtool", "quantize", "nobody/nothing", "--scheme", "w4a8-lqq"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_missing_shard(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(max_shard_size="200KB")
+    next(model.glob("model-00002*")).unlink()
+    refused("is missing", model)
+
+
+def test_truncated_file(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused("truncated", model)
+    path.write_bytes(path.read_bytes()[:6])
+    refused("truncated", model)
+    path.write_bytes(b"\xff" * 4000)
+    refused("not a safetensors file", model)
+
+
+def test_index_outside_the_directory(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(max_shard_size="200KB")
+    index = model / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][DOWN] = "../secret.safetensors"
+    index.write_text(json.dumps(content))
+    refused("'../secret.safetensors' is not a file name inside the model directory", model)
+
+
+def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    refused("is a pickle", model)
+
+
+def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    rewrite(model, DOWN, torch.zeros(128, 256))
+    refused(f"{DOWN}: shape [128, 256] found, [128, 384] expected", model)
+    rewrite(model, DOWN, torch.zeros(128, 384, dtype=torch.int8))
+    refused(f"{DOWN}: dtype torch.int8 found", model)
+    rewrite(model, DOWN, torch.zeros(128, 384))
+    rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
+    refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model", model)
+
+
+def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    tensors = load_file(model / "model.safetensors")
+    del tensors[DOWN]
+    save_file(tensors, model / "model.safetensors")
+    refused(f"tensor {DOWN} is missing", model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "model.embed_tokens.weight"])
+def test_nan_and_inf(value: float, name: str, refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    tensor = load_file(model / "model.safetensors")[name]
+    tensor.view(-1)[3] = value
+    rewrite(model, name, tensor)
+    refused(name, model)
+
+
+def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    refused("model.layers.0.mlp.gate_proj: layout dual-mma: a weight of 352", make_model(intermediate_size=352))
+    refused("not divisible by group size 128", make_model(hidden_size=192, head_dim=48), scheme="w4a16")
+
+
+def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    refused("did you mean w4a8-lqq?", model, scheme="w4a8-lq")
+    refused("'seven'", model, "--group-size", "seven")
+    refused("group size 48 is not supported", model, "--group-size", "48")
+    refused("did you mean kv4?", model, "--kv", "kv-4")
+    refused("neither a file nor one of fast, paper, best", model, "--recipe", "bst")
+    edit_config(model, model_type="gpt_neox")
+    refused("unsupported architecture 'gpt_neox'; supported: llama", model)
+
+
+def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model, path = make_model(), tmp_path / "recipe.yaml"
+    rule = "layers: [{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-mma}]\n"
+    for text, message in {
+        rule + "roundig: rtn": "unknown key 'roundig'; did you mean rounding?",
+        rule + "rounding: gtpq": "unknown rounding 'gtpq': did you mean gptq?",
+        rule + "transforms: [{rotate: {sed: 1}}]": "unknown option 'sed'; did you mean seed?",
+        rule + "transforms: [norm-fusion, rotate, rotate]": "rotate is listed twice",
+        "layers: []": "layers must be a list with at least one rule",
+        "layers: [{match: '(', scheme: w8a8}]": "is not a regular expression",
+        "layers: [{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-nma}]": "did you mean dual-mma?",
+        "layers: [{match: '.*', scheme: w8a8, layout: dual-mma}]": "8-bit",
+        "a: [": "not valid YAML",
+        "- 1": "a mapping expected",
+    }.items():
+        path.write_text(text)
+        refused(message, model, "--recipe", path)
+
+
+def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model, text, recipe = make_model(vocab_size=4096), tmp_path / "text.txt", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "layers: [{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-mma}]\ntransforms: [norm-fusion, smooth]"
+    )
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, model)
+    options = ("--recipe", recipe, "--calib", text, "--seqlen", "64")
+    refused("text.txt", model, *options)
+    text.write_text("")
+    refused("text.txt", model, *options)
+    text.write_text("too short")
+    refused("fewer than one window of 64", model, *options)
+    text.write_text("The captain was not at all able to endure it. " * 50)
+    small = make_model(vocab_size=300, name="small")
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, small)
+    refused("the model's vocabulary ends at 299", small, *options)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    refused("tokenizer", model, *options)
+
+
+def test_quantized_models_are_not_quantized_again(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    edit_config(model, quantization_config={"quant_method": "gptq"})
+    refused("quantized already (quant_method 'gptq')", model)
+
+
+def test_output_that_holds_something_else(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "letter.txt").write_text("dear")
+    code, message = qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out", out)
+    assert code == 2 and "exists already" in message
+    assert [p.name for p in out.iterdir()] == ["letter.txt"]
+
+
+def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import errno
+
+    from qtool.checkpoint import safetensors
+    from qtool.pipeline import quantize
+
+    model = make_model()
+    usage = shutil.disk_usage(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        refused("no space left", model)
+    shutil.rmtree(model.parent / "refused.partial")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.os, "fsync", full)
+    refused("no space left on the disk", model)
+
+
+def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    for command in ("verify", "inspect"):
+        code, message = qtool_run(monkeypatch, capsys, command, model)
+        assert code == 2 and "not quantized" in message
+    out = tmp_path / "q"
+    assert qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w4a8-lqq", "--out", out)[0] == 0
+    config = json.loads((out / "config.json").read_text())
+    edit_config(out, quantization_config=config["quantization_config"] | {"format_version": 99})
+    code, message = qtool_run(monkeypatch, capsys, "inspect", out)
+    assert code == 2 and "format version 99 cannot be read" in message
+
+
+def test_verify_finds_a_flipped_byte(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "q"
+    qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
+    assert qtool_run(monkeypatch, capsys, "verify", out)[0] == 0
+    name = "model.layers.0.mlp.up_proj.s2"
+    shard = next(p for p in sorted(out.glob("*.safetensors")) if name in load_file(p))
+    tensors = load_file(shard)
+    tensors[name].view(-1)[5] = 77
+    save_file(tensors, shard, {"format": "pt"})
+    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    assert code == 1
+    assert "sha256" in message and "1 <= s2 <= 16" in message and "up_proj" in message
+
+
+def test_usage_errors_exit_2() -> None:
+    runner = CliRunner()
+    assert runner.invoke(qtool.cli.cli, ["quantize"]).exit_code == 2
+    for command in qtool.cli.cli.commands:
+        shown = runner.invoke(qtool.cli.cli, [command, "-h"])
+        assert shown.exit_code == 0 and "Example: qtool " in shown.output
