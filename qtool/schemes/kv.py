@@ -33,6 +33,8 @@ class KVQuantizer(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int]
+    #: its scales are constants of the model, from calibration
+    static: ClassVar[bool] = False
     tokens: int = 1
 
     @abstractmethod
@@ -61,12 +63,20 @@ class KV8(KVQuantizer):
 
     name = "kv8"
     bits = 8
+    static = True
 
     def __init__(self, amax: Tensor, scale_dtype: torch.dtype = torch.float32) -> None:
         if not amax.is_meta and not torch.isfinite(amax).all():
             raise QtoolError("kv8: the calibration maxima hold NaN or Inf")
         scale = torch.where(amax > 0, amax.float() / 127, 1.0)
         self.scale = stored_scale(scale, scale_dtype)  # [H, D]
+
+    @classmethod
+    def of_scale(cls, scale: Tensor) -> "KV8":
+        """The quantizer of a stored ``scale [H, D]``, exactly."""
+        made = cls.__new__(cls)
+        made.scale = scale
+        return made
 
     def quantize(self, x: Tensor) -> Packed:
         codes = torch.round(x.float() / self._scale(x)).clamp_(-127, 127)
