@@ -10,6 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
+from qtool.runtime.kv_cache import quantize_kv, require_scales
 from qtool.runtime.linear import QuantLinear
 
 
@@ -28,13 +29,22 @@ class QtoolConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class QtoolQuantizer(HfQuantizer):
-    """Replaces the linears of the checkpoint's format by :class:`QuantLinear` before weights load."""
+    """Replaces the linears of the checkpoint's format by :class:`QuantLinear` before weights load.
+
+    If the format quantizes the KV cache, the model keeps its keys and values so.
+    """
 
     requires_calibration = True
     quantization_config: QtoolConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if kv := self.quantization_config.format.kv:
+            quantize_kv(model, kv)
         replace_linears(model, self.quantization_config.format)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        require_scales(model)
+        return model
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True

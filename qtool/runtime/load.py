@@ -1,30 +1,45 @@
 """``load``: a native checkpoint as a transformers model that runs the packed weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
+from qtool.runtime.kv_cache import quantize_kv
+from qtool.schemes.kv import KV_QUANTIZERS
 
 
-def load(directory: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load(
+    directory: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None, kv: str | None = None
+) -> PreTrainedModel:
     """The causal language model in ``directory``, quantized by qtool or not, in eval mode.
 
     Args:
         device: where it runs. dtype: of what is not quantized; by default the checkpoint's.
+        kv: KV-cache quantizer; by default the checkpoint's. A static one must be the checkpoint's own.
 
     Raises:
-        QtoolError: if the directory is not a loadable model.
+        QtoolError: if the directory is not a loadable model, or ``kv`` is not for it.
     """
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise QtoolError(f"{path}: transformers cannot load it ({str(error).splitlines()[0]})") from error
+    model, info = found
+    if missing := sorted(info["missing_keys"]):  # transformers leaves their memory as it found it
+        raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if kv is not None and kv != getattr(model.get_decoder(), "kv_quantizer", None):
+        if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
+            raise QtoolError(f"{path}: {kv} needs calibrated scales, which it does not hold: quantize with --kv {kv}")
+        quantize_kv(model, kv)
     torch.nn.Module.to(model, device)
     return model.eval()
 

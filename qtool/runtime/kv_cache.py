@@ -1,0 +1,172 @@
+"""The quantized KV cache as a transformers ``Cache``, and models that use nothing else.
+
+Layers hold packed codes and parameters (:mod:`qtool.runtime.packed_kv`); attention gets all tokens
+dequantized, those of the current forward included. So a perplexity goes through the quantized cache,
+whether or not its caller wants one back. In ``kv4-channel`` a token is read in 16 bits until its group is
+full; a forward over many tokens reads the full groups quantized, also for the queries inside them.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from qtool.errors import QtoolError
+from qtool.models import Family, Heads, family_of
+from qtool.runtime.packed_kv import SCALES, PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.schemes.kv import KVQuantizer
+
+
+class QuantCacheLayer(DynamicLayer):
+    """One layer: grows by appending codes; ``keys`` and ``values`` of the base class stay None.
+
+    Every token is kept under a sliding window too: the model's mask hides the old ones.
+    """
+
+    def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
+        super().__init__()
+        self.quantizers = (keys, values)
+        self.stored = (PackedTokens(keys), PackedTokens(values))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.stored
+        return keys.append(key_states), values.append(value_states)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether a rollback leaves no trace: a cut group of several tokens does not come back."""
+        return all(quantizer.tokens == 1 for quantizer in self.quantizers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for keys and values, parameters included."""
+        return sum(stored.nbytes for stored in self.stored)
+
+    @property
+    def nbytes_16bit(self) -> int:
+        """Bytes of the same keys and values in 16 bits."""
+        return sum(stored.nbytes_16bit for stored in self.stored)
+
+    def get_seq_length(self) -> int:
+        return self.stored[0].tokens
+
+    def reset(self) -> None:
+        self.__init__(*self.quantizers)  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): expected minus the number of tokens to remove")
+        for stored in self.stored:
+            stored.crop(max(stored.tokens + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._apply(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._apply(lambda t: t[indices])
+
+    def offload(self) -> None:
+        self._apply(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._apply(lambda t: t.to(self.device, non_blocking=True))
+
+    def _apply(self, change: Any) -> None:
+        for stored in self.stored:
+            stored.apply(change)
+
+
+class QuantCache(Cache):
+    """A cache of :class:`QuantCacheLayer`; pass one to ``generate`` or a forward to look at it afterwards."""
+
+    layers: list[QuantCacheLayer]  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "QuantCache":
+        """An empty cache as ``model`` (:func:`quantize_kv`) makes it for itself."""
+        return cls(layers=_layers(model.get_decoder()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def nbytes_16bit(self) -> int:
+        """Bytes the same tokens would take in 16 bits."""
+        return sum(layer.nbytes_16bit for layer in self.layers)
+
+
+def quantize_kv(model: PreTrainedModel, kv: str) -> None:
+    """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by ``kv``.
+
+    Static scales become buffers ``k_scale``, ``v_scale`` of each attention module, to be loaded.
+
+    Raises:
+        QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
+    """
+    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    family = family_of(config.model_type)
+    scales = kv_tensors(kv, family, Heads.of(config))
+    for attention in _attentions(decoder, family):
+        for name, spec in scales.items():
+            attribute = name.rpartition(".")[2]
+            if not hasattr(attention, attribute):
+                device = next(attention.parameters()).device
+                attention.register_buffer(attribute, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+    if not hasattr(decoder, "kv_quantizer"):
+        decoder.register_forward_pre_hook(_supply, with_kwargs=True)
+    decoder.kv_quantizer = kv
+
+
+def require_scales(model: PreTrainedModel) -> None:
+    """Refuse static scales that are not finite and positive: absent from the checkpoint, or damaged.
+
+    Raises:
+        QtoolError: naming the tensor.
+    """
+    for name, tensor in model.named_buffers():
+        if name.rpartition(".")[2] in SCALES and not (torch.isfinite(tensor) & (tensor > 0)).all():
+            raise QtoolError(f"{name}: a scale of the KV cache is missing, or not a positive number")
+
+
+def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Before a forward: a fresh quantized cache where there is none, quantized layers in an empty one."""
+    named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
+    cache = named.get("past_key_values")
+    if cache is None:
+        named["past_key_values"] = QuantCache(layers=_layers(decoder))
+    elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
+        cache.layers = _layers(decoder)
+    elif not all(isinstance(layer, QuantCacheLayer) for layer in cache.layers):
+        raise QtoolError(
+            f"the model's KV cache is {decoder.kv_quantizer}, but it was given a filled or static "
+            f"{type(cache).__name__}; expected no cache, an empty DynamicCache or a QuantCache"
+        )
+    return (), named
+
+
+def _layers(decoder: nn.Module) -> list[Any]:
+    family = family_of(decoder.config.model_type)  # type: ignore[union-attr, arg-type]
+    kv: str = decoder.kv_quantizer  # type: ignore[assignment]
+    return [QuantCacheLayer(*kv_quantizers(kv, a.get_buffer)) for a in _attentions(decoder, family)]
+
+
+def _attentions(decoder: nn.Module, family: Family) -> list[nn.Module]:
+    blocks: Any = decoder.get_submodule(family.blocks.rpartition(".")[2])
+    return [block.get_submodule(attention_name(family)) for block in blocks]

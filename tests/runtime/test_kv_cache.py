@@ -1,0 +1,132 @@
+"""Models with a quantized KV cache: prefill and decode, generation, checkpoints, forwards that leak nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+
+from qtool.errors import QtoolError
+from qtool.runtime.format import CheckpointFormat
+from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
+from qtool.runtime.load import load
+
+HEADS, DIM, LAYERS, CONTEXT = 2, 16, 2, 256
+NAMES = ("kv8", "kv4", "kv4-channel")
+
+
+def make_model(kv: str | None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=HEADS, head_dim=DIM, max_position_embeddings=CONTEXT, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if kv:
+        quantize_kv(model, kv)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("k_scale", "v_scale")):
+            buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
+    return model
+
+
+def ids(count: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 61, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> None:
+    model, tokens_in = make_model(name, dtype), ids(96)
+    with torch.no_grad():
+        full = model(tokens_in, use_cache=False).logits
+        cache = QuantCache.of(model)
+        cuts = (64, 32) if name == "kv4-channel" else (50, *[1] * 14, 32)  # a group is read in 16 bits till full
+        parts = [model(p, past_key_values=cache).logits for p in tokens_in.split(list(cuts), 1)]
+    close = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert (torch.cat(parts, 1) - full).abs().max() < close * full.abs().max()
+    assert cache.get_seq_length() == 96 and cache.nbytes < cache.nbytes_16bit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_forward_is_quantized_and_none_leaks_into_the_next(name: str) -> None:
+    model, plain = make_model(name), make_model(None)
+    with torch.no_grad():
+        first = model(ids(64), use_cache=False).logits
+        assert not torch.allclose(first, plain(ids(64)).logits, atol=1e-4)
+        model(ids(64, seed=1))
+        for again in (model(ids(64)), model(ids(64), use_cache=True), model(ids(64), past_key_values=DynamicCache())):
+            assert torch.equal(again.logits, first)
+        assert torch.equal(model.model(ids(64), None, None, None).last_hidden_state, model.model(ids(64))[0])
+        assert again.past_key_values.get_seq_length() == 64
+        filled = DynamicCache()
+        plain(ids(8), past_key_values=filled)
+        for other in (filled, StaticCache(model.config, max_cache_len=64)):
+            with pytest.raises(QtoolError, match=f"KV cache is {name}, but it was given a filled or static"):
+                model(ids(4), past_key_values=other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_uses_the_cache(name: str) -> None:
+    model, cache = make_model(name), QuantCache.of(make_model(name))
+    greedy = model.generate(ids(70), max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(ids(70), past_key_values=cache, max_new_tokens=6, do_sample=False), greedy)
+    assert cache.get_seq_length() == 75
+    found = model.generate(ids(70), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert all(isinstance(layer, QuantCacheLayer) for layer in found.past_key_values.layers)
+    assert model.generate(ids(70), max_new_tokens=4, num_beams=3, do_sample=False).shape == (2, 74)
+    assert model.generate(ids(9, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (1, 13)
+    without = model.generate(ids(70), max_new_tokens=2, do_sample=False, use_cache=False)
+    assert torch.equal(without[:, :71], greedy[:, :71])
+
+
+@pytest.mark.parametrize("name", ["kv8", "kv4"])
+def test_left_padding_changes_nothing(name: str) -> None:
+    model, long, short = make_model(name), ids(24, batch=1), ids(15, batch=1, seed=1)
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 9, dtype=torch.long), short], 1)])
+    mask = torch.ones_like(batch)
+    mask[1, :9] = 0
+    both = model.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for row, prompt in zip(both, (long, short), strict=True):
+        assert torch.equal(row[24:], model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :])
+
+
+def save(model: PreTrainedModel, kv: str, directory: Path) -> Path:
+    """A native checkpoint whose linears are all in 16 bits."""
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = CheckpointFormat("w8a8", (), kv=kv).to_dict()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_brings_its_cache_and_scales(name: str, tmp_path: Path) -> None:
+    model = make_model(name, torch.bfloat16)
+    directory = save(model, name, tmp_path / "saved")
+    with torch.no_grad():
+        expected = model(ids(70)).logits
+        for loaded in (load(directory), AutoModelForCausalLM.from_pretrained(directory), load(directory, kv=name)):
+            assert torch.equal(loaded(ids(70), use_cache=False).logits, expected)
+        if name == "kv8":
+            scale = load(directory, dtype=torch.float16).get_buffer("model.layers.1.self_attn.k_scale")
+            assert torch.equal(scale, model.get_buffer("model.layers.1.self_attn.k_scale"))
+            assert scale.dtype == torch.float32 and scale.shape == (HEADS, DIM)
+        other = load(directory, kv="kv4-channel")
+        assert torch.equal(other(ids(70)).logits, expected) == (name == "kv4-channel")
+
+
+def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:
+    directory = save(make_model(None), "kv8", tmp_path / "without")
+    with pytest.raises(QtoolError, match=r"self_attn\.[kv]_scale.* is missing"):
+        load(directory)
+    with pytest.raises(QtoolError, match="kv8 needs calibrated scales"):
+        load(save(make_model(None), "kv4", tmp_path / "dynamic"), kv="kv8")
+    damaged = make_model("kv8")
+    damaged.get_buffer("model.layers.0.self_attn.v_scale")[0, 3] = float("nan")
+    with pytest.raises(QtoolError, match=r"layers.0.self_attn.v_scale"):
+        load(save(damaged, "kv8", tmp_path / "damaged"))
+    with pytest.raises(QtoolError, match="did you mean kv4"):
+        quantize_kv(make_model(None), "kv44")

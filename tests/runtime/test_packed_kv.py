@@ -1,0 +1,94 @@
+"""What a cache layer holds: the same bytes whatever the chunks, as many as promised, in any batch order."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.runtime.kv_cache import QuantCacheLayer
+from qtool.runtime.packed_kv import PackedTokens
+from qtool.schemes.kv import KV4, KV8, KV4Channel, KVQuantizer
+
+HEADS, DIM = 2, 16
+NAMES = ("kv8", "kv4", "kv4-channel")
+
+
+def tokens(count: int, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(batch, HEADS, count, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantizers() -> dict[str, KVQuantizer]:
+    return {"kv8": KV8(torch.full((HEADS, DIM), 4.0)), "kv4": KV4(), "kv4-channel": KV4Channel(8)}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_any_chunking_stores_the_same_bytes_and_reads_the_same(chunks: list[int]) -> None:
+    x = tokens(sum(chunks))
+    for name, quantizer in quantizers().items():
+        whole, grown = PackedTokens(quantizer), PackedTokens(quantizer)
+        expected = whole.append(x)
+        before: dict[str, torch.Tensor] = {}
+        for part in x.split(chunks, 2):
+            read = grown.append(part)
+            assert all(torch.equal(grown.packed[n][:, :, : t.shape[2]], t) for n, t in before.items()), name
+            before = dict(grown.packed)
+        assert torch.equal(read, expected), name
+        assert all(torch.equal(grown.packed[n], t) for n, t in whole.packed.items()), name
+        assert grown.tokens == sum(chunks) and read.dtype == x.dtype
+
+
+def test_values_on_the_grid_come_back_exactly() -> None:
+    codes = torch.randint(0, 16, (2, HEADS, 16, DIM), generator=torch.Generator().manual_seed(0))
+    codes[..., 0], codes[..., 1] = 0, 15  # each token spans its range
+    codes[:, :, 0::8], codes[:, :, 1::8] = 0, 15  # each channel of a group of 8 tokens does
+    codes[:, :, 0::8, 1], codes[:, :, 1::8, 0] = 15, 0
+    per_token = codes.clone()
+    for quantizer, x in ((KV4(), per_token[:, :, 2:8]), (KV4Channel(8), codes[..., 2:])):
+        assert torch.equal(PackedTokens(quantizer).append(x * 0.25 - 1.0), x * 0.25 - 1.0)
+    kv8 = KV8(torch.full((HEADS, DIM), 127 / 64))
+    assert torch.equal(PackedTokens(kv8).append((codes * 8 - 60) / 64), (codes * 8 - 60) / 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
+    layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
+    x = tokens(32)
+    layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
+    assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel()
+    assert layer.nbytes_16bit == 2 * x.nbytes
+    layer.update(tokens(3), tokens(3))  # a group of 8 stays open: 16 bits
+    bits = quantizers()[name].bits_per_value(DIM) if layer.is_croppable else 16.0
+    assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel() + bits * 2 * tokens(3).numel()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_order_cropping_and_reset(name: str) -> None:
+    def filled() -> QuantCacheLayer:
+        layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
+        layer.update(x, x + 1)
+        return layer
+
+    x, more = tokens(21, batch=3), tokens(4, seed=1, batch=3)
+    read = filled().stored[0].read()
+    for change, expected in (
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 1])), read[[2, 0, 1]]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([1])), read[[1]]),
+        (lambda layer: layer.batch_repeat_interleave(2), read.repeat_interleave(2, 0)),
+        (lambda layer: (layer.offload(), layer.prefetch()), read),
+        *((lambda layer, n=n: layer.crop(-n), read[:, :, : 21 - n]) for n in (0, 1, 5, 6, 13, 20)),
+    ):
+        layer = filled()
+        change(layer)
+        assert torch.equal(layer.stored[0].read(), expected)
+        assert layer.get_seq_length() == expected.shape[2]
+    layer = filled()
+    layer.crop(-5)
+    again = layer.update(more, more)[0]
+    assert torch.equal(again[:, :, :16], read[:, :, :16]) and again.shape[2] == 20
+    layer.crop(-50)
+    assert layer.get_seq_length() == 0 and layer.update(x, x)[0].shape == x.shape
+    layer.reset()
+    assert layer.get_seq_length() == layer.nbytes == 0 and not layer.is_initialized
+    with pytest.raises(ValueError, match="minus the number"):
+        layer.crop(3)
