@@ -1,0 +1,88 @@
+"""The KV cache in calibration: static scales from the data, and blocks that see quantized keys and values.
+
+Attention hands its keys (after RoPE) and its values to whatever stands where the KV cache would, and
+goes on with what it gets back: here they are observed, or quantized exactly as the cache will do it.
+
+Legend: B sequences in a batch, H kv heads, S tokens, D head dimension.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from qtool.calibration.block import Batch, Block
+from qtool.calibration.smooth_attention import KeyObserver
+from qtool.errors import QtoolError
+from qtool.runtime.packed_kv import PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.schemes.kv import KV8, KVQuantizer
+
+
+class KVObserver:
+    """Stands in for the KV cache and notes the largest magnitudes ``[H, D]`` of keys and of values."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = KeyObserver(), KeyObserver()
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note both ``[B, H, S, D]`` and hand them back."""
+        self.values.update(values, keys)
+        return self.keys.update(keys, values)
+
+
+class SimulatedKV:
+    """Keys and values ``[B, H, S, D]`` as attention reads them from a cache that held nothing before."""
+
+    def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
+        self.quantizers = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Both, quantized and dequantized; nothing is kept."""
+        key_quantizer, value_quantizer = self.quantizers
+        return PackedTokens(key_quantizer).append(keys), PackedTokens(value_quantizer).append(values)
+
+
+def kv_scales(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """What ``block`` stores for the KV quantizer ``kv``, by name within the block; nothing if ``kv`` is dynamic.
+
+    Raises:
+        QtoolError: static scales without calibration data, or NaN in its keys or values.
+    """
+    if not kv_tensors(kv, block.family, block.heads):
+        return {}
+    observer = KVObserver()
+    for batch in batches:
+        block.run(batch, past_key_values=observer)
+    keys, values = observer.keys.amax, observer.values.amax
+    if keys is None or values is None:
+        raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
+    attention = attention_name(block.family)
+    return {f"{attention}.k_scale": KV8(keys).scale.cpu(), f"{attention}.v_scale": KV8(values).scale.cpu()}
+
+
+@contextmanager
+def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it is open, ``block`` computes with keys and values that went through the KV quantizer ``kv``.
+
+    A run that is given a ``past_key_values`` of its own keeps it.
+
+    Args:
+        stored: tensors by their name within the block, :func:`kv_scales` among them.
+    """
+    if kv is None:
+        yield
+        return
+    kv_tensors(kv, block.family, block.heads)  # refuses what cannot be
+    name = attention_name(block.family)
+    simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{name}.{scale}"]))
+
+    def supply(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        own = kwargs.get("past_key_values")
+        return args, kwargs | {"past_key_values": simulated if own is None else own}
+
+    handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,85 @@
+"""Static KV scales from the data, and blocks that see what the quantized cache would give them."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from qtool.calibration.block import Batch, Block, first_inputs
+from qtool.calibration.kv import SimulatedKV, kv_scales, quantized_kv
+from qtool.errors import QtoolError
+from qtool.models import Heads, family_of
+from qtool.runtime.kv_cache import quantize_kv
+from qtool.runtime.packed_kv import kv_tensors
+from qtool.schemes.kv import KV4
+
+TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
+
+
+@torch.no_grad()
+def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], list[dict[str, Tensor]]]:
+    """The last block's outputs when every block computes under ``kv``, and what each block stores."""
+    family = family_of(model.config.model_type)
+    batches, stored = first_inputs(model, family, list(TOKENS.split(2))), []
+    for index, module in enumerate(model.get_submodule(family.blocks)):
+        block = Block(index, module, family, model.config, {})
+        stored.append(kv_scales(block, kv, batches))
+        with quantized_kv(block, kv, stored[-1]):
+            block.propagate(batches)
+    return batches, stored
+
+
+@pytest.mark.parametrize("kv", [None, "kv8", "kv4", "kv4-channel"])
+@torch.no_grad()
+def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | None) -> None:
+    exact = any_model.model(TOKENS).last_hidden_state
+    batches, stored = propagated(any_model, kv)
+    if kv:
+        quantize_kv(any_model, kv)
+    for module, tensors in zip(any_model.model.layers, stored, strict=True):
+        for name, scale in tensors.items():
+            module.get_buffer(name).copy_(scale)
+    for batch, tokens, before in zip(batches, TOKENS.split(2), exact.split(2), strict=True):
+        hidden = any_model.model(tokens, use_cache=False).last_hidden_state
+        torch.testing.assert_close(any_model.model.norm(batch.hidden), hidden, rtol=0, atol=1e-6)
+        assert torch.equal(hidden, before) == (kv is None)
+
+
+@torch.no_grad()
+def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrainedModel) -> None:
+    _, stored = propagated(any_model, "kv8")
+    cache = DynamicCache()
+    any_model.model(TOKENS, past_key_values=cache)
+    layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
+    for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
+        torch.testing.assert_close(found[f"self_attn.{name}"] * 127, seen.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
+    declared = kv_tensors("kv8", family_of(any_model.config.model_type), Heads.of(any_model.config))
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in declared.items()}
+
+
+def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:
+    block, batches = blocks(llama)[0]
+    before = block.run(batches[0])
+    own = SimulatedKV(KV4(), KV4())
+    with pytest.raises(ZeroDivisionError), quantized_kv(block, "kv4-channel", {}):
+        # 16 tokens do not fill a group: all are in 16 bits
+        assert torch.equal(block.run(batches[0]), before)
+        assert not torch.equal(block.run(batches[0], past_key_values=own), before)
+        raise ZeroDivisionError
+    assert torch.equal(block.run(batches[0]), before)
+    with quantized_kv(block, None, {}):
+        assert torch.equal(block.run(batches[0]), before)
+
+
+def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
+    block, batches = blocks(llama)[0]
+    assert kv_scales(block, "kv4", batches) == kv_scales(block, None, []) == {}
+    with pytest.raises(QtoolError, match="kv8 has static scales: it needs calibration data"):
+        kv_scales(block, "kv8", [])
+    with pytest.raises(QtoolError, match="unknown KV-cache quantizer 'kv2'"), quantized_kv(block, "kv2", {}):
+        pass
+    batches[0].hidden[0, 0, 0] = float("nan")
+    with pytest.raises(QtoolError, match="NaN or Inf"):
+        kv_scales(block, "kv8", batches)
+    with pytest.raises(QtoolError, match="head dimension of 7 is odd"):
+        kv_tensors("kv4", block.family, Heads(4, 2, 7))
