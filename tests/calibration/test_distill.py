@@ -1,0 +1,130 @@
+"""Distillation: starts from a rounding's codes, never ends worse, and stays on the scheme's grid."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from qtool.calibration.block import Block, Rounded, first_inputs
+from qtool.calibration.distill import Distill
+from qtool.calibration.learned_linear import LearnedLinear
+from qtool.errors import QtoolError
+from qtool.models import family_of
+from qtool.schemes import SCHEMES, get
+
+QUICK = {"epochs": 3, "samples": 12, "weight_lr": 0.05}
+
+
+@pytest.fixture
+def block() -> tuple[Block, list]:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=61, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    family = family_of("llama")
+    batches = first_inputs(model, family, [torch.randint(61, (2, length)) for length in (24, 17, 32, 20, 24, 30)])
+    module = model.get_submodule(family.blocks)[0]
+    return Block(0, module, family, config, dict.fromkeys(family.linears(), get("w4a4", 32))), batches
+
+
+def distilled(block: tuple[Block, list], **options) -> tuple[dict[str, Rounded], list[float], float]:
+    """The codes, the held-out loss by epoch, and the squared error of the quantized block on all inputs."""
+    own, batches = copy.deepcopy(block)
+    targets = [own.run(batch) for batch in batches]
+    rounded = Distill(**QUICK | options).round(own, batches)
+    for name, result in rounded.items():
+        own.schemes[name].check(result.codes, result.params)
+        own.install(name, result)
+    off = sum(float((own.run(b) - t).square().sum()) for b, t in zip(batches, targets, strict=True))
+    return rounded, own.notes["distill"]["loss"], off
+
+
+@pytest.mark.parametrize("loss", ["cosine", "mse"])
+def test_the_loss_falls_and_so_does_the_error_of_the_block(block: tuple[Block, list], loss: str) -> None:
+    _, curve, error = distilled(block, loss=loss)
+    _, _, before = distilled(block, epochs=0)
+    assert min(curve) < curve[0]
+    assert error < before
+
+
+def test_it_never_ends_worse_than_gptq(block: tuple[Block, list]) -> None:
+    _, curve, _ = distilled(block, start="gptq")
+    _, (before,), _ = distilled(block, start="gptq", epochs=0)
+    assert min(curve) <= curve[0] == before
+
+
+def test_no_epochs_give_the_codes_it_started_from(block: tuple[Block, list]) -> None:
+    from qtool.calibration.rtn import RoundToNearest
+
+    rounded, curve, _ = distilled(block, epochs=0)
+    expected = RoundToNearest().round(*block)
+    assert len(curve) == 1
+    for name in expected:
+        assert torch.equal(rounded[name].codes, expected[name].codes)
+        assert all(torch.equal(rounded[name].params[key], t) for key, t in expected[name].params.items())
+
+
+def test_steps_that_lead_astray_are_not_kept(block: tuple[Block, list]) -> None:
+    rounded, curve, _ = distilled(block, weight_lr=20.0, scale_lr=1.0)
+    start, _, _ = distilled(block, epochs=0)
+    assert min(curve) == curve[0]
+    assert all(torch.equal(rounded[name].codes, start[name].codes) for name in start)
+
+
+def test_a_seed_repeats_to_the_bit(block: tuple[Block, list]) -> None:
+    first, curve, _ = distilled(block)
+    again, same, _ = distilled(block)
+    assert curve == same
+    assert all(torch.equal(first[name].codes, again[name].codes) for name in first)
+    assert distilled(block, seed=1)[1] != curve
+
+
+def test_a_single_batch_is_enough(block: tuple[Block, list]) -> None:
+    own, batches = block
+    _, curve, _ = distilled((own, batches[:1]))
+    assert len(curve) == 4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_learned_linear_begins_with_the_given_codes(name: str) -> None:
+    scheme, linear = get(name), nn.Linear(128, 16)
+    params = scheme.fit(linear.weight, group_clip=0.7)
+    codes = scheme.quantize(linear.weight, params)
+    learned = LearnedLinear(linear, scheme, Rounded(codes, params), None)
+    scheme.check(learned.rounded().codes, learned.rounded().params)
+    assert torch.equal(learned.rounded().codes, codes)
+    x = torch.randn(4, 128)
+    expected = scheme.fake_activation(x, params) @ scheme.dequantize(codes, params).T + linear.bias
+    torch.testing.assert_close(learned(x), expected)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8-qoq", "w4a8-lqq"])
+def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) -> None:
+    """Where no code changes, the derivative by the scale is exact up to the rounding that STE ignores."""
+    scheme, linear = get(name), nn.Linear(128, 8, bias=False)
+    params = scheme.fit(linear.weight, group_clip=0.5)
+    learned = LearnedLinear(linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None)
+    with torch.no_grad():  # far outside: every code is clamped, V is proportional to the scale
+        learned.weight.mul_(1000)
+    direction = torch.randn(8, 128)
+
+    def output() -> Tensor:
+        return learned(torch.eye(128)).T.mul(direction).sum()
+
+    output().backward()
+    with torch.no_grad():
+        before = output()
+        learned.log_ratio += 1e-3
+        change = (output() - before) / 1e-3
+    torch.testing.assert_close(learned.log_ratio.grad.sum(), change, rtol=1e-2, atol=1e-2)
+    assert not learned.weight.grad.any()
+
+
+@pytest.mark.parametrize(("option", "value"), [("start", "rtm"), ("loss", "cosin")])
+def test_unknown_choices_are_refused_with_a_suggestion(option: str, value: str) -> None:
+    with pytest.raises(QtoolError, match="did you mean"):
+        Distill(**{option: value})
