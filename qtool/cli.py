@@ -49,6 +49,8 @@ MODEL = click.argument("model")
 SCHEME = click.option("--scheme", required=True, help="What to quantize to; `qtool schemes` lists them.")
 RECIPE = click.option("--recipe", help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.")
 GROUP = click.option("--group-size", help="Input channels a group, or 'channel'; the recipe's by default.")
+TARGET = click.option("--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford.")
+BLOCKS = click.option("--max-8bit-blocks", type=int, help="w4ax-fmpq: at most so many 8-bit blocks a layer.")
 LAYOUT = click.option("--layout", help="Packed layout of every quantized layer; the recipe's by default.")
 KV = click.option("--kv", help="KV-cache quantizer: kv8, kv4, kv4-channel.")
 DATA_DIR = click.option("--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks.")
@@ -61,8 +63,10 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, c
 @MODEL
 @SCHEME
 @RECIPE
+@TARGET
 @GROUP
 @LAYOUT
+@BLOCKS
 @KV
 @click.option("--out", type=click.Path(path_type=Path), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
 @click.option("--calib", help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file.")
@@ -86,8 +90,10 @@ def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: st
 @MODEL
 @SCHEME
 @RECIPE
+@TARGET
 @GROUP
 @LAYOUT
+@BLOCKS
 @KV
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:

@@ -85,7 +85,8 @@ class BuiltBlocks:
             for part, tensor in linear_format.pack(rounded[name].codes, rounded[name].params).items():
                 yield f"{prefix}{name}.{part}", tensor
             if job.format.is_permuted(prefix + name):
-                yield f"{prefix}{name}.permutation", block.permutations[name].to(torch.int32)
+                order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
+                yield f"{prefix}{name}.permutation", order.to(torch.int32)
         yield from ((full, rest[full]) for full in spec if full in rest)
         _empty(module)
 

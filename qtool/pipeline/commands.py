@@ -1,6 +1,6 @@
 """What the commands do, once parsed: names become objects, objects go to the pipeline."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +12,70 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.plan import Plan
 from qtool.pipeline.plan import plan as make_plan
 from qtool.recipes import Recipe
+from qtool.schemes import hardware
 
 KV = ("kv8", "kv4", "kv4-channel")
 
 
-def chosen_recipe(
-    scheme: str,
-    recipe: str | None,
-    group_size: str | None,
-    layout: str | None,
-    kv: str | None,
-    *,
-    calibrated: bool = False,
-) -> Recipe:
-    """The recipe with the command line's wishes applied.
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line may say of a recipe; None leaves the recipe's own."""
+
+    recipe: str | None = None
+    target: str | None = None
+    group_size: str | None = None
+    layout: str | None = None
+    kv: str | None = None
+    max_8bit_blocks: int | None = None
+
+    def of(self, scheme: str, *, calibrated: bool = False) -> Recipe:
+        """The recipe of ``scheme`` with these wishes applied.
+
+        Raises:
+            QtoolError: an unknown scheme, variant, GPU or KV quantizer, or a group size that is no number.
+        """
+        reason = ""
+        if self.target is not None:
+            scheme, reason = granularity(scheme, self.target)
+        chosen = recipes.load(scheme, self.recipe or ("paper" if calibrated else "fast"))
+        chosen = replace(chosen, reason=reason)
+        if self.group_size is not None:
+            if self.group_size != "channel" and not self.group_size.isdigit():
+                raise QtoolError(
+                    f"--group-size {self.group_size!r}: a number of input channels or 'channel' is expected"
+                )
+            chosen = chosen.with_group_size(None if self.group_size == "channel" else int(self.group_size))
+        if self.layout is not None:
+            chosen = chosen.with_layout(self.layout)
+        if self.max_8bit_blocks is not None:
+            chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
+        if self.kv is not None:
+            if self.kv not in KV:
+                raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV)}")
+            chosen = replace(chosen, kv=self.kv)
+        return chosen
+
+
+def granularity(scheme: str, target: str) -> tuple[str, str]:
+    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe section 5.2).
 
     Raises:
-        QtoolError: an unknown scheme, variant or KV quantizer, or a group size that is no number.
+        QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
     """
-    chosen = recipes.load(scheme, recipe or ("paper" if calibrated else "fast"))
-    if group_size is not None:
-        if group_size != "channel" and not group_size.isdigit():
-            raise QtoolError(f"--group-size {group_size!r}: a number of input channels or 'channel' is expected")
-        chosen = chosen.with_group_size(None if group_size == "channel" else int(group_size))
-    if layout is not None:
-        chosen = chosen.with_layout(layout)
-    if kv is not None:
-        if kv not in KV:
-            raise QtoolError(f"unknown --kv {kv!r}: {suggest(kv, KV)}")
-        chosen = replace(chosen, kv=kv)
-    return chosen
+    if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
+        choice = hardware.choose_w4a4(hardware.gpu(target))
+        return f"w4a4-{choice.choice}", choice.reason
+    if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
+        choice = hardware.choose_qoq(hardware.gpu(target))
+        return choice.choice, choice.reason
+    raise QtoolError(f"--target chooses between granularities of w4a4 and w4a8-qoq; {scheme} has one for every GPU")
 
 
-def plan(
-    model: str, scheme: str, recipe: str | None, group_size: str | None, layout: str | None, kv: str | None
-) -> Plan:
+def plan(model: str, scheme: str, **wishes: Any) -> Plan:
     """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json."""
     path = Path(model)
     config = read_config(path.parent if path.name == "config.json" else resolve(model))
-    return make_plan(Job.of(config, chosen_recipe(scheme, recipe, group_size, layout, kv)))
+    return make_plan(Job.of(config, Wishes(**wishes).of(scheme)))
 
 
 def quantize(
@@ -58,10 +83,6 @@ def quantize(
     scheme: str,
     out: Path | None,
     *,
-    recipe: str | None,
-    group_size: str | None,
-    layout: str | None,
-    kv: str | None,
     calib: str | None,
     data_dir: Path | None,
     samples: int,
@@ -70,11 +91,12 @@ def quantize(
     device: str,
     resume: bool,
     progress: Any,
+    **wishes: Any,
 ) -> Path:
     """Quantize MODEL; returns the output directory."""
     from qtool.pipeline.quantize import quantize as run
 
-    chosen = chosen_recipe(scheme, recipe, group_size, layout, kv, calibrated=calib is not None)
+    chosen = Wishes(**wishes).of(scheme, calibrated=calib is not None)
     directory = resolve(model)
     source = Checkpoint(directory)
     out = out or _default_out(model, directory, scheme)

@@ -1,81 +1,179 @@
-"""Write a native checkpoint in another loader's format, shard by shard; nothing is quantized anew."""
+"""Write a native checkpoint in another loader's format, shard by shard; nothing is quantized anew in silence.
 
-from collections.abc import Iterator
+Everything that can be refused is refused from config.json alone, before any work. Then each linear is converted
+and read back as its loader would: the relative distance of the two weights is recorded, 0 where they are equal.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtool.checkpoint.compressed_tensors import CompressedTensors
+from qtool.checkpoint import targets
+from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
-from qtool.checkpoint.target import Target
-from qtool.errors import QtoolError, suggest
+from qtool.checkpoint.target import Target, as_dtype, native_activations
+from qtool.errors import CheckFailed
+from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
-from qtool.pipeline.verify import linear_shape, load_linear, packed_linears
+from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.format import LinearFormat
 
-TARGETS: dict[str, Target] = {target.name: target for target in (CompressedTensors(),)}
+KV_SCALES = ("k_scale", "v_scale")
 
 
-def export(directory: Path, name: str, out: Path) -> Path:
+@dataclass
+class Exported:
+    """What an export wrote, and what it changed.
+
+    Attributes:
+        errors: relative Frobenius distance between the weight in the new file and ours, by linear.
+        notes: what else differs from the native model, a sentence each.
+    """
+
+    directory: Path
+    format: str
+    errors: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        exact = [name for name, error in self.errors.items() if error == 0]
+        lines = [str(self.directory), f"{self.format}: {len(exact)} of {len(self.errors)} linears exact"]
+        if len(exact) < len(self.errors):
+            worst = max(self.errors, key=self.errors.__getitem__)
+            lines[-1] += f"; largest relative error of a weight {self.errors[worst]:.2e} ({worst})"
+        return "\n".join([*lines, *self.notes])
+
+
+def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -> Exported:
     """Export the native checkpoint in ``directory`` to ``out`` in format ``name``.
+
+    Args:
+        tensor_parallel: GPUs that every linear will be split over; what cannot be split is refused.
 
     Raises:
         QtoolError: an unknown format, or a linear the format cannot express (before any work).
+        CheckFailed: a scale that the format's dtype cannot hold.
     """
-    if name not in TARGETS:
-        raise QtoolError(f"unknown format {name!r}: {suggest(name, TARGETS)}")
-    target, checkpoint = TARGETS[name], Checkpoint(directory)
-    checkpoint_format = native_format(checkpoint.config)
-    formats: dict[str, LinearFormat] = {}
-    for linear in packed_linears(checkpoint):
-        target.require(checkpoint_format, linear, linear_shape(checkpoint, linear))
-        formats[linear] = checkpoint_format.of(linear)  # type: ignore[assignment]
-    shards = _shards(checkpoint)
+    target, checkpoint = targets.get(name), Checkpoint(directory)
+    kv = native_format(checkpoint.config).kv
+    formats = exported_formats(target, native_format(checkpoint.config), checkpoint.config, tensor_parallel)
+    work = _Export(checkpoint, target, {n: found for n, found in formats.items() if found}, Exported(out, name))
+    work.result.notes = _notes(target, work.formats, kv, checkpoint.config)
+    shards = work.shards()
     output = Output(out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=False)
-    for number, names in enumerate(shards, 1):
-        output.put(number, dict(_specs(checkpoint, names, formats, target)),
-                   _tensors(checkpoint, names, formats, target), {})  # fmt: skip
-    config = checkpoint.config | {"quantization_config": target.quantization_config(formats)}
-    output.finish(config, {"exported from": directory.name, "format": name}, checkpoint.side_files())
-    return out
+    try:
+        for number, names in enumerate(shards, 1):
+            output.put(number, dict(work.specs(names)), work.tensors(names), {})
+        quantization = target.quantization_config(formats, kv)
+        for file, content in target.config_files(quantization).items():
+            write_json(output.partial / file, content)
+        config = checkpoint.config | {"quantization_config": quantization}
+        if target.dtype is not None:
+            config |= {"dtype": "float16"}
+            config.pop("torch_dtype", None)
+        provenance = {"exported from": directory.name, "format": name, "notes": work.result.notes,
+                      "relative weight errors": work.result.errors}  # fmt: skip
+        output.finish(config, provenance, checkpoint.side_files())
+    except BaseException:
+        shutil.rmtree(output.partial, ignore_errors=True)
+        raise
+    return work.result
 
 
-def _shards(checkpoint: Checkpoint) -> list[list[str]]:
-    """Modules whose tensors the source keeps together: names of linears and of other tensors."""
-    shards: dict[Path, dict[str, None]] = {}
-    packed = packed_linears(checkpoint)
-    for name, entry in checkpoint.entries.items():
-        owner = next(
-            (linear for linear in packed if name.startswith(linear + ".") and not name.endswith(".bias")), name
+def _notes(target: Target, formats: Mapping[str, LinearFormat], kv: str | None, config: Mapping[str, Any]) -> list[str]:
+    """How the loader's arithmetic will differ from ours beyond the weights."""
+    notes = []
+    for kind in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
+        scheme, ours = kind
+        if ours != (theirs := target.activations(scheme)):
+            notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
+    if kv is not None:
+        scales = torch.ones(1, 1, device="meta")
+        kept = kv == "kv8" and target.kv_tensors(scales, scales)
+        notes.append(
+            "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all values of a block"
+            if kept
+            else f"KV cache: {kv} left out, the format has no place for it; set the cache's precision when serving"
         )
-        shards.setdefault(entry.path, {})[owner] = None
-    return [list(names) for _, names in sorted(shards.items())]
+    dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    if target.dtype is not None and dtype != "float16":
+        notes.append(f"embedding, norms, biases and head: {dtype} here, float16 there, as the kernels want")
+    return notes
 
 
-def _specs(
-    checkpoint: Checkpoint, names: list[str], formats: dict[str, LinearFormat], target: Target
-) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        if name not in formats:
-            entry = checkpoint.entry(name)
-            yield name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            continue
-        n, k = linear_shape(checkpoint, name)
-        scheme = formats[name].scheme_object
-        codes = torch.empty(n, k, dtype=scheme.code_dtype, device="meta")
-        for part, spec in target.tensors(formats[name], codes, formats[name].parameters(n, k)).items():
-            yield f"{name}.{part}", spec
+@dataclass
+class _Export:
+    checkpoint: Checkpoint
+    target: Target
+    formats: Mapping[str, LinearFormat]
+    result: Exported
 
+    def shards(self) -> list[list[str]]:
+        """Modules whose tensors the source keeps together: names of linears and of other tensors."""
+        shards: dict[Path, dict[str, None]] = {}
+        for name, entry in self.checkpoint.entries.items():
+            module, _, part = name.rpartition(".")
+            owner = module if module in self.formats and part != "bias" else name
+            if part in KV_SCALES:
+                owner = f"{module}.{KV_SCALES[0]}"
+            shards.setdefault(entry.path, {})[owner] = None
+        return [list(names) for _, names in sorted(shards.items())]
 
-def _tensors(
-    checkpoint: Checkpoint, names: list[str], formats: dict[str, LinearFormat], target: Target
-) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        if name not in formats:
-            yield name, checkpoint.read(name)
-            continue
-        linear = load_linear(checkpoint, name, formats[name], torch.device("cpu"))
-        for part, tensor in target.tensors(formats[name], *linear.unpack()).items():
+    def specs(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a shard, on ``meta``."""
+        for name in names:
+            if name in self.formats:
+                n, k = linear_shape(self.checkpoint, name)
+                codes = torch.empty(n, k, dtype=self.formats[name].scheme_object.code_dtype, device="meta")
+                yield from self._converted(name, codes, self.formats[name].parameters(n, k))
+            elif name.endswith(KV_SCALES):
+                yield from self._kv(name, "meta")
+            else:
+                entry = self.checkpoint.entry(name)
+                yield name, torch.empty(entry.shape, dtype=self.target.dtype or entry.dtype, device="meta")
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a shard, in the order of :meth:`specs`; notes each linear's error."""
+        for name in names:
+            if name in self.formats:
+                yield from self._linear(name)
+            elif name.endswith(KV_SCALES):
+                yield from self._kv(name, "cpu")
+            else:
+                tensor = self.checkpoint.read(name)
+                yield name, as_dtype(tensor, self.target.dtype, name) if self.target.dtype else tensor
+
+    @torch.no_grad()
+    def _linear(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        linear_format = self.formats[name]
+        codes, params = load_linear(self.checkpoint, name, linear_format, torch.device("cpu")).unpack()
+        try:
+            stored = dict(self._converted(name, codes, params))
+        except CheckFailed as error:
+            raise CheckFailed(f"{name}: {error}") from error
+        parts = {part.removeprefix(name + "."): tensor for part, tensor in stored.items()}
+        ours = linear_format.scheme_object.dequantize(codes, params)
+        theirs = self.target.weight(linear_format, parts, *codes.shape)
+        norm = float(ours.norm().clamp(min=1e-30))
+        self.result.errors[name] = float(theirs.sub_(ours).norm()) / norm
+        yield from stored.items()
+
+    def _converted(self, name: str, codes: Tensor, params: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for part, tensor in self.target.tensors(self.formats[name], codes, params).items():
             yield f"{name}.{part}", tensor
+
+    def _kv(self, name: str, device: str) -> Iterator[tuple[str, Tensor]]:
+        attention = name.rpartition(".")[0]
+        names = [f"{attention}.{scale}" for scale in KV_SCALES]
+        if device == "meta":
+            scales = [torch.empty(self.checkpoint.entry(n).shape, device=device) for n in names]
+        else:
+            scales = [self.checkpoint.read(n) for n in names]
+        for part, tensor in self.target.kv_tensors(*scales).items():
+            yield f"{attention}.{part}", tensor

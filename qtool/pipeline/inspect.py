@@ -1,14 +1,17 @@
 """What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers alone."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from qtool.checkpoint.source import Checkpoint
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import linear_shape, packed_linears
+from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.text_table import render
 
 
@@ -22,6 +25,12 @@ class Row:
     shape: tuple[int, ...]
     weights: int
     nbytes: int
+    eight_bit: Tensor | None = None  # blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
+
+    @property
+    def w4a4_share(self) -> float | None:
+        """Share of the layer's GEMM work in W4A4; None where the scheme has no such blocks."""
+        return None if self.eight_bit is None else w4a4_share([(self.eight_bit, self.shape[0])])
 
     @property
     def bits(self) -> float:
@@ -43,7 +52,8 @@ def inspect(directory: Path) -> list[Row]:
         linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)
         nbytes = sum(checkpoint.entry(part).nbytes for part in parts)
         scheme, layout = (linear_format.scheme, linear_format.layout) if linear_format else ("?", "?")
-        rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes))
+        blocks = checkpoint.read(f"{name}.eight_bit") if f"{name}.eight_bit" in checkpoint else None
+        rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
     for name, entry in checkpoint.entries.items():
         if name not in seen:
             dtype = str(entry.dtype).removeprefix("torch.")
@@ -63,11 +73,20 @@ def as_text(rows: list[Row]) -> str:
     table = [*packed, total("all packed linears", packed), total("everything else", (r for r in rows if not r.layout))]
     cells = [
         (r.name, " x ".join(map(str, r.shape)), r.scheme, r.layout, f"{r.nbytes / 1e6:.3f}", f"{r.bits:.3f}")
+        + (() if (share := r.w4a4_share) is None else (f"{share:.1%}",))
         for r in table
     ]
-    return render(("name", "shape", "scheme", "layout", "MB", "bits a weight"), cells)
+    mixed = [(r.eight_bit, r.shape[0]) for r in packed if r.eight_bit is not None]
+    header = ["name", "shape", "scheme", "layout", "MB", "bits a weight", *(["in W4A4"] if mixed else [])]
+    text = render(header, [(*row, *[""] * (len(header) - len(row))) for row in cells])
+    return text + (f"\n{w4a4_share(mixed):.1%} of the model's GEMM work in W4A4" if mixed else "")
 
 
 def as_dicts(rows: list[Row]) -> list[dict[str, Any]]:
     """The rows as plain data, for ``--json``."""
-    return [asdict(row) | {"bits_per_weight": row.bits} for row in rows]
+    extra = ("eight_bit",)
+    return [
+        {k: v for k, v in vars(row).items() if k not in extra}
+        | {"bits_per_weight": row.bits, "w4a4_share": row.w4a4_share}
+        for row in rows
+    ]

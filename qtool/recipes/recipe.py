@@ -54,7 +54,7 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One complete recipe."""
+    """One complete recipe; ``reason`` says why this one, where something chose it."""
 
     scheme: str
     about: str
@@ -63,6 +63,7 @@ class Recipe:
     rounding: Step
     kv: str | None = None
     variant: str = "custom"
+    reason: str = ""
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
         """Every quantized layer at ``group_size`` (None: the whole channel)."""
@@ -72,6 +73,17 @@ class Recipe:
     def with_layout(self, layout: str) -> "Recipe":
         """Every quantized layer in ``layout``."""
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
+
+    def with_options(self, method: str, **options: Any) -> "Recipe":
+        """``options`` set on the transform ``method``.
+
+        Raises:
+            QtoolError: if the recipe does not have it.
+        """
+        if method not in [step.name for step in self.transforms]:
+            raise QtoolError(f"recipe {self.scheme}/{self.variant} has no {method} to set {', '.join(options)} on")
+        steps = tuple(Step(s.name, {**s.options, **options}) if s.name == method else s for s in self.transforms)
+        return replace(self, transforms=steps)
 
 
 def overview() -> list[tuple[str, str, str]]:

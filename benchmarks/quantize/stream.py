@@ -1,0 +1,99 @@
+"""Round-to-nearest of a large random checkpoint against reading, converting and writing the same bytes.
+
+    python benchmarks/quantize/stream.py DIR [--gigabytes 4] [--scheme w4a8-lqq]
+
+Makes a random Llama checkpoint in DIR (kept for the next run), copies it tensor by tensor (read, to float32 and
+back, write), quantizes it in a fresh process, and prints both times, their ratio and the peak resident memory.
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from qtool.checkpoint.safetensors import write, write_json
+from qtool.checkpoint.source import Checkpoint
+from qtool.models import family_of
+from qtool.pipeline.job import Job
+from qtool.recipes import parse
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+UNTOUCHED = {"scheme": "none", "layers": [{"match": ".*", "scheme": None}]}
+
+
+def make(directory: Path, gigabytes: float) -> None:
+    """A checkpoint of about ``gigabytes``, one shard a block."""
+    family = family_of("llama")
+    one = Job.of(CONFIG | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
+    block = sum(t.nbytes for t in one.block_tensors(0).values())
+    layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / block))
+    job = Job.of(CONFIG | {"num_hidden_layers": layers}, parse(UNTOUCHED, "none"))
+    directory.mkdir(parents=True)
+    weight_map = {}
+    for number, spec in enumerate(job.shards()):
+        name = f"model-{number:05d}.safetensors"
+        write(directory / name, spec, ((k, 0.02 * torch.randn(t.shape, dtype=torch.bfloat16)) for k, t in spec.items()))
+        weight_map |= dict.fromkeys(spec, name)
+    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
+    write_json(directory / "config.json", job.config)
+    assert family is job.family
+
+
+def copy(source: Path, out: Path) -> float:
+    """Seconds to read, convert to float32 and back, and write every tensor."""
+    started = time.perf_counter()
+    checkpoint = Checkpoint(source)
+    out.mkdir()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in checkpoint.entries:
+            yield name, checkpoint.read(name).float().bfloat16()
+
+    specs = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in checkpoint.entries.items()}
+    write(out / "model.safetensors", specs, tensors())
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=4)
+    parser.add_argument("--scheme", default="w4a8-lqq")
+    arguments = parser.parse_args()
+    source = arguments.directory / "source"
+    if not source.exists():
+        make(source, arguments.gigabytes)
+    for name in ("copy", "quantized", "quantized.partial"):
+        shutil.rmtree(arguments.directory / name, ignore_errors=True)
+    copied = copy(source, arguments.directory / "copy")
+    command = [sys.executable, "-m", "qtool", "quantize", str(source), "--scheme", arguments.scheme]
+    started = time.perf_counter()
+    subprocess.run([*command, "--out", str(arguments.directory / "quantized")], check=True, stderr=subprocess.DEVNULL)
+    quantized = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    size = sum(p.stat().st_size for p in source.glob("*.safetensors")) / 1e9
+    found = {"scheme": arguments.scheme, "checkpoint GB": round(size, 2), "copy s": round(copied, 1)}
+    found |= {"quantize s": round(quantized, 1), "ratio": round(quantized / copied, 2), "peak GB": round(peak, 2)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Whether a checkpoint can be written in a format, decided from config.json: also before it is quantized at all."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from qtool.checkpoint import targets
+from qtool.checkpoint.target import Target, file_group_size, fused_shards_agree, size_text
+from qtool.errors import QtoolError
+from qtool.models import Family, Heads, family_of
+from qtool.runtime.format import CheckpointFormat, LinearFormat
+
+
+def exported_formats(
+    target: Target, checkpoint_format: CheckpointFormat, config: Mapping[str, Any], tensor_parallel: int = 1
+) -> dict[str, LinearFormat | None]:
+    """The format of every linear of the blocks of ``config``, by full name; None stays in 16 bit.
+
+    Raises:
+        QtoolError: a linear that ``target`` cannot express, and the nearest that it, or another, can.
+    """
+    family, namespace = family_of(config["model_type"]), SimpleNamespace(**config)
+    shapes = family.block_shapes(namespace)
+    ranks = _ranks(target, family, namespace, tensor_parallel)
+    formats: dict[str, LinearFormat | None] = {}
+    for block in range(int(config["num_hidden_layers"])):
+        for linear in family.linears():
+            name = f"{family.blocks}.{block}.{linear}"
+            formats[name] = found = checkpoint_format.of(name)
+            if found is None:
+                continue
+            _require_scheme(target, name, found)
+            if checkpoint_format.is_permuted(name):
+                raise QtoolError(f"{name}: {target.name} cannot gather a layer's input; quantize without reordering")
+            n, k = shapes[f"{linear}.weight"]
+            rows, columns = ranks[linear]
+            if n % rows or k % columns:
+                raise QtoolError(f"{name}: a weight [{n}, {k}] cannot be split over {tensor_parallel} GPUs")
+            target.require(name if tensor_parallel == 1 else f"{name} on one of {tensor_parallel} GPUs", found,
+                           n // rows, k // columns)  # fmt: skip
+        for group in family.groups:
+            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in group.linears])
+    _require_uniform(target, formats)
+    return formats
+
+
+def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
+    """Refuse a scheme or group size, naming the formats that take it."""
+    if found.group_size in target.expressible.get(found.scheme, ()):
+        return
+    others = targets.that_take(found.scheme, found.group_size)
+    nearest = f"formats that can: {', '.join(others)}" if others else "no serving stack's format can"
+    sizes = target.expressible.get(found.scheme)
+    accepted = f"group size {', '.join(map(size_text, sizes))}" if sizes else f"{', '.join(target.expressible)}"
+    raise QtoolError(
+        f"{name}: {target.name} cannot express {found.scheme} with group size {size_text(found.group_size)}; "
+        f"it takes {accepted}; {nearest}"
+    )
+
+
+def _ranks(target: Target, family: Family, namespace: SimpleNamespace, ranks: int) -> dict[str, tuple[int, int]]:
+    """Into how many parts each linear's N and K are split.
+
+    Raises:
+        QtoolError: the loader cannot split, or the heads do not divide.
+    """
+    if ranks > 1 and not target.tensor_parallel:
+        raise QtoolError(f"{target.name}: its loader runs on one GPU; --tensor-parallel {ranks} is impossible")
+    heads = Heads.of(namespace)
+    if heads.query % ranks:
+        raise QtoolError(f"{heads.query} attention heads cannot be split over {ranks} GPUs")
+    split = {}
+    for group in family.groups:
+        for linear in group.linears:
+            split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
+    for linear in (family.attention.k, family.attention.v):  # fewer kv heads than GPUs are replicated
+        split[linear] = (min(ranks, heads.kv), 1)
+    return split
+
+
+def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
+    """Refuse mixtures where the format has one setting for all linears."""
+    kinds = {(found.scheme, found.group_size) for found in formats.values() if found}
+    if not kinds:
+        raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
+    if target.uniform and len(kinds) > 1:
+        listed = ", ".join(f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str))
+        raise QtoolError(
+            f"{target.name} has one group size for the whole model, the checkpoint mixes {listed}; "
+            "compressed-tensors can mix"
+        )
+    plain = [name for name, found in formats.items() if found is None]
+    if plain and not target.leaves_16_bit:
+        raise QtoolError(f"{plain[0]} is in 16 bit: {target.name} has no ignore list, every linear must be quantized")
