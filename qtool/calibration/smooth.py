@@ -44,7 +44,7 @@ class Smooth(Transform):
     """
 
     groups: Sequence[str] = ("norm", "heads", "product")
-    steps: int = 10
+    steps: int = 5
     tokens: int = 512
     seed: int = 0
 

@@ -8,8 +8,8 @@ QServe section 3.2. On post-RoPE keys K [Hkv, D], for the channels i and j that 
 and the biases with them. One lambda per kv head, which its query heads share. Where norms follow the
 projections (Qwen3) the factor goes into their weights: one lambda for all heads then.
 
-The paper's alpha = 0.5. With several, the one with the least block-output error under 4-bit keys wins;
-0 (no smoothing) is always among them.
+The paper's alpha = 0.5 serves most models; keys with strong outliers want more. Of several, the one with
+the least block-output error under 4-bit keys wins; 0 (no smoothing) is always among them.
 """
 
 from collections.abc import Sequence
@@ -55,11 +55,11 @@ class SmoothAttention(Transform):
     """Fold a smoothing factor between queries and keys.
 
     Args:
-        alphas: exponents to choose from.
+        alphas: exponents to choose from; ``[0.5]`` is the paper's.
         sequences: how many calibration sequences the choice is made on.
     """
 
-    alphas: Sequence[float] = (0.5,)
+    alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)
     sequences: int = 16
 
     name = "smooth-attention"

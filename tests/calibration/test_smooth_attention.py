@@ -22,14 +22,15 @@ def key_outliers(layer):
                 linear.bias[channels + dim * head] *= factor
 
 
-def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks):
+@pytest.mark.parametrize("alphas", ((0.5,), (0.25, 0.5, 0.75, 1.0)))
+def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas):
     key_outliers(llama.model.layers[0])
     block, batches = blocks(llama)[0]
     before = block.run(batches[0])
-    SmoothAttention().apply(block, batches)
+    SmoothAttention(alphas=alphas).apply(block, batches)
     torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-3, atol=1e-3)
     note = block.notes["smooth-attention"]
-    assert note["alpha"] == 0.5 and note["error"] < 0.5 * note["error_unsmoothed"]
+    assert note["alpha"] >= 0.5 and note["error"] < 0.5 * note["error_unsmoothed"]
 
 
 def test_keys_are_seen_after_rope(llama, blocks):
