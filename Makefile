@@ -33,3 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) out
+
+.PHONY: accuracy
+accuracy: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accuracy/schemes.py --write
