@@ -40,9 +40,20 @@ def main() -> None:
         sys.exit(130)
 
 
-def _command(example: str) -> Callable[[Callable[..., None]], click.Command]:
+def _command(example: str, **options: Any) -> Callable[[Callable[..., None]], click.Command]:
     """A subcommand whose help ends with an example."""
-    return cli.command(context_settings=CONTEXT, epilog=f"Example: {example}")
+    return cli.command(context_settings=CONTEXT, epilog=f"Example: {example}", **options)
+
+
+class _ListsFormats(click.Command):
+    """A command whose help lists the export formats; they are looked up only then."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from qtool.checkpoint.targets import TARGETS
+
+        with formatter.section("Formats"):
+            formatter.write_dl([(target.name, target.about) for target in TARGETS.values()])
+        super().format_epilog(ctx, formatter)
 
 
 MODEL = click.argument("model")
@@ -76,6 +87,9 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, c
 @click.option("--seed", default=0, show_default=True, help="Of the choice of calibration windows.")
 @DEVICE
 @click.option("--resume", is_flag=True, help="Continue an unfinished run.")
+@click.option(
+    "--format", "export_format", help="Export the result too, to OUT-FORMAT; `qtool export -h` lists the formats."
+)
 def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: str, **options: Any) -> None:
     """Quantize MODEL: a local directory, a hub id, or `demo`."""
     from qtool.pipeline import commands
@@ -84,6 +98,8 @@ def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: st
     with Progress() as progress:
         done = commands.quantize(model, scheme, out, resume=resume, device=device, progress=progress, **options)
     click.echo(done)
+    if options["export_format"]:
+        click.echo(commands.export_beside(done, options["export_format"]))
 
 
 @_command("qtool plan meta-llama/Llama-2-70b-hf --scheme w4a8-lqq")
@@ -159,15 +175,26 @@ def inspect(directory: Path, as_json: bool) -> None:
     click.echo(json.dumps(as_dicts(rows), indent=2) if as_json else as_text(rows))
 
 
-@_command("qtool export demo-w4a16 --format compressed-tensors --out demo-ct")
+@_command("qtool export demo-w4a16 --format compressed-tensors --out demo-ct", cls=_ListsFormats)
 @DIRECTORY
-@click.option("--format", "target", required=True, help="compressed-tensors")
+@click.option("--format", "target", required=True, help="One of the formats below.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
-def export(directory: Path, target: str, out: Path) -> None:
-    """Write a quantized model in the format of a serving stack."""
+@click.option("--tensor-parallel", default=1, show_default=True, help="Refuse what cannot be split over N GPUs.")
+def export(directory: Path, target: str, out: Path, tensor_parallel: int) -> None:
+    """Write a quantized model in the format of a serving stack; says what changed, if anything."""
     from qtool.pipeline.export import export as exported
 
-    click.echo(exported(directory, target, out))
+    click.echo(exported(directory, target, out, tensor_parallel=tensor_parallel))
+
+
+@_command("qtool import TheBloke/Llama-2-7B-GPTQ --out llama-w4a16", name="import")
+@MODEL
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
+def import_model(model: str, out: Path) -> None:
+    """Repack a symmetric GPTQ, AWQ or compressed-tensors W4A16 model as a native one, code for code."""
+    from qtool.pipeline import commands
+
+    click.echo(commands.repack(model, out))
 
 
 @_command("qtool schemes")

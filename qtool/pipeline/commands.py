@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtool import recipes
 from qtool.checkpoint.source import DEMO, Checkpoint, read_config, resolve
@@ -13,6 +13,9 @@ from qtool.pipeline.plan import Plan
 from qtool.pipeline.plan import plan as make_plan
 from qtool.recipes import Recipe
 from qtool.schemes import hardware
+
+if TYPE_CHECKING:
+    from qtool.pipeline.export import Exported
 
 KV = ("kv8", "kv4", "kv4-channel")
 
@@ -91,9 +94,14 @@ def quantize(
     device: str,
     resume: bool,
     progress: Any,
+    export_format: str | None = None,
     **wishes: Any,
 ) -> Path:
-    """Quantize MODEL; returns the output directory."""
+    """Quantize MODEL; returns the output directory.
+
+    With ``export_format`` what that format cannot express is refused before any work; the export itself is
+    :func:`export_beside`.
+    """
     from qtool.pipeline.quantize import quantize as run
 
     chosen = Wishes(**wishes).of(scheme, calibrated=calib is not None)
@@ -101,9 +109,28 @@ def quantize(
     source = Checkpoint(directory)
     out = out or _default_out(model, directory, scheme)
     job = Job.of(source.config, chosen)
+    if export_format is not None:
+        from qtool.checkpoint import targets
+        from qtool.pipeline.exportable import exported_formats
+
+        exported_formats(targets.get(export_format), job.format, source.config)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
     calibration = _calibration(source, text, data_dir, samples, seqlen, seed) if job.needs_data else None
     return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress)
+
+
+def export_beside(native: Path, export_format: str) -> "Exported":
+    """Export the checkpoint ``native`` to ``NATIVE-FORMAT`` beside it; the native one stays, for eval and verify."""
+    from qtool.pipeline.export import export
+
+    return export(native, export_format, native.with_name(f"{native.name}-{export_format}"))
+
+
+def repack(model: str, out: Path) -> Path:
+    """Import the quantized MODEL (a directory or a hub id); returns the output directory."""
+    from qtool.pipeline.repack import repack as run
+
+    return run(Checkpoint(resolve(model)), out)
 
 
 def _default_out(model: str, directory: Path, scheme: str) -> Path:

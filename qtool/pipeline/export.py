@@ -1,12 +1,15 @@
 """Write a native checkpoint in another loader's format, shard by shard; nothing is quantized anew in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear is converted
-and read back as its loader would: the relative distance of the two weights is recorded, 0 where they are equal.
+and read back as its loader would: the relative distance of the two weights is recorded, 0 where they are equal. A
+killed export continues where it was when it is run again.
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from qtool.checkpoint import targets
 from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import Target, as_dtype, native_activations
-from qtool.errors import CheckFailed
+from qtool.errors import CheckFailed, QtoolError
 from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
 from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.format import LinearFormat
 
+#: what the record of a shard calls the distances
+ERRORS = "relative weight errors"
 KV_SCALES = ("k_scale", "v_scale")
 
 
@@ -38,8 +43,8 @@ class Exported:
 
     directory: Path
     format: str
-    errors: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    errors: dict[str, float]
+    notes: list[str]
 
     def __str__(self) -> str:
         exact = [name for name, error in self.errors.items() if error == 0]
@@ -63,27 +68,35 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
     target, checkpoint = targets.get(name), Checkpoint(directory)
     kv = native_format(checkpoint.config).kv
     formats = exported_formats(target, native_format(checkpoint.config), checkpoint.config, tensor_parallel)
-    work = _Export(checkpoint, target, {n: found for n, found in formats.items() if found}, Exported(out, name))
-    work.result.notes = _notes(target, work.formats, kv, checkpoint.config)
+    work = _Export(checkpoint, target, formats)
+    notes = _notes(target, work.formats, kv, checkpoint.config)
     shards = work.shards()
-    output = Output(out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=False)
-    try:
-        for number, names in enumerate(shards, 1):
-            output.put(number, dict(work.specs(names)), work.tensors(names), {})
-        quantization = target.quantization_config(formats, kv)
-        for file, content in target.config_files(quantization).items():
-            write_json(output.partial / file, content)
-        config = checkpoint.config | {"quantization_config": quantization}
-        if target.dtype is not None:
-            config |= {"dtype": "float16"}
-            config.pop("torch_dtype", None)
-        provenance = {"exported from": directory.name, "format": name, "notes": work.result.notes,
-                      "relative weight errors": work.result.errors}  # fmt: skip
-        output.finish(config, provenance, checkpoint.side_files())
-    except BaseException:
-        shutil.rmtree(output.partial, ignore_errors=True)
-        raise
-    return work.result
+    output = Output(out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=True)
+    if not output.finished:
+        try:
+            _write(output, work, shards, kv, {"exported from": directory.name, "format": name, "notes": notes})
+        except QtoolError:
+            shutil.rmtree(output.partial)  # refused for its content: nothing to continue
+            raise
+    done = json.loads((out / "qtool.json").read_text())
+    errors = {linear: error for shard in done["blocks"] for linear, error in shard[ERRORS].items()}
+    return Exported(out, name, errors, notes)
+
+
+def _write(output: Output, work: "_Export", shards: list[list[str]], kv: str | None, facts: dict[str, Any]) -> None:
+    target, config = work.target, work.checkpoint.config
+    for number, names in enumerate(shards, 1):
+        if number not in output.records:
+            work.errors = {}
+            output.put(number, dict(work.specs(names)), work.tensors(names), {ERRORS: work.errors})
+    quantization = target.quantization_config(work.every, kv)
+    for file, content in target.config_files(quantization).items():
+        write_json(output.partial / file, content)
+    config = config | {"quantization_config": quantization}
+    if target.dtype is not None:
+        config |= {"dtype": "float16"}
+        config.pop("torch_dtype", None)
+    output.finish(config, facts, work.checkpoint.side_files())
 
 
 def _notes(target: Target, formats: Mapping[str, LinearFormat], kv: str | None, config: Mapping[str, Any]) -> list[str]:
@@ -109,10 +122,16 @@ def _notes(target: Target, formats: Mapping[str, LinearFormat], kv: str | None, 
 
 @dataclass
 class _Export:
+    """The conversion of one shard after the other; ``errors`` are those of the current one."""
+
     checkpoint: Checkpoint
     target: Target
-    formats: Mapping[str, LinearFormat]
-    result: Exported
+    every: Mapping[str, LinearFormat | None]
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def formats(self) -> dict[str, LinearFormat]:
+        return {name: found for name, found in self.every.items() if found is not None}
 
     def shards(self) -> list[list[str]]:
         """Modules whose tensors the source keeps together: names of linears and of other tensors."""
@@ -161,7 +180,7 @@ class _Export:
         ours = linear_format.scheme_object.dequantize(codes, params)
         theirs = self.target.weight(linear_format, parts, *codes.shape)
         norm = float(ours.norm().clamp(min=1e-30))
-        self.result.errors[name] = float(theirs.sub_(ours).norm()) / norm
+        self.errors[name] = float(theirs.sub_(ours).norm()) / norm
         yield from stored.items()
 
     def _converted(self, name: str, codes: Tensor, params: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -14,9 +14,10 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Rounding, Transform, check_order
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
-from qtool.models.family import dimensions
+from qtool.models.family import Heads, dimensions
 from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+from qtool.runtime.packed_kv import kv_tensors
 
 Method = TypeVar("Method", Transform, Rounding)
 ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
@@ -54,7 +55,10 @@ class Job:
         """
         if "quantization_config" in config:
             method = config["quantization_config"].get("quant_method")
-            raise QtoolError(f"the model is quantized already (quant_method {method!r}); pass the original checkpoint")
+            raise QtoolError(
+                f"the model is quantized already (quant_method {method!r}); pass the original checkpoint, or, if it is "
+                "symmetric 4-bit GPTQ, AWQ or compressed-tensors, repack it with `qtool import`"
+            )
         family = family_of(config["model_type"])
         dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
@@ -72,12 +76,13 @@ class Job:
     @property
     def needs_data(self) -> bool:
         """Whether calibration text is needed."""
-        return self.rounding.needs_data or any(t.needs_data for t in self.transforms)
+        scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
+        return self.rounding.needs_data or bool(scales) or any(t.needs_data for t in self.transforms)
 
     @property
     def is_plain(self) -> bool:
         """Rounding each weight by itself: no transform, no data, so weights can be streamed one by one."""
-        return not self.transforms and not self.rounding.needs_data
+        return not self.transforms and not self.needs_data
 
     @property
     def blocks(self) -> int:
@@ -141,6 +146,7 @@ class Job:
                 tensors |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
                 del shapes[f"{name}.weight"]
         tensors |= {name: self._meta(shape) for name, shape in shapes.items()}
+        tensors |= kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
 
     def _meta(self, shape: tuple[int, ...]) -> Tensor:

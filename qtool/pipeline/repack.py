@@ -1,0 +1,175 @@
+"""Import: a GPTQ, AWQ or compressed-tensors W4A16 checkpoint becomes a native one, code for code.
+
+Nothing is quantized: codes and scales are moved into our layout. That needs our grid, ``(c - 8) * s`` in groups of
+consecutive inputs; anything else is refused, before any work, with the reason. The result is a native w4a16
+checkpoint: it verifies, runs, and can be exported to every format that takes w4a16.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import qtool
+from qtool.checkpoint.foreign import Foreign, describe, is_quantized, require_consecutive
+from qtool.checkpoint.source import Checkpoint
+from qtool.checkpoint.target import ANY, size_text
+from qtool.errors import CheckFailed, QtoolError
+from qtool.models import family_of
+from qtool.pipeline.output import Output
+from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+
+SCHEME, LAYOUT = "w4a16", "row-major"
+
+
+def repack(source: Checkpoint, out: Path) -> Path:
+    """Repack ``source`` into the native directory ``out``.
+
+    Raises:
+        QtoolError: not a format that can be read, or not our grid (before any work).
+        CheckFailed: a scale that is not finite and positive.
+    """
+    foreign = describe(source.config)
+    linears = _linears(source, foreign)
+    work = _Import(source, foreign, linears, {name: _format(source, foreign, name, s) for name, s in linears.items()})
+    checkpoint_format = CheckpointFormat(SCHEME, _rules(source, work.formats))
+    shards = work.shards()
+    output = Output(out, {"source model": source.fingerprint(), "import": foreign.name}, len(shards), resume=False)
+    try:
+        for number, names in enumerate(shards, 1):
+            output.put(number, dict(work.specs(names)), work.tensors(names), {})
+        config = source.config | {"quantization_config": checkpoint_format.to_dict()}
+        provenance = {
+            "format_version": checkpoint_format.version,
+            "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
+            "scheme": SCHEME,
+            "imported from": {"format": foreign.name, "config": source.config["quantization_config"]},
+            "versions": {"qtool": qtool.__version__},
+        }
+        output.finish(config, provenance, source.side_files())
+    except BaseException:
+        shutil.rmtree(output.partial, ignore_errors=True)
+        raise
+    return out
+
+
+def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]:
+    """Every quantized linear and its ``(N, K)``; all of them, and all else the model needs, are there."""
+    family, namespace = family_of(source.config["model_type"]), SimpleNamespace(**source.config)
+    quantized = {name for tensor in source.entries if (name := is_quantized(foreign, tensor))}
+    shapes, linears = family.block_shapes(namespace), {}
+    for block in range(int(source.config["num_hidden_layers"])):
+        for part, shape in shapes.items():
+            full = f"{family.blocks}.{block}.{part}"
+            name = full.removesuffix(".weight")
+            if name in quantized and part.removesuffix(".weight") in family.linears():
+                linears[name] = (shape[0], shape[1])
+            else:
+                source.entry(full)  # refuses what is missing
+    if strange := sorted(quantized - linears.keys()):
+        raise QtoolError(
+            f"{strange[0]} is quantized, but is not a linear of a {family.name} block; qtool keeps it plain"
+        )
+    if not linears:
+        raise QtoolError(f"{source.directory}: says it is {foreign.name}, but holds no {foreign.weight}")
+    return linears
+
+
+def _format(source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, int]) -> LinearFormat:
+    """The native format of a linear, from its scales, zero points and group index.
+
+    Raises:
+        QtoolError: a grid that is not ours.
+    """
+    n, k = shape
+    scales = source.entry(f"{name}.{foreign.scales}")
+    rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
+    groups, outputs = (rows, columns) if foreign.transposed else (columns, rows)
+    if outputs != n or not groups or k % groups:
+        raise QtoolError(f"{name}.{foreign.scales}: shape {list(scales.shape)} is not that of a weight [{n}, {k}]")
+    size = None if groups == 1 else k // groups
+    if size not in ANY:
+        raise QtoolError(f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))}")
+    if (index := next((i for i in ("g_idx", "weight_g_idx") if f"{name}.{i}" in source), None)) is not None:
+        require_consecutive(name, source.read(f"{name}.{index}"), groups)
+    if f"{name}.{foreign.zeros}" in source:
+        zero = foreign.read_zeros(source.read(f"{name}.{foreign.zeros}"), n, groups)
+        if bad := int((zero != 8).sum()):
+            raise QtoolError(
+                f"{name}: {bad} of {zero.numel()} zero points are not 8; {SCHEME} is symmetric, and no scheme of "
+                "qtool has zero points under 16-bit activations: quantize the original model"
+            )
+    made = LinearFormat(SCHEME, size, LAYOUT, str(scales.dtype).removeprefix("torch."))
+    made.require(name, n, k)
+    return made
+
+
+def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
+    """One rule if all linears are alike; else the plain ones and each format by name."""
+    family = family_of(source.config["model_type"])
+    every = [
+        f"{family.blocks}.{b}.{x}" for b in range(int(source.config["num_hidden_layers"])) for x in family.linears()
+    ]
+    kinds: dict[LinearFormat | None, list[str]] = {}
+    for name in every:
+        kinds.setdefault(formats.get(name), []).append(name)
+    most = max(kinds, key=lambda kind: len(kinds[kind]))
+    named = [Rule(f"^({'|'.join(map(re.escape, names))})$", kind) for kind, names in kinds.items() if kind != most]
+    return (*named, Rule(".*", most))
+
+
+@dataclass
+class _Import:
+    source: Checkpoint
+    foreign: Foreign
+    linears: Mapping[str, tuple[int, int]]
+    formats: Mapping[str, LinearFormat]
+
+    def shards(self) -> list[list[str]]:
+        """Names of linears and of other tensors, by the source's files."""
+        shards: dict[Path, dict[str, None]] = {}
+        placed: set[str] = set()
+        parts = {part.rstrip("?") for part in self.foreign.parts}
+        for name, entry in self.source.entries.items():
+            module, _, part = name.rpartition(".")
+            owner = module if module in self.formats and part in parts else name
+            if owner not in placed:
+                placed.add(owner)
+                shards.setdefault(entry.path, {})[owner] = None
+        return [list(names) for _, names in sorted(shards.items())]
+
+    def specs(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a shard, on ``meta``."""
+        for name in names:
+            if name in self.formats:
+                for part, tensor in self.formats[name].tensors(*self.linears[name]).items():
+                    yield f"{name}.{part}", tensor
+            else:
+                entry = self.source.entry(name)
+                yield name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a shard, in the order of :meth:`specs`."""
+        for name in names:
+            if name not in self.formats:
+                yield name, self.source.read(name)
+                continue
+            (n, k), linear_format = self.linears[name], self.formats[name]
+            stored = {}
+            for part in self.foreign.parts:
+                full = f"{name}.{part.rstrip('?')}"
+                if not part.endswith("?") or full in self.source:
+                    stored[part.rstrip("?")] = self.source.read(full)
+            affine = self.foreign.read(stored, n, k)
+            params = {"scale": affine.scale.contiguous()}
+            try:
+                linear_format.scheme_object.check(affine.codes, params)
+            except CheckFailed as error:
+                raise CheckFailed(f"{name}: {error}") from error
+            for part, tensor in linear_format.pack(affine.codes, params).items():
+                yield f"{name}.{part}", tensor
