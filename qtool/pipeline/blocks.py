@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block, Rounded, SimulatedLinear, first_inputs
+from qtool.calibration.kv import kv_scales, quantized_kv
 from qtool.calibration.rtn import round_to_nearest
 from qtool.checkpoint.safetensors import read, read_header
 from qtool.checkpoint.source import Checkpoint
@@ -79,7 +80,9 @@ class BuiltBlocks:
         for transform in job.transforms:
             transform.apply(block, self.batches)
         rest = {prefix + n: p.detach().to(job.dtype) for n, p in module.named_parameters() if prefix + n in spec}
-        rounded = job.rounding.round(block, self.batches)
+        scales = kv_scales(block, job.format.kv, self.batches)
+        with quantized_kv(block, job.format.kv, scales):
+            rounded = job.rounding.round(block, self.batches)
         for name, linear_format in formats.items():
             linear_format.scheme_object.check(rounded[name].codes, rounded[name].params)
             for part, tensor in linear_format.pack(rounded[name].codes, rounded[name].params).items():
@@ -88,6 +91,7 @@ class BuiltBlocks:
                 order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
                 yield f"{prefix}{name}.permutation", order.to(torch.int32)
         yield from ((full, rest[full]) for full in spec if full in rest)
+        yield from ((prefix + name, scale) for name, scale in scales.items())
         _empty(module)
 
     def written(self, index: int, path: Path) -> None:
@@ -107,7 +111,8 @@ class BuiltBlocks:
                 if "permutation" in parts:
                     block.permutations[name] = on_device["permutation"].long()
                 block.install(name, Rounded(*linear_format.unpack(on_device, n, k)))
-        block.propagate(self.batches)
+        with quantized_kv(block, job.format.kv, stored):
+            block.propagate(self.batches)
         _empty(module)
 
     def _module(self, index: int, weights: Mapping[str, Tensor]) -> torch.nn.Module:

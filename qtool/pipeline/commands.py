@@ -13,11 +13,10 @@ from qtool.pipeline.plan import Plan
 from qtool.pipeline.plan import plan as make_plan
 from qtool.recipes import Recipe
 from qtool.schemes import hardware
+from qtool.schemes.kv import KV_QUANTIZERS
 
 if TYPE_CHECKING:
     from qtool.pipeline.export import Exported
-
-KV = ("kv8", "kv4", "kv4-channel")
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Wishes:
         if self.max_8bit_blocks is not None:
             chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
         if self.kv is not None:
-            if self.kv not in KV:
-                raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV)}")
+            if self.kv not in KV_QUANTIZERS:
+                raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV_QUANTIZERS)}")
             chosen = replace(chosen, kv=self.kv)
         return chosen
 
@@ -164,14 +163,26 @@ def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: 
 
 
 def evaluate(
-    tasks: list[str], model: str, compare: str | None, *, device: str, **options: Any
+    tasks: list[str], model: str, compare: str | None, *, device: str, save: bool = False, **options: Any
 ) -> tuple[Results, Results | None]:
-    """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given."""
-    from qtool.eval.evaluate import evaluate as evaluated
+    """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given.
+
+    Args:
+        save: keep both in MODEL's eval.json and use again what is there.
+    """
+    from qtool.eval import saved
+    from qtool.eval.evaluate import ask
     from qtool.runtime.load import load, load_tokenizer
+
+    store = resolve(model)
 
     def run(name: str) -> Results:
         directory = resolve(name)
-        return evaluated(tasks, load(directory, device=device), load_tokenizer(directory), **options)
+        asked = ask(tasks, load_tokenizer(directory), **options)
+        if save:
+            made = saved.environment(device)
+            return saved.answers(asked, saved.identity(directory), lambda: load(directory, device=device), store, made)
+        loaded = load(directory, device=device)
+        return Results([result for one in asked for result in one.answer(loaded)])
 
     return run(model), run(compare) if compare else None

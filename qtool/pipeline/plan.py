@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from qtool.models.family import Heads
 from qtool.pipeline.job import Job
+from qtool.runtime.packed_kv import kv_tensors
 from qtool.text_table import render
 
 #: resident memory of the process with torch and transformers loaded
@@ -67,7 +69,9 @@ def _block_bytes(job: Job, block: int) -> int:
     linears = [_linear(job, block, name) for name in job.linears(block)]
     every = sum(prod(shape) for shape in job.family.block_shapes(job.namespace).values())
     rest = every - sum(prod(linear.shape) for linear in linears)
-    return sum(linear.nbytes for linear in linears) + rest * job.dtype.itemsize
+    scales = kv_tensors(job.format.kv, job.family, Heads.of(job.namespace))
+    kv_bytes = sum(t.numel() * t.dtype.itemsize for t in scales.values())
+    return sum(linear.nbytes for linear in linears) + rest * job.dtype.itemsize + kv_bytes
 
 
 def _linear(job: Job, block: int, name: str) -> PlannedLinear:
