@@ -129,10 +129,15 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
 @click.option("--limit", type=int, help="At most this many windows or items a task.")
 @click.option("--batch-size", default=8, show_default=True)
+@click.option("--save", is_flag=True, help="Keep each finished task in MODEL's eval.json; use again what is there.")
 @DEVICE
 @JSON
 def eval(tasks: tuple[str, ...], model: str, compare: str | None, as_json: bool, **options: Any) -> None:
-    """Perplexity on wikitext2, c4, demo or a text file; zero-shot accuracy on any lm-eval task."""
+    """Perplexity on wikitext2, c4, demo or a text file; zero-shot accuracy on any lm-eval task.
+
+    With --save an interrupted evaluation goes on where it was, and `qtool report` shows what is kept. The baseline's
+    results are kept in MODEL's file too.
+    """
     from qtool.eval.compare import as_json as results_json
     from qtool.eval.compare import table
     from qtool.pipeline import commands

@@ -4,7 +4,9 @@ A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.e
 whose data comes from the hub or its cache. lm-eval's log below errors is dropped, its bars need a terminal.
 """
 
+import hashlib
 import io
+import json
 import logging
 import os
 import sys
@@ -48,6 +50,17 @@ def load(name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | N
         return _from_lm_eval(name, data_dir), "lm-eval"
 
 
+def fingerprint(tasks: list[Any]) -> str:
+    """sha256 of the names, versions and documents of the tasks of :func:`load`."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
+            digest.update(f"{leaf.task_name} {leaf.VERSION}".encode())
+            for document in leaf.eval_docs:
+                digest.update(json.dumps(document, default=str).encode())
+    return digest.hexdigest()
+
+
 def zero_shot(
     tasks: list[Any],
     model: PreTrainedModel,
@@ -60,7 +73,7 @@ def zero_shot(
     """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given."""
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
-    with _quiet(), hub.offline():
+    with _quiet(), hub.offline():  # its bars reach a terminal, nothing reaches a log
         found = simple_evaluate(
             model=_LanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
             tasks=tasks,

@@ -1,0 +1,92 @@
+"""eval.json: no finished task is run twice, an interruption loses one task, unlike things are not mixed."""
+
+import json
+import shutil
+
+import pytest
+
+from qtool.errors import QtoolError
+from qtool.eval import saved
+from qtool.eval.evaluate import Asked, ask, evaluate
+from qtool.eval.results import Metric, TaskResult
+
+TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
+ROW = {"query": "a", "choices": ["b", "c"], "gold": 0}
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "c4.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.fixture
+def store(tmp_path):
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def refuse():
+    raise AssertionError("the model was loaded")
+
+
+def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, data_dir, store):
+    asked = ask(["c4", "mine"], tokenizer, data_dir=data_dir, seqlen=20)
+    first = saved.answers(asked, "m", lambda: model, store, CPU)
+    assert first == evaluate(["c4", "mine"], model, tokenizer, data_dir=data_dir, seqlen=20)
+    assert saved.answers(asked, "m", refuse, store, CPU) == first
+    assert saved.answers(ask(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)["mine"] == first["mine"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"seqlen": 16}, {"limit": 2}, {"text": TEXT.upper()}, {"model": "n"}, {"on": "cuda"}]
+)
+def test_another_question_is_asked_anew(model, tokenizer, data_dir, store, options):
+    saved.answers(ask(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU)
+    (data_dir / "c4.txt").write_text(options.pop("text", TEXT))
+    name, device = options.pop("model", "m"), {"device": options.pop("on", "cpu")}
+    asked = ask(["c4"], tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        saved.answers(asked, name, refuse, store, device)
+    saved.answers(asked, name, lambda: model, store, device)
+    assert len(saved.read(store)) == 2
+
+
+def test_other_questions_of_a_task_of_the_same_name(tokenizer, data_dir):
+    [before] = ask(["mine"], tokenizer, data_dir=data_dir)
+    (data_dir / "tasks" / "mine.jsonl").write_text(json.dumps(ROW | {"gold": 1}) + "\n")
+    [after] = ask(["mine"], tokenizer, data_dir=data_dir)
+    assert before.facts["sha256"] != after.facts["sha256"]
+    assert {**before.facts, "sha256": ""} == {**after.facts, "sha256": ""}
+
+
+def test_an_interruption_keeps_what_is_finished(store):
+    def result(_):
+        return [TaskResult("one", "zero_shot", "f", 9, {"acc": Metric(0.5, 0.1, True)})]
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    asked = [Asked("one", {"task": "one"}, result), Asked("two", {"task": "two"}, interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        saved.answers(asked, "m", lambda: object(), store, CPU)
+    assert saved.answers(asked[:1], "m", refuse, store, CPU)["one"].samples == 9
+
+
+def test_a_damaged_file_is_named(store):
+    (store / saved.FILE).write_text('{"answers": [{}]}')
+    with pytest.raises(QtoolError, match=r"eval.json is damaged .*: remove it"):
+        saved.read(store)
+
+
+def test_identity_survives_a_copy_and_tells_other_bytes(store):
+    (store / "config.json").write_text("{}")
+    (store / "qtool.json").write_text(json.dumps({"shards": {"a": "1"}}))
+    copy = store.with_name("copy")
+    shutil.copytree(store, copy)
+    assert saved.identity(copy) == saved.identity(store)
+    (copy / "qtool.json").write_text(json.dumps({"shards": {"a": "2"}}))
+    assert saved.identity(copy) != saved.identity(store)
