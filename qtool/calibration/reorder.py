@@ -13,17 +13,19 @@ stored with the linears, and their input is gathered at run time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
+from qtool.calibration.block_precision import allocate
 from qtool.calibration.folding import per_kv_head
 from qtool.calibration.method import Transform
-from qtool.calibration.statistics import collect
+from qtool.calibration.statistics import collect, subset
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family, Fold, LinearGroup
+from qtool.schemes.fmpq import Fmpq
 from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, plan_blocks
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
@@ -77,39 +79,58 @@ class GatherOutliers(Transform):
     Args:
         ratio: a channel is an outlier above ``ratio`` times the median channel.
         max_8bit_blocks: at most so many blocks of a linear get 8 bits.
-        min_w4a4_share: at least this share of the blocks stays in 4 bits.
+        min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
+        w4a4_share: instead of all that, 8 bits go where they save most output error, until this
+            share of each decoder block's work is left in W4A4 (:mod:`qtool.calibration.block_precision`).
+        tokens, sequences, seed: of the sample of inputs and the sequences that error is measured on.
     """
 
     ratio: float = OUTLIER_RATIO
     max_8bit_blocks: int | None = None
     min_w4a4_share: float = 0.0
+    w4a4_share: float | None = None
+    tokens: int = 512
+    sequences: int = 8
+    seed: int = 0
 
     name = "gather-outliers"
     needs_data = True
     after: ClassVar[dict[str, str]] = LATER | {"reorder": "sorting again would scatter the gathered outliers"}
+
+    def __post_init__(self) -> None:
+        if self.w4a4_share is not None and not 0 <= self.w4a4_share <= 1:
+            raise QtoolError(f"gather-outliers: w4a4_share {self.w4a4_share}; expected 0 to 1")
 
     def permutes(self, family: Family) -> tuple[str, ...]:
         return tuple(name for group in family.groups if group.fold is not Fold.PRODUCT for name in group.linears)
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        inputs = collect(block, batches, [group.linears[0] for group in block.family.groups], tokens=0)
+        firsts = [group.linears[0] for group in block.family.groups]
+        inputs = collect(block, batches, firsts, self.tokens, self.seed)
+        maps: dict[tuple[str, ...], Tensor] = {}
+        samples: dict[tuple[str, ...], Tensor] = {}
         for group in block.family.groups:
-            mixed = {name: s for name in group.linears if hasattr(s := block.schemes.get(name), "with_blocks")}
+            mixed = tuple(name for name in group.linears if isinstance(block.schemes.get(name), Fmpq))
             if not mixed or (seen := inputs.get(group.linears[0])) is None:
                 continue
             plan = plan_blocks(
                 seen.amax,
-                ratio=self.ratio,
+                ratio=self.ratio if self.w4a4_share is None else 0.0,
                 max_8bit_blocks=self.max_8bit_blocks,
                 min_w4a4_share=self.min_w4a4_share,
             )
             permute(block, group, plan.permutation, inside_heads=False)
-            for name, scheme in mixed.items():
-                scheme_: Any = scheme
-                block.schemes[name] = scheme_.with_blocks(plan.eight_bit)
-            note = {"eight_bit_blocks": int(plan.eight_bit.sum()), "blocks": len(plan.eight_bit)}
-            block.notes.setdefault("gather-outliers", {})[group.linears[0]] = note
+            maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, plan.permutation]
+        if self.w4a4_share is not None:
+            maps = allocate(block, subset(batches, self.sequences), samples, self.w4a4_share)
+        for linears, eight_bit in maps.items():
+            note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
+            block.notes.setdefault(self.name, {})[linears[0]] = note
+            for name in linears:
+                scheme = block.schemes[name]
+                assert isinstance(scheme, Fmpq)
+                block.schemes[name] = scheme.with_blocks(eight_bit)
 
 
 def order_in_heads(block: Block, amax: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from qtool.calibration.block import Rounded
+from qtool.calibration.block_precision import rounded_inputs
 from qtool.calibration.method import check_order
 from qtool.calibration.reorder import GatherOutliers, Reorder
 from qtool.calibration.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import get
+from qtool.schemes.fmpq_blocks import w4a4_share
 
 ALL = ("norm", "heads", "product")
 
@@ -112,6 +114,26 @@ def test_no_eight_bit_block_allowed(wide, blocks):
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     GatherOutliers(max_8bit_blocks=0).apply(block, batches)
     assert all(scheme.eight_bit.sum() == 0 for scheme in block.schemes.values())
+
+
+def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
+    scatter_outliers(wide)
+
+    def outcome(**options):
+        block, batches = blocks(copy.deepcopy(wide), get("w4ax-fmpq"))[0]
+        exact = block.run(batches[0])
+        GatherOutliers(**options).apply(block, batches)
+        work = [(block.schemes[name].eight_bit, block.weight(name).shape[0]) for name in block.schemes]
+        with rounded_inputs(block, list(block.schemes)):
+            return w4a4_share(work), float((block.run(batches[0]) - exact).square().sum())
+
+    some, error = outcome(w4a4_share=0.6)
+    none, least = outcome(w4a4_share=0.0)
+    every, most = outcome(w4a4_share=1.0)
+    assert (none, every) == (0, 1) and 0.6 <= some < 0.8
+    assert least < error < 0.7 * most
+    with pytest.raises(QtoolError, match="expected 0 to 1"):
+        GatherOutliers(w4a4_share=84)
 
 
 def test_schemes_without_a_block_map_are_left_alone(wide, blocks):
