@@ -89,11 +89,11 @@ def test_damping_is_raised_until_cholesky_succeeds() -> None:
 
 
 def test_damping_is_a_share_of_the_mean_diagonal_however_often_it_was_raised() -> None:
-    _, hessian = problem(tokens=3)
-    mean = float(hessian.h.diagonal().mean())
-    factor = Factor(hessian.h.clone(), 1e-12)
-    expected = hessian.h + torch.eye(128) * mean * factor.damping
-    torch.testing.assert_close(factor.h, expected)
+    exact = torch.eye(128).double()
+    exact[0, 0] = -0.01  # too much for a damping of 0.001 and of 0.01
+    factor = Factor(exact.clone(), 0.001)
+    assert factor.damping == pytest.approx(0.1)
+    torch.testing.assert_close(factor.h - exact, torch.eye(128).double() * 0.1 * exact.diagonal().mean())
 
 
 def test_channels_and_linears_that_saw_nothing_are_rounded_to_nearest() -> None:
