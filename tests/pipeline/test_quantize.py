@@ -94,7 +94,8 @@ def test_plan_predicts_the_bytes(scheme: str, variant: str, make_model: MakeMode
     planned = plan(Job.of(config, recipes.load(scheme)))
     out = Checkpoint(run(source, scheme, tmp_path / "out"))
     assert planned.output_bytes == sum(entry.nbytes for entry in out.entries.values())
-    assert planned.output_bytes == sum(t.nbytes for shard in Job.of(config, recipes.load(scheme)).shards() for t in shard.values())  # fmt: skip
+    declared = Job.of(config, recipes.load(scheme)).shards()
+    assert planned.output_bytes == sum(t.nbytes for shard in declared for t in shard.values())
 
 
 def test_transformers_loads_it_after_import_qtool_alone(make_model: MakeModel, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""QuantLinear: its packed bytes, its permutation and bias, for every scheme and layout that fit."""
+
+import pytest
+import torch
+
+from qtool import layouts, schemes
+from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+from qtool.runtime.linear import QuantLinear
+
+FITTING = [
+    (scheme, layout)
+    for scheme, kind in schemes.SCHEMES.items()
+    for layout, where in layouts.LAYOUTS.items()
+    if kind.code_bits == where.bits and ("24" in layout) <= ("24" in scheme)
+]
+
+
+def quantized(scheme: str, layout: str, weight: torch.Tensor, *, permuted: bool = False) -> QuantLinear:
+    n, k = weight.shape
+    linear_format = LinearFormat(scheme, schemes.SCHEMES[scheme].default_group_size, layout)
+    linear = QuantLinear(k, n, linear_format, bias=True, permuted=permuted, dtype=torch.float32)
+    kind = linear_format.scheme_object
+    params = kind.fit(weight)
+    for name, tensor in linear_format.pack(kind.quantize(weight, params), params).items():
+        getattr(linear, name).copy_(tensor)
+    linear.bias.copy_(torch.randn(n))  # type: ignore[union-attr]
+    return linear
+
+
+@pytest.mark.parametrize(("scheme", "layout"), FITTING)
+def test_packed_linear_is_the_scheme(scheme: str, layout: str) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(128, 256), torch.randn(2, 3, 256)
+    linear = quantized(scheme, layout, weight)
+    codes, params = linear.unpack()
+    expected = linear.format.scheme_object.matmul(x.flatten(0, 1), codes, params) + linear.bias
+    assert torch.equal(linear(x), expected.view(2, 3, 128))
+    declared = {name: (t.shape, t.dtype) for name, t in linear.format.tensors(128, 256).items()}
+    assert {name: (t.shape, t.dtype) for name, t in linear.stored().items()} == declared
+    assert linear.format.nbytes(128, 256) == sum(t.nbytes for t in linear.stored().values())
+
+
+def test_a_permuted_linear_gathers_its_input() -> None:
+    torch.manual_seed(0)
+    weight, x, order = torch.randn(64, 128), torch.randn(5, 128), torch.randperm(128)
+    linear = quantized("w4a8-lqq", "dual-mma", weight[:, order], permuted=True)
+    linear.permutation.copy_(order)  # type: ignore[union-attr]
+    plain = torch.nn.functional.linear(x, linear.dequantize(), linear.bias)
+    assert (linear(x) - plain).norm() < 0.02 * plain.norm()
+    assert (linear.dequantize() - weight).norm() < 0.2 * weight.norm()
+
+
+def test_the_format_survives_json() -> None:
+    rules = (Rule("down", None), Rule(".*", LinearFormat("w4a4", 32, "apex4", "bfloat16")))
+    written = CheckpointFormat("mine", rules, ("self_attn.q_proj",), "kv4")
+    assert CheckpointFormat.from_dict(written.to_dict()) == written
+    assert written.is_permuted("model.layers.3.self_attn.q_proj")
+    assert not written.is_permuted("model.layers.3.self_attn.k_proj")
