@@ -8,6 +8,7 @@ the fused epilogue within one unit in the last place of a float64 reference; CUD
 """
 
 import argparse
+import itertools
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -18,16 +19,25 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.kernels.build import cubin
-from qtool.kernels.gemm import definition
+from qtool.kernels.gemm import Operand, Weight, definition, run
+from qtool.kernels.quantize_activation import FUSIONS, quantize_activation
 from qtool.kernels.tiles import Tile
-from qtool.kernels.w4a8 import launch_into, operand, w4a8_gemm
+from qtool.kernels.w4a8 import operand, packed_weight, w4a8_gemm
+from qtool.kernels.w8a8 import OPERAND as W8A8
 from qtool.layouts.dual_mma import DUAL_MMA
 
-SCHEMES = [("w4a8-lqq", 32), ("w4a8-lqq", 64), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq-g128", 64), ("w4a8-qoq", None)]
+SCHEMES = [
+    ("w4a8-lqq", 32),
+    ("w4a8-lqq", 64),
+    ("w4a8-lqq", 128),
+    ("w4a8-qoq-g128", 128),
+    ("w4a8-qoq-g128", 64),
+    ("w4a8-qoq", None),
+]
 TILES = [
     Tile(8, 1, 1, 2), Tile(8, 1, 8, 2), Tile(16, 1, 4, 2), Tile(16, 2, 2, 1), Tile(32, 2, 4, 2), Tile(32, 1, 1, 1),
-    Tile(64, 1, 4, 2), Tile(64, 4, 2, 2), Tile(128, 1, 2, 1), Tile(128, 2, 2, 1), Tile(128, 1, 1, 1), Tile(256, 1, 1, 1),
-    Tile(256, 2, 1, 1), Tile(256, 2, 2, 1), Tile(256, 4, 1, 1),
+    Tile(64, 1, 4, 2), Tile(64, 4, 2, 2), Tile(128, 1, 2, 1), Tile(128, 2, 2, 1), Tile(128, 1, 1, 1),
+    Tile(256, 1, 1, 1), Tile(256, 2, 1, 1), Tile(128, 1, 3, 1), Tile(16, 1, 6, 2), Tile(64, 1, 1, 2), Tile(64, 1, 3, 1),
 ]  # fmt: skip
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
@@ -79,8 +89,9 @@ class Case:
         n = self.w8.shape[0]
         out = torch.full((x.shape[0] + 1, n), 77, dtype=dtype, device="cuda")
         out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
-        token_sum = x.sum(1, dtype=torch.int32) if self.group is None else None
-        launch_into(out[:-1], tile, x, sx, *self.arguments, token_sum, bias, self.scheme, self.group)
+        token_sum = x.sum(1, dtype=torch.int32)
+        weight = packed_weight(self.scheme, *self.arguments)
+        run(operand(self.scheme, self.group), tile, x, sx, weight, out[:-1], token_sum=token_sum, bias=bias)
         torch.cuda.synchronize()
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
@@ -91,18 +102,25 @@ class Case:
         x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
         sx = torch.rand(m, device="cuda") * 0.05 + 1e-4
         b = torch.randn(n, device="cuda") if bias else None
-        got, sums = self.run(tile, x, sx, b, dtype), self.sums(x)
-        if dtype == torch.int32:
-            wrong = got.long() != sums
-        else:
-            product = sums.double() * sx.double()[:, None] * self.arguments[1].double()  # type: ignore[union-attr]
-            want = product if b is None else product + b.double()
-            ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny))) + 1 - ULP_BITS[dtype])
-            float32 = 2.0**-22 * (product.abs() + (0 if b is None else b.double().abs()))
-            wrong = ~((got.double() - want).abs() <= ulp + float32)
-        if not wrong.any():
-            return None
-        return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}, got {got[wrong][:3].tolist()}"
+        return compare(self.run(tile, x, sx, b, dtype), self.sums(x), sx, self.arguments[1], b)
+
+
+def compare(got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: Tensor | None) -> str | None:
+    """None, or where ``got`` is not the sums (int32), or not scaled and biased to one unit in the last place."""
+    if got.dtype == torch.int32:
+        wrong = got.long() != sums
+    else:
+        assert scale is not None
+        product = sums.double() * sx.double()[:, None] * scale.double()
+        want = product if bias is None else product + bias.double()
+        smallest = torch.finfo(got.dtype).tiny
+        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[got.dtype])
+        float32 = 2.0**-22 * (product.abs() + (0 if bias is None else bias.double().abs()))
+        wrong = ~((got.double() - want).abs() <= ulp + float32)
+    if not wrong.any():
+        return None
+    where, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, got {values}"
 
 
 def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
@@ -132,20 +150,51 @@ def graph_capture() -> str | None:
     case = Case.random("w4a8-lqq", 64, 512, 1024)
     qweight, s1, s2, offset, _ = case.arguments
     x = torch.zeros(5, 1024, dtype=torch.int8, device="cuda")
-    sx = torch.ones(5, device="cuda")
-    arguments = (x, sx, qweight, s1, s2, offset, None, None, None, "w4a8-lqq", 64, torch.int32)
+    sx, token_sum = torch.ones(5, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
+    arguments = (x, sx, qweight, s1, s2, offset, None, token_sum, None, "w4a8-lqq", 64, torch.int32)
     w4a8_gemm(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = w4a8_gemm(*arguments)
     x.random_(-127, 128)
+    token_sum.copy_(x.sum(1))
     graph.replay()
     return None if torch.equal(out.long(), case.sums(x)) else "replay differs from the reference"
 
 
-def compile_one(job: tuple[str, int | None, Tile, torch.dtype]) -> None:
-    scheme, group, tile, dtype = job
-    cubin(*definition(operand(scheme, group), tile, dtype), "sm_90a")
+def w8a8(tile: Tile, m: int, n: int, k: int, dtype: torch.dtype) -> str | None:
+    """The W8A8 kernel: exact sums, or an epilogue within a unit in the last place."""
+    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
+    scale = (torch.rand(n, device="cuda") + 0.1) * 1e-3
+    x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+    sx, bias = torch.rand(m, device="cuda") * 0.05 + 1e-4, torch.randn(n, device="cuda")
+    out = torch.full((m, n), 0x5A5A5A5A if dtype == torch.int32 else float("nan"), dtype=dtype, device="cuda")
+    run(W8A8, tile, x, sx, Weight(scale, natural=weight), out, bias=bias)
+    sums = (x.double() @ weight.double().t()).long()
+    return compare(out, sums, sx, scale, bias)
+
+
+def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) -> str | None:
+    """Plain: equal to the CPU's codes, scales and sums. Fused: scales to rounding, codes to one step."""
+    x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
+    x[m // 2] = 0
+    order = torch.randperm(k, device="cuda").int() if gather else None
+    norm = torch.rand(k, device="cuda").to(dtype) if fusion == "rms-norm" else None
+    got = quantize_activation(x, order, norm, fusion, 1e-5)
+    here = [None if t is None else t.cpu() for t in (x, order, norm)]
+    want = quantize_activation(*here, fusion, 1e-5)
+    codes, scale, total = (a.cpu() for a in got)
+    if not torch.equal(total, codes.sum(1, dtype=torch.int32)):
+        return "sums are not the codes' sums"
+    if fusion == "none":
+        return None if torch.equal(codes, want[0]) and torch.equal(scale, want[1]) else "differs from the CPU"
+    if not torch.allclose(scale, want[1], rtol=2 * torch.finfo(dtype).eps):
+        return f"scale off by {(scale / want[1] - 1).abs().max():.1e}"
+    return None if (codes.int() - want[0].int()).abs().max() <= 1 + (dtype != torch.float32) else "codes differ"
+
+
+def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
+    cubin(*definition(*job), "sm_90a")
 
 
 def main() -> int:
@@ -158,8 +207,10 @@ def main() -> int:
     chosen = [("w4a8-lqq", 64)] if args.quick else SCHEMES
     jobs = [(s, g, t, d) for s, g in chosen for t in TILES for d in (torch.int32, torch.bfloat16)]
     jobs += [(*chosen[-1], t, d) for t in TILES[::3] for d in (torch.float16, torch.float32)]
+    operands = [(operand(s, g), t, d) for s, g, t, d in jobs]
+    operands += [(W8A8, t, d) for t in TILES for d in (torch.int32, torch.bfloat16)]
     with ProcessPoolExecutor(16) as pool:
-        list(pool.map(compile_one, jobs))
+        list(pool.map(compile_one, operands))
     failures = 0
 
     def report(name: str, wrong: str | None) -> None:
@@ -171,12 +222,26 @@ def main() -> int:
     for scheme, group in chosen:
         if group:
             for tile in (TILES[2], TILES[6], TILES[12]):
-                report(f"every code x scale x offset {scheme} g{group} {tile}", every_dequantization(scheme, group, tile))
+                report(
+                    f"every code x scale x offset {scheme} g{group} {tile}", every_dequantization(scheme, group, tile)
+                )
         for tile in TILES:
             case = Case.random(scheme, group, 448, 640)
             wrong = [case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
             report(f"epilogue {scheme} g{group} {tile}", case.verify(tile, tile.tokens + 5, torch.bfloat16, True))
+    for tile in TILES:
+        for m, n, k, dtype in (
+            (1, 192, 64, torch.int32),
+            (tile.tokens + 3, 448, 1216, torch.int32),
+            (300, 320, 640, torch.bfloat16),
+        ):
+            report(f"w8a8 M={m} N={n} K={k} {tile} {dtype}", w8a8(tile, m, n, k, dtype))
+    for k, dtype, fusion in itertools.product(
+        (64, 4096, 14336, 28672), (torch.bfloat16, torch.float16, torch.float32), FUSIONS
+    ):
+        wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
+        report(f"quantize activation K={k} {dtype} {fusion}", wrong)
     report("CUDA graph", graph_capture())
     for i in range(args.fuzz):
         scheme, group, tile, dtype = random.choice(jobs)

@@ -1,6 +1,6 @@
 """Time every tile on every shape: the measurement behind ``qtool/kernels/tiles.py``.
 
-    python benchmarks/kernels/sweep.py [--models llama-3-8b] [--tokens 16,64] [--json FILE]
+python benchmarks/kernels/sweep.py [--models llama-3-8b] [--tokens 16,64] [--json FILE]
 """
 
 import argparse
@@ -11,15 +11,14 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from qtool.kernels.bench import MODELS, W4A8Weights, floor_us, graph_us
+from qtool.kernels.bench import MODELS, floor_us, graph_us, kernel_calls, operand_of, random_weights
 from qtool.kernels.build import cubin
 from qtool.kernels.gemm import definition
 from qtool.kernels.tiles import Tile
-from qtool.kernels.w4a8 import operand
 
 # rows, split, blocks per SM
-SMALL = [(1, s, 2) for s in range(1, 9)] + [(2, s, 2) for s in (1, 2, 4)] + [(1, s, 1) for s in (1, 2, 3, 4)] + [(2, 1, 1)]
-LARGE = [(1, s, 1) for s in (1, 2, 3, 4)] + [(2, 1, 1), (2, 2, 1)]
+SMALL = [(1, s, 2) for s in (1, 2, 4, 5, 6, 7)] + [(1, s, 1) for s in (1, 2, 3)]
+LARGE = [(1, s, 1) for s in (1, 2, 3)]
 
 
 def tiles(m: int) -> list[Tile]:
@@ -27,12 +26,16 @@ def tiles(m: int) -> list[Tile]:
     exact = next((size for size in (8, 16, 32, 64, 128) if m <= size), 256)
     widths = {exact} | ({exact // 2} if m >= 64 else set())
     pairs = itertools.chain.from_iterable(((w, c) for c in (SMALL if w <= 64 else LARGE)) for w in sorted(widths))
-    return [Tile(w, *c) for w, c in pairs if w // c[0] >= 8]
+    return [Tile(w, *c) for w, c in pairs]
 
 
-def compile_one(job: tuple[str, int, Tile]) -> None:
+def describe(tile: Tile, overlap: bool) -> str:
+    return f"{tile.tokens},{tile.rows},{tile.split},{tile.blocks_per_sm}{'' if overlap else ',no'}"
+
+
+def compile_one(job: tuple[str, int | None, Tile]) -> None:
     scheme, group, tile = job
-    cubin(*definition(operand(scheme, group), tile, torch.bfloat16), "sm_90a")
+    cubin(*definition(operand_of(scheme, group), tile, torch.bfloat16), "sm_90a")
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama-3-8b")
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
     parser.add_argument("--scheme", default="w4a8-lqq")
-    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--group", type=lambda g: int(g) or None, default=64, help="0: per channel")
     parser.add_argument("--json")
     parser.add_argument("--both", action="store_true", help="also without overlapping launches")
     args = parser.parse_args()
@@ -51,15 +54,16 @@ def main() -> None:
     results = []
     for model in args.models.split(","):
         for name, (n, k) in MODELS[model].items():
-            weights = W4A8Weights.random(args.scheme, args.group, n, k)
+            weights = random_weights(args.scheme, args.group, n, k)
             for m in sizes:
                 rows = []
                 for tile, overlap in itertools.product(tiles(m), (True, False) if args.both else (True,)):
-                    us = graph_us(weights.calls(m, tile, overlap), replays=7)
+                    calls = kernel_calls(operand_of(args.scheme, args.group), weights, m, n, k, tile, overlap)
+                    us = graph_us(calls, replays=7)
                     rows.append((us, tile, overlap))
                     results.append([model, name, m, n, k, str(tile), overlap, us])
                 rows.sort(key=lambda row: row[0])
-                best = "  ".join(f"{u:.1f}[{t.tokens},{t.rows},{t.split},{t.blocks_per_sm}{'' if o else ',no'}]" for u, t, o in rows[:5])
+                best = "  ".join(f"{us:.1f}[{describe(tile, overlap)}]" for us, tile, overlap in rows[:5])
                 print(f"{model} {name:8} M={m:5} floor {floor_us(m, n, k, 4.25):6.1f}  {best}", flush=True)
     if args.json:
         with open(args.json, "w") as file:

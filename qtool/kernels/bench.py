@@ -4,15 +4,17 @@ Every time is in microseconds, the median over graph replays; a graph holds one 
 and the copies together exceed the L2 cache, as a model's layers do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from qtool.kernels import w4a8, w8a8
+from qtool.kernels.gemm import Operand, Weight, run
+from qtool.kernels.quantize_activation import quantize_activation
 from qtool.kernels.tiles import Tile, choose
-from qtool.kernels.w4a8 import launch_into
 
 #: output channels and input channels of a layer's linears
 MODELS = {
@@ -62,51 +64,42 @@ def copies(bytes_each: float) -> int:
     return max(4, min(64, int(ROTATED_BYTES / bytes_each) + 1))
 
 
-@dataclass
-class W4A8Weights:
-    """Random packed weights of one shape, as many as are rotated. Values are legal for LiquidQuant and QoQ."""
+def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:
+    """Random weights ``[n, k]``, as many as are rotated; ``w8a8`` or a W4A8 scheme, whose level 2 is legal."""
 
-    scheme: str
-    group_size: int | None
-    arguments: list[tuple[Tensor | None, ...]]  # qweight, s1, s2, offset, zero
-    n: int
-    k: int
+    def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.randint(low, high, shape, dtype=dtype, device="cuda")
 
-    @classmethod
-    def random(cls, scheme: str, group_size: int | None, n: int, k: int) -> "W4A8Weights":
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+    weights = []
+    for _ in range(copies(n * k / (1 if scheme == "w8a8" else 2))):
+        scale = torch.rand(n, device="cuda") * 1e-3
+        if scheme == "w8a8":
+            weights.append(Weight(scale, natural=draw(-127, 128, n, k, dtype=torch.int8)))
+            continue
+        qweight = draw(0, 256, n // 64, k // 64, 2048)
+        if group_size is None:
+            weights.append(Weight(scale, qweight=qweight, zero1=draw(0, 16, n)))
+            continue
+        level2 = (n // 64, k // group_size, 64)
+        offset = draw(9, 130, *level2) if scheme == "w4a8-lqq" else draw(0, 16, *level2)
+        weights.append(Weight(scale, qweight=qweight, scale2=draw(1, 9, *level2), offset2=offset))
+    return weights
 
-        arguments: list[tuple[Tensor | None, ...]] = []
-        for _ in range(copies(n * k / 2)):
-            qweight = draw(0, 256, n // 64, k // 64, 2048)
-            s1 = torch.rand(n, device="cuda") * 1e-3
-            s2 = offset = zero = None
-            if group_size is None:
-                zero = draw(0, 16, n)
-            else:
-                s2 = draw(1, 9, n // 64, k // group_size, 64)
-                if scheme == "w4a8-lqq":
-                    offset = draw(9, 130, n // 64, k // group_size, 64)
-                else:
-                    zero = draw(0, 16, n // 64, k // group_size, 64)
-            arguments.append((qweight, s1, s2, offset, zero))
-        return cls(scheme, group_size, arguments, n, k)
 
-    def calls(self, m: int, tile: Tile | None = None, overlap: bool = True) -> list[Callable[[], object]]:
-        """One launch per copy, for ``m`` random tokens, bf16 out."""
-        x = torch.randint(-127, 128, (m, self.k), dtype=torch.int8, device="cuda")
-        sx = torch.rand(m, device="cuda")
-        token_sum = x.sum(1, dtype=torch.int32) if self.scheme == "w4a8-qoq" else None
-        out = torch.empty(m, self.n, dtype=torch.bfloat16, device="cuda")
-        tile = tile or choose(m, self.n, self.k)
+def kernel_calls(
+    operand: Operand, weights: Sequence[Weight], m: int, n: int, k: int, tile: Tile | None = None, overlap: bool = True
+) -> list[Callable[[], object]]:
+    """One launch per weight, for ``m`` random tokens, bf16 out."""
+    x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+    sx = torch.rand(m, device="cuda")
+    token_sum = x.sum(1, dtype=torch.int32)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    chosen = tile or choose(m, n, k)
 
-        def call(arguments: tuple[Tensor | None, ...]) -> Callable[[], object]:
-            return lambda: launch_into(
-                out, tile, x, sx, *arguments, token_sum, None, self.scheme, self.group_size, overlap=overlap  # type: ignore[arg-type]
-            )
+    def call(weight: Weight) -> Callable[[], object]:
+        return lambda: run(operand, chosen, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
 
-        return [call(arguments) for arguments in self.arguments]
+    return [call(weight) for weight in weights]
 
 
 def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], object]]:
@@ -129,3 +122,84 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
             b = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
             calls.append(lambda a=a, b=b: torch._int_mm(a, b.t()))  # type: ignore[misc]
     return calls
+
+
+#: the columns of the table, and the weight bits of their floor
+COLUMNS = {
+    "w4a8-lqq g64": 4.25,
+    "w4a8-qoq-g128": 4.125,
+    "w4a8-qoq": 4.0,
+    "w8a8": 8.0,
+    "torch bf16": 16.0,
+    "torch fp8": 8.0,
+    "torch int8": 8.0,
+}
+
+
+#: scheme and group size of this project's columns
+KERNELS: dict[str, tuple[str, int | None]] = {
+    "w4a8-lqq g64": ("w4a8-lqq", 64),
+    "w4a8-qoq-g128": ("w4a8-qoq-g128", 128),
+    "w4a8-qoq": ("w4a8-qoq", None),
+    "w8a8": ("w8a8", None),
+}
+
+
+def operand_of(scheme: str, group_size: int | None) -> Operand:
+    """What the kernel of a column is compiled with."""
+    return w8a8.OPERAND if scheme == "w8a8" else w4a8.operand(scheme, group_size)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One linear at one number of tokens: microseconds by column of :data:`COLUMNS`, and of quantizing its input."""
+
+    model: str
+    layer: str
+    m: int
+    n: int
+    k: int
+    us: dict[str, float]
+    quantize_us: float
+
+    @property
+    def floor(self) -> float:
+        """Least microseconds for LiquidQuant at group size 64."""
+        return floor_us(self.m, self.n, self.k, COLUMNS["w4a8-lqq g64"])
+
+
+def gemm_table(models: Iterable[str] = MODELS, tokens: Iterable[int] = TOKENS) -> list[Measurement]:
+    """Measure every column on every layer of ``models`` (names in :data:`MODELS`) and every number of tokens."""
+    results = []
+    for model in models:
+        for layer, (n, k) in MODELS[model].items():
+            weights = {column: random_weights(*scheme, n, k) for column, scheme in KERNELS.items()}
+            for m in tokens:
+                us = {
+                    column: graph_us(kernel_calls(operand_of(*KERNELS[column]), made, m, n, k))
+                    for column, made in weights.items()
+                }
+                for kind in ("bf16", "fp8", "int8"):
+                    us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
+                x = torch.randn(m, k, device="cuda").bfloat16()
+                quantize_us = graph_us([lambda x=x: quantize_activation(x, None, None, "none", 0.0)] * 16)  # type: ignore[misc]
+                results.append(Measurement(model, layer, m, n, k, us, quantize_us))
+    return results
+
+
+def markdown(results: Sequence[Measurement]) -> str:
+    """Sums over each model's layers, one row per number of tokens: microseconds, and ratios of LiquidQuant's time."""
+    head = ["model", "M", "floor", *COLUMNS, "x floor", "vs fp8", "vs int8", "quantize x"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for model, m in dict.fromkeys((r.model, r.m) for r in results):
+        rows = [r for r in results if (r.model, r.m) == (model, m)]
+        us = {column: sum(r.us[column] for r in rows) for column in COLUMNS}
+        ours, floor = us["w4a8-lqq g64"], sum(r.floor for r in rows)
+        cells = [f"{floor:.0f}", *(f"{us[column]:.1f}" for column in COLUMNS), f"{ours / floor:.2f}"]
+        cells += [
+            f"{us['torch fp8'] / ours:.2f}",
+            f"{us['torch int8'] / ours:.2f}",
+            f"{sum(r.quantize_us for r in rows):.1f}",
+        ]
+        lines.append(f"| {model} | {m} | {' | '.join(cells)} |")
+    return "\n".join(lines)

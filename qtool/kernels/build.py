@@ -67,7 +67,9 @@ def toolchain() -> Any:
 
 @lru_cache(maxsize=1)
 def _sources_hash() -> str:
-    texts = sorted((entry.name, entry.read_text()) for entry in SOURCES.iterdir() if entry.name.endswith((".cu", ".cuh")))
+    texts = sorted(
+        (entry.name, entry.read_text()) for entry in SOURCES.iterdir() if entry.name.endswith((".cu", ".cuh"))
+    )
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 

@@ -64,15 +64,14 @@ def run(
     x: Tensor,
     sx: Tensor,
     weight: Weight,
-    n: int,
-    token_sum: Tensor | None,
-    bias: Tensor | None,
     out: Tensor,
     *,
+    token_sum: Tensor | None = None,
+    bias: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
     """Launch ``out [M, N] = x [M, K] W^T`` with the fused epilogue. All checks were made by the op."""
-    m, k = x.shape
+    (m, k), n = x.shape, out.shape[1]
     device = x.device
     require_hopper(device)
     with torch.cuda.device(device):
@@ -84,11 +83,12 @@ def run(
         cluster = tile.rows * tile.split
         resident = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks_per_sm // cluster
         grid = cluster * (tiles if tile.split > 1 else min(tiles, resident))
-        tensors = (weight.qweight, weight.scale2, weight.offset2, weight.scale1, weight.zero1, bias, sx, token_sum, out)
+        level2 = (weight.qweight, weight.scale2, weight.offset2)
+        tensors = (*level2, weight.scale1, weight.zero1, bias, sx, token_sum, out)
         parameters = struct.pack(
             "<128s128s9Q7i28x",
             tensor_map(x, tile.tokens // tile.rows),
-            tensor_map(weight.natural, 128) if weight.natural is not None else b"",
+            tensor_map(weight.natural, 64) if weight.natural is not None else b"",
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(m, n, k),
             KINDS[weight.scale1.dtype],

@@ -4,7 +4,7 @@ One struct of parameters per kernel, passed by value: the tensor maps must lie i
 """
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
     """The kernel ``entry`` of a cubin, allowed ``shared_bytes`` of dynamic shared memory on ``device``."""
     driver = _driver()
@@ -63,11 +63,13 @@ def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> bytes:
 
 
 def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
-    """Descriptor of a row-major int8 matrix for copies of ``box_rows`` x 128 bytes, swizzled; rows beyond its end read as 0."""
+    """Descriptor of a row-major int8 matrix for swizzled copies of ``box_rows`` x 128 bytes; zeros beyond it."""
     return _tensor_map(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], box_rows)
 
 
-def launch(kernel: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, device: torch.device, *, overlap: bool) -> None:
+def launch(
+    kernel: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, device: torch.device, *, overlap: bool
+) -> None:
     """Start a 1-D grid on torch's current stream.
 
     Args:

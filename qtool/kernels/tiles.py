@@ -1,40 +1,68 @@
-"""Which tile a GEMM uses: a small table, measured (``benchmarks/kernels/notes.md``).
+"""Which tile a GEMM uses: tables and a cost of few constants, measured by ``benchmarks/kernels/sweep.py`` on an H200.
 
 A block multiplies 128 output channels by ``tokens`` tokens. A cluster is ``rows`` blocks of different
 channels that share the tokens, times ``split`` blocks that share the sum over K.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from math import inf
 
 SHARED_PER_BLOCK = {1: 232448, 2: 115712}  # bytes of shared memory on sm_90, by blocks per SM
+MOST_STAGES = 24
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens per block, blocks sharing tokens, blocks sharing K, blocks per SM, most ring stages."""
+    """Tokens per block, blocks sharing tokens, blocks sharing K, blocks per SM."""
 
     tokens: int
     rows: int = 1
     split: int = 1
     blocks_per_sm: int = 1
-    most_stages: int = 16
 
     def stages(self, weight_stage_bytes: int, staging_bytes: int) -> int:
         """Ring slots that fit beside the epilogue's memory."""
-        fixed = 1024 + 2 * staging_bytes + 16 * self.tokens
+        fixed = 1024 + 2 * (staging_bytes + 8 * self.tokens)
         stage = self.tokens * 128 + weight_stage_bytes + 16
-        return min(self.most_stages, (SHARED_PER_BLOCK[self.blocks_per_sm] - fixed) // stage)
+        return min(MOST_STAGES, (SHARED_PER_BLOCK[self.blocks_per_sm] - fixed) // stage)
 
 
+#: clusters of each size that 132 SMs hold at once, at one block an SM: a cluster lies within a GPC of 16 or 18
+RESIDENT = {1: 132, 2: 66, 3: 42, 4: 28, 8: 12}
+
+#: up to 64 tokens the weight's bytes are the bound: as many blocks as are resident, then (split, blocks per SM)
+SMALL = ((12, 8, 1), (28, 4, 1), (42, 3, 1), (66, 2, 1), (132, 1, 1))
+MANY = (1, 2)
+
+#: above, microseconds of a step (128 channels) by tokens, of finishing a tile, of adding over a cluster
+STEP = {128: 0.33, 256: 0.594}
+FINISH, ADD = 1.0, 1.5
+
+
+@cache
 def choose(m: int, n: int, k: int) -> Tile:
     """The tile for ``Y [m, n]`` with ``k`` input channels."""
-    tokens = next((size for size in (8, 16, 32, 64, 128) if m <= size), 256)
-    row_tiles = (n + 127) // 128
-    blocks = row_tiles * -(-m // tokens)
-    if tokens <= 64:
-        split = next((s for s in (8, 4, 2) if blocks * s <= 264 and k >= 512 * s), 1)
-        return Tile(tokens, split=split, blocks_per_sm=2)
-    if tokens == 128:
-        split = next((s for s in (4, 2) if blocks * s <= 132), 1)
-        return Tile(tokens, split=split)
-    return Tile(256, rows=2 if row_tiles % 2 == 0 else 1)
+    row_tiles, steps = -(-n // 128), -(-k // 128)
+    if m <= 64:
+        tokens = next(size for size in (8, 16, 32, 64) if m <= size)
+        split, per_sm = next((choice for most, *choice in SMALL if row_tiles <= most and choice[0] <= steps), MANY)
+        return Tile(tokens, split=split, blocks_per_sm=per_sm)
+
+    def cost(tile: Tile) -> float:
+        waves = -(-row_tiles * -(-m // tile.tokens) // RESIDENT[tile.split])
+        if tile.split > 1 and waves > 1:
+            return inf  # a cluster holds one tile: the next wave starts cold
+        return waves * (steps / tile.split * STEP[tile.tokens] + FINISH) + (ADD if tile.split > 1 else 0)
+
+    return min(LARGE, key=cost)
+
+
+LARGE = tuple(Tile(tokens, split=split) for tokens in (128, 256) for split in (1, 2, 3, 4))
+
+#: every tile that :func:`choose` may return
+TABLE = LARGE + tuple(
+    Tile(tokens, split=split, blocks_per_sm=per_sm)
+    for tokens in (8, 16, 32, 64)
+    for split, per_sm in (*(choice for _, *choice in SMALL), MANY)
+)

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.errors import QtoolError, suggest
+from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
-from qtool.kernels.tiles import Tile, choose
+from qtool.kernels.tiles import choose
 from qtool.layouts.dual_mma import DUAL_MMA
 from qtool.schemes.base import int_matmul
 
 #: number of the scheme in csrc/weights_w4.cuh
 SCHEMES = {"w4a8-lqq": 0, "w4a8-qoq-g128": 1, "w4a8-qoq": 2}
+
+#: 255 * 128 * K stays below 2**31
+MOST_CHANNELS = 65536
 
 
 def operand(scheme: str, group_size: int | None) -> Operand:
@@ -38,7 +42,7 @@ def w4a8_gemm(
     s2: Tensor | None,
     offset: Tensor | None,
     zero: Tensor | None,
-    token_sum: Tensor | None,
+    token_sum: Tensor,
     bias: Tensor | None,
     scheme: str,
     group_size: int | None,
@@ -52,7 +56,8 @@ def w4a8_gemm(
         s1: scale per output channel ``[N]``, float32, float16 or bfloat16.
         s2: level-2 scales 1..16. offset: LiquidQuant's ``a = 128 + lo``. zero: QoQ's zero points,
             per group like ``s2`` or per channel ``[N]``. A scheme's other parameters are ``None``.
-        token_sum: ``sum_k x[m, k]``, int32 ``[M]``; only ``w4a8-qoq`` reads it.
+        token_sum: ``sum_k x[m, k]``, int32 ``[M]``, as :func:`quantize_activation` returns it: the kernel's
+            weights are unsigned, 128 (or the zero point) too large, and this takes the difference off.
         bias: ``[N]``, float32, float16 or bfloat16.
         scheme, group_size: ``w4a8-lqq`` or ``w4a8-qoq-g128`` with 32, 64, 128; ``w4a8-qoq`` with ``None``.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums v.
@@ -64,7 +69,7 @@ def w4a8_gemm(
     params = _params(s1, s2, offset, zero, scheme, n)
     codes = DUAL_MMA.unpack({"qweight": qweight}, n, x.shape[1], signed=False)
     if scheme == "w4a8-qoq":
-        assert zero is not None and token_sum is not None
+        assert zero is not None
         sums = int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
     else:
         sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
@@ -74,7 +79,9 @@ def w4a8_gemm(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def _params(s1: Tensor, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None, scheme: str, n: int) -> schemes.Params:
+def _params(
+    s1: Tensor, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None, scheme: str, n: int
+) -> schemes.Params:
     groups = {"s2": s2, "offset": offset, "zero": zero if scheme != "w4a8-qoq" else None}
     return {"s1": s1} | {name: DUAL_MMA.unpack_group(t, n) for name, t in groups.items() if t is not None}
 
@@ -88,7 +95,7 @@ def _(
     s2: Tensor | None,
     offset: Tensor | None,
     zero: Tensor | None,
-    token_sum: Tensor | None,
+    token_sum: Tensor,
     bias: Tensor | None,
     scheme: str,
     group_size: int | None,
@@ -96,32 +103,19 @@ def _(
 ) -> Tensor:
     n = require(x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype)
     out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    weight = packed_weight(scheme, qweight, s1, s2, offset, zero)
     tile = choose(x.shape[0], n, x.shape[1])
-    launch_into(out, tile, x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size)
+    run(operand(scheme, group_size), tile, x, sx, weight, out, token_sum=token_sum, bias=bias)
     return out
 
 
-def launch_into(
-    out: Tensor,
-    tile: Tile,
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor | None,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    *,
-    overlap: bool = True,
-) -> None:
-    """The CUDA kernel with a given tile, unchecked: for the op, and for measuring tiles."""
-    per_channel = scheme == "w4a8-qoq"
-    weight = Weight(s1, qweight, s2, zero if scheme == "w4a8-qoq-g128" else offset, zero if per_channel else None)
-    run(operand(scheme, group_size), tile, x, sx, weight, out.shape[1], token_sum, bias, out, overlap=overlap)
+def packed_weight(
+    scheme: str, qweight: Tensor, s1: Tensor, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None
+) -> Weight:
+    """The op's tensors as the kernel takes them, unchecked."""
+    if scheme == "w4a8-qoq":
+        return Weight(s1, qweight=qweight, zero1=zero)
+    return Weight(s1, qweight=qweight, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
 
 
 @w4a8_gemm.register_fake
@@ -133,7 +127,7 @@ def _(
     s2: Tensor | None,
     offset: Tensor | None,
     zero: Tensor | None,
-    token_sum: Tensor | None,
+    token_sum: Tensor,
     bias: Tensor | None,
     scheme: str,
     group_size: int | None,
@@ -151,7 +145,7 @@ def require(
     s2: Tensor | None,
     offset: Tensor | None,
     zero: Tensor | None,
-    token_sum: Tensor | None,
+    token_sum: Tensor,
     bias: Tensor | None,
     scheme: str,
     group_size: int | None,
@@ -166,41 +160,25 @@ def require(
     if out_dtype not in KINDS:
         raise QtoolError(f"w4a8_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
     if x.dim() != 2 or qweight.dim() != 3:
-        raise QtoolError(f"w4a8_gemm: x is {x.dim()}-D and qweight {qweight.dim()}-D; expected [M, K] and [N/64, K/64, 2048]")
+        raise QtoolError(
+            f"w4a8_gemm: x is {x.dim()}-D and qweight {qweight.dim()}-D; expected [M, K] and [N/64, K/64, 2048]"
+        )
     (m, k), n = x.shape, qweight.shape[0] * 64
+    if k > MOST_CHANNELS:
+        raise QtoolError(f"w4a8_gemm: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels")
     if k % 64 or (group_size and k % group_size):
         raise QtoolError(f"w4a8_gemm: K = {k} is not a multiple of {max(64, group_size or 0)}")
     level2 = None if group_size is None else (n // 64, k // group_size, 64)
-    scales = (torch.float32, torch.float16, torch.bfloat16)
-    expect = {
+    expected: dict[str, Expected] = {
         "x": (x, (m, k), (torch.int8,)),
         "sx": (sx, (m,), (torch.float32,)),
         "qweight": (qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
-        "s1": (s1, (n,), scales),
+        "s1": (s1, (n,), SCALES),
         "s2": (s2, level2, (torch.uint8,)),
         "offset": (offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
         "zero": (zero, {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme], (torch.uint8,)),
-        "token_sum": (token_sum, (m,) if scheme == "w4a8-qoq" else None, (torch.int32,)),
-        "bias": (bias, None if bias is None else (n,), scales),
+        "token_sum": (token_sum, (m,), (torch.int32,)),
+        "bias": (bias, None if bias is None else (n,), SCALES),
     }
-    for name, (tensor, shape, dtypes) in expect.items():
-        require_tensor("w4a8_gemm", name, tensor, shape, dtypes, x.device)
+    require_tensors("w4a8_gemm", x.device, expected)
     return n
-
-
-def require_tensor(
-    op: str, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    """Refuse a tensor that is not contiguous, of this shape, one of these dtypes, on this device; ``shape`` None means absent."""
-    if tensor is None or shape is None:
-        if tensor is not None or shape is not None:
-            raise QtoolError(f"{op}: {name} is {'given' if shape is None else 'missing'}, which this scheme does not expect")
-        return
-    if tuple(tensor.shape) != shape:
-        raise QtoolError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {shape}")
-    if tensor.dtype not in dtypes:
-        raise QtoolError(f"{op}: {name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise QtoolError(f"{op}: {name} is on {tensor.device}, x on {device}; all must be on one device")
-    if not tensor.is_contiguous():
-        raise QtoolError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")

@@ -32,12 +32,13 @@ struct Rows {
             const int row = n + 8 * h;
             const bool valid = row < p.n;
             scale[h] = valid ? load_as_float(p.scale1, row, p.scale1_kind) : 0.f;
-            zero[h] = valid && p.zero1 ? p.zero1[row] : 0;
+            zero[h] = p.zero1 ? (valid ? p.zero1[row] : 0) : 128;
             bias[h] = valid && p.bias ? load_as_float(p.bias, row, p.bias_kind) : 0.f;
         }
     }
 };
 
+// kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first.
 template <int kOut, bool kZero>
 struct Epilogue {
     static constexpr bool kWide = kOut == kFloat32 || kOut == kInt32;
@@ -47,8 +48,8 @@ struct Epilogue {
 
     template <int kBlocks>
     static __device__ __forceinline__ void store(const Params& p, const int (&acc)[4 * kBlocks], const Rows& rows,
-                                                 const float* scales, const int* sums, u8* staging, int m, int n,
-                                                 int first_token, int wg, int t) {
+                                                 const float* scales, const int* sums, u8* staging, int m, int m_end,
+                                                 int n, int first_token, int wg, int t) {
         constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8;
         const int lane = t % 32, warp = t / 32;
 #pragma unroll
@@ -81,7 +82,7 @@ struct Epilogue {
                 }
             }
             named_barrier(2 + wg, 128);
-            write(p, staging, m + first_token + 8 * base, n, min(8 * kStep, 8 * (kBlocks - base)), t);
+            write(p, staging, m + first_token + 8 * base, m_end, n, min(8 * kStep, 8 * (kBlocks - base)), t);
             named_barrier(2 + wg, 128);
         }
     }
@@ -93,12 +94,12 @@ struct Epilogue {
         return fmaf(static_cast<float>(v) * sx, rows.scale[h], rows.bias[h]);
     }
 
-    static __device__ __forceinline__ void write(const Params& p, const u8* staging, int m, int n, int tokens, int t) {
+    static __device__ __forceinline__ void write(const Params& p, const u8* staging, int m, int m_end, int n, int tokens, int t) {
         constexpr int kBytesPerItem = kWide ? 4 : 2, kPieces = 64 * kBytesPerItem / 16;
         u8* out = static_cast<u8*>(p.out);
         for (int i = t; i < tokens * kPieces; i += 128) {
             const int token = i / kPieces, piece = i % kPieces;
-            if (m + token >= p.m || n >= p.n) continue;
+            if (m + token >= m_end || n >= p.n) continue;
             const uint4 v = *reinterpret_cast<const uint4*>(staging + token * kStride + piece * 16);
             *reinterpret_cast<uint4*>(out + (static_cast<u64>(m + token) * p.n + n) * kBytesPerItem + piece * 16) = v;
         }

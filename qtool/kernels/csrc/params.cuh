@@ -11,10 +11,10 @@ struct Params {
     const u8* scale2;   // level 2: [N/64, G, 64]
     const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
     const void* scale1;  // [N], of `scale1_kind`
-    const u8* zero1;     // [N], QoQ per channel
+    const u8* zero1;     // [N], QoQ per channel, else null
     const void* bias;    // [N] of `bias_kind`, or null
     const float* token_scale;  // [M]
-    const int* token_sum;      // [M] sums of the int8 tokens, QoQ per channel
+    const int* token_sum;      // [M] sums of the int8 tokens (4-bit weights)
     void* out;                 // [M, N]
     int m, n, k;
     int scale1_kind, bias_kind;

@@ -88,6 +88,10 @@ __device__ __forceinline__ void tensor_multicast(u32 dst, const TensorMap* map, 
         : "memory");
 }
 
+__device__ __forceinline__ void tensor_prefetch_l2(const TensorMap* map, int x, int y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

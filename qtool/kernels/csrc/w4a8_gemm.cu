@@ -2,7 +2,7 @@
 #include "gemm.cuh"
 #include "weights_w4.cuh"
 
-using Kernel = Gemm<Weights4<SCHEME, GROUP>, Epilogue<OUT, SCHEME == kQoqChannel>, TOKENS, ROWS, SPLIT, STAGES>;
+using Kernel = Gemm<Weights4<SCHEME, GROUP>, Epilogue<OUT, true>, TOKENS, ROWS, SPLIT, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
 #if ROWS * SPLIT > 1

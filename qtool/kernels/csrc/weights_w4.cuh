@@ -1,12 +1,17 @@
 // The 4-bit weight operand: bulk copies of dual-MMA tiles, and their dequantization to s8 registers.
 //
 // The three schemes differ in one line. With s and c constant over a group, four packed codes become
-//     (codes * s + c * 0x01010101) ^ 0x80808080            one IMAD, one LOP3
+//     codes * s + c * 0x01010101            one IMAD
 // LiquidQuant stores c = 128 + lo (LiquidGEMM eq. 12). QoQ's (q - z) * s is the same expression with
 // c = 128 - z * s: its invariant -128 <= (q - z) * s <= 127 says that every byte of the sum lies in
 // 0..255, so the 32-bit sum has no carry between bytes although c itself may be negative. Per channel
 // the codes are multiplied as they are.
+//
+// Every byte is 128 too large. The paper takes that off by XOR 0x80808080; here the bytes stay unsigned
+// (wgmma multiplies u8 by s8) and the epilogue subtracts 128 times the sum of the token's codes, exactly.
+// That is a third of the dequantization's instructions on the busiest pipe.
 #pragma once
+#include "ring.cuh"
 #include "params.cuh"
 
 enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
@@ -14,6 +19,7 @@ enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
 template <int kScheme, int kGroup>
 struct Weights4 {
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
+    static constexpr int kPrefetched = 2;  // stages asked for in L2 early; more than a few delay the rest (measured)
     static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
     static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
     static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;               // of a row in a stage
@@ -37,7 +43,13 @@ struct Weights4 {
         // Into L2, while the previous kernel of the stream drains: the point where all writes meet, so that no
         // assumption about who wrote the weights is needed.
         __device__ __forceinline__ void prefetch(int steps) const {
-            if (left > 0 && elect_one()) prefetch_l2(codes, min(2 * steps, left) * kTile);
+            if (left <= 0 || !elect_one()) return;
+            const int here = min(2 * min(kPrefetched, steps), left);
+            prefetch_l2(codes, here * kTile);
+            if constexpr (kTwoLevels) {
+                prefetch_l2(scale2, here * 64 * 64 / kGroup);
+                prefetch_l2(offset2, here * 64 * 64 / kGroup);
+            }
         }
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             const int here = max(min(2, left), 0);
@@ -70,7 +82,7 @@ struct Weights4 {
                 else c[h] = (128 - __byte_perm(o2, 0, 0x4440 + h) * s[h]) * 0x01010101u;
             }
         }
-        __device__ __forceinline__ u32 apply(u32 codes, int h) const { return (codes * s[h] + c[h]) ^ 0x80808080u; }
+        __device__ __forceinline__ u32 apply(u32 codes, int h) const { return codes * s[h] + c[h]; }
     };
 
     // Registers of the two k32 instructions of column tile `half` of a stage, for thread `t` of warpgroup `wg`.

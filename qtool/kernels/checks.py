@@ -1,0 +1,37 @@
+"""Refusals that every op shares: one sentence naming the tensor, what was found, what would be accepted."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+
+#: dtypes of a scale or bias
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+
+#: the tensor, its shape (``None``: it must be absent), the dtypes it may have
+Expected = tuple[Tensor | None, tuple[int, ...] | None, tuple[torch.dtype, ...]]
+
+
+def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expected]) -> None:
+    """Refuse a tensor that is missing, unexpected, of another shape, dtype or device, strided or misaligned."""
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None and shape is None:
+            continue
+        if tensor is None:
+            raise QtoolError(f"{op}: {name} is missing; expected shape {shape}")
+        if shape is None:
+            raise QtoolError(f"{op}: {name} is given, but nothing here reads it; pass None")
+        if tuple(tensor.shape) != shape:
+            raise QtoolError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor.dtype not in dtypes:
+            raise QtoolError(f"{op}: {name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+        if tensor.device != device:
+            raise QtoolError(f"{op}: {name} is on {tensor.device}, x on {device}; all must be on one device")
+        if not tensor.is_contiguous():
+            raise QtoolError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")
+        if device.type == "cuda" and tensor.dim() > 1 and tensor.storage_offset() * tensor.element_size() % 16:
+            raise QtoolError(
+                f"{op}: {name} starts at storage offset {tensor.storage_offset()}; it must be 16-byte aligned"
+            )

@@ -1,0 +1,45 @@
+// The 8-bit weight operand, natural [N, K] order: both operands of wgmma come from swizzled shared memory.
+#pragma once
+#include "ring.cuh"
+#include "params.cuh"
+
+struct Weights8 {
+    static constexpr int kHalf = 64 * 128;  // bytes of one warpgroup's rows in a stage
+    static constexpr int kStageBytes = 2 * kHalf;
+
+    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros.
+    struct Source {
+        const TensorMap* map;
+        int row, column;
+
+        __device__ __forceinline__ Source(const Params& p, int row, int step) : map(&p.weights), row(row), column(128 * step) {}
+        __device__ __forceinline__ void prefetch(int steps) const {
+            if (elect_one())
+                for (int i = 0; i < min(2, steps); ++i) tensor_prefetch_l2(map, column + 128 * i, row);
+        }
+        __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
+            if (elect_one()) {
+                mbar_expect(bar, kHalf);
+                tensor_copy(stage + half * kHalf, map, column, row, bar);
+            }
+            column += 128;
+        }
+    };
+
+    template <int kTokens, class Pipe>
+    static __device__ __forceinline__ void multiply(int (&acc)[kTokens / 2], Pipe& pipe, int steps, int wg, int) {
+        for (int i = 0; i < steps; ++i) {
+            pipe.wait_full();
+            const u64 rows = swizzled_operand(smem_address(pipe.stage()) + wg * kHalf), tokens = pipe.tokens();
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < 4; ++j) Wgmma<kTokens>::ss(acc, rows + 2 * j, tokens + 2 * j);
+            wgmma_commit();
+            wgmma_wait<1>();
+            pipe.release_previous();
+            pipe.advance();
+        }
+        wgmma_wait<0>();
+        pipe.release_previous();
+    }
+};

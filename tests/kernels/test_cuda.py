@@ -1,0 +1,41 @@
+"""The kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at length."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.kernels.w4a8 import w4a8_gemm
+
+Case = tuple[str, int | None]
+Make = Callable[..., tuple[dict[str, Any], Tensor]]
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
+    ),
+]
+
+
+@pytest.mark.parametrize("m", [1, 8, 33, 130, 300])
+def test_equals_the_cpu_reference(w4a8_case: Case, m: int, w4a8_arguments: Make) -> None:
+    given, _ = w4a8_arguments(*w4a8_case, m=m, n=192, k=384)
+    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()}
+    for dtype in (torch.int32, torch.bfloat16, torch.float16, torch.float32):
+        want, got = w4a8_gemm(**given | {"out_dtype": dtype}), w4a8_gemm(**there | {"out_dtype": dtype}).cpu()
+        if dtype == torch.int32:
+            assert torch.equal(got, want)
+        else:
+            torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_opcheck_and_compile(w4a8_arguments: Make) -> None:
+    given, _ = w4a8_arguments("w4a8-lqq", 64)
+    there = tuple(v.cuda() if isinstance(v, Tensor) else v for v in given.values())
+    torch.library.opcheck(w4a8_gemm, there)
+    compiled = torch.compile(lambda *a: w4a8_gemm(*a) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(*there), w4a8_gemm(*there) * 2)

@@ -1,0 +1,58 @@
+"""Activation quantization on a CPU, fused and not."""
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from qtool.errors import QtoolError
+from qtool.kernels.quantize_activation import quantize_activation
+from qtool.schemes.activation import PER_TOKEN_S8
+
+
+def test_codes_scales_sums() -> None:
+    x = torch.randn(6, 64)
+    x[2] = 0
+    codes, scale, total = quantize_activation(x, None, None, "none", 0.0)
+    want_codes, want_scale = PER_TOKEN_S8.quantize(x)
+    assert torch.equal(codes, want_codes) and torch.equal(scale, want_scale[:, 0])
+    assert scale[2] == 1 and torch.equal(total, codes.sum(1, dtype=torch.int32))
+
+
+def test_order_gathers_input_channels() -> None:
+    x, order = torch.randn(3, 64), torch.randperm(64).int()
+    gathered = quantize_activation(x, order, None, "none", 0.0)[0]
+    assert torch.equal(gathered, quantize_activation(x, None, None, "none", 0.0)[0][:, order.long()])
+
+
+def test_fusions_are_the_unfused_model() -> None:
+    x, norm = torch.randn(3, 64).bfloat16(), torch.rand(64).bfloat16()
+    rms = torch.nn.functional.rms_norm(x.float(), (64,), eps=1e-5).bfloat16() * norm
+    fused = quantize_activation(x, None, norm, "rms-norm", 1e-5)
+    assert (fused[0].int() - PER_TOKEN_S8.quantize(rms)[0].int()).abs().max() <= 1
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(quantize_activation(x, None, None, "silu-up", 0.0)[0], PER_TOKEN_S8.quantize(silu(gate) * up)[0])
+
+
+@pytest.mark.parametrize(
+    ("fusion", "norm", "order"),
+    [("none", False, False), ("none", False, True), ("rms-norm", True, False), ("silu-up", False, True)],
+)
+def test_opcheck(fusion: str, norm: bool, order: bool) -> None:
+    k = 32 if fusion == "silu-up" else 64
+    arguments = (
+        torch.randn(3, 64),
+        torch.randperm(k).int() if order else None,
+        torch.ones(k) if norm else None,
+        fusion,
+        1e-6,
+    )
+    torch.library.opcheck(quantize_activation, arguments)
+
+
+def test_refuses_in_one_sentence() -> None:
+    with pytest.raises(QtoolError, match="did you mean rms-norm"):
+        quantize_activation(torch.randn(2, 64), None, None, "rmsnorm", 0.0)
+    with pytest.raises(QtoolError, match="multiple of 8"):
+        quantize_activation(torch.randn(2, 60), None, None, "none", 0.0)
+    with pytest.raises(QtoolError, match="norm is missing"):
+        quantize_activation(torch.randn(2, 64), None, None, "rms-norm", 0.0)
