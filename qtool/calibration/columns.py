@@ -31,6 +31,7 @@ def sweep(
     grid: Grid,
     group: Tensor,
     *,
+    causal: bool = False,
     keep: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
@@ -42,6 +43,7 @@ def sweep(
         feedback: ``M [K, K]``.
         grid: of the groups, each field ``[N, G]``.
         group: the group of each column ``[K]``.
+        causal: ``M`` is strictly upper (GPTQ's): a column hears only of those before it.
         keep: bool ``[N, K]``, False where the value must be zero (pruned); None: dense.
 
     Returns:
@@ -51,7 +53,8 @@ def sweep(
     round_block = columns_triton.round_block if columns_triton.runs_on(weight) else round_block_torch
     for start in range(0, weight.shape[1], block):
         columns = slice(start, start + block)
-        target = torch.addmm(weight[:, columns], error, feedback[:, columns])
+        heard = slice(0, start) if causal else slice(None)
+        target = torch.addmm(weight[:, columns], error[:, heard], feedback[heard, columns])
         of = group[columns]
         inner = Grid(*(bound[:, of] for bound in (grid.step, grid.offset, grid.low, grid.high)))
         kept = None if keep is None else keep[:, columns]

@@ -118,7 +118,8 @@ class Gptq(Rounding):
         group = order // scheme.groups(weight).shape[2]
         wanted, error, feedback = target[:, order], torch.zeros_like(weight), factor.feedback
         for turn in range(1 + self.rounds):
-            codes = sweep(wanted, error, feedback, scheme.grid(params), group, keep=keep, block=self.block)
+            grid, causal = scheme.grid(params), turn == 0
+            codes = sweep(wanted, error, feedback, grid, group, causal=causal, keep=keep, block=self.block)
             codes = codes[:, back].to(scheme.code_dtype)
             if turn < self.rounds:
                 params = refit(scheme, params, codes, target, hessian.h)

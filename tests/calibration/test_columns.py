@@ -54,7 +54,7 @@ def test_blocked_sweep_is_gptq_column_by_column(block: int) -> None:
     grid = four_bits(weight, 4)
     group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
     error = torch.zeros_like(weight)
-    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, block=block)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, block=block)
     assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
     torch.testing.assert_close(error, weight - values(codes, grid, group))
 
