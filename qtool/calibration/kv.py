@@ -32,7 +32,10 @@ class KVObserver:
 
 
 class SimulatedKV:
-    """Keys and values ``[B, H, S, D]`` as attention reads them from a cache that held nothing before."""
+    """Keys and values ``[B, H, S, D]`` as attention reads them from a cache that held nothing before.
+
+    Gradients pass straight through, so that a block can be trained under it.
+    """
 
     def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
         self.quantizers = keys, values
@@ -40,7 +43,12 @@ class SimulatedKV:
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Both, quantized and dequantized; nothing is kept."""
         key_quantizer, value_quantizer = self.quantizers
-        return PackedTokens(key_quantizer).append(keys), PackedTokens(value_quantizer).append(values)
+        return _read_back(key_quantizer, keys), _read_back(value_quantizer, values)
+
+
+def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
+    read = PackedTokens(quantizer).append(x.detach())
+    return x + (read - x).detach() if x.requires_grad else read
 
 
 def kv_scales(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:

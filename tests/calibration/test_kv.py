@@ -71,6 +71,16 @@ def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel
         assert torch.equal(block.run(batches[0]), before)
 
 
+def test_gradients_pass_straight_through(llama: PreTrainedModel, blocks) -> None:
+    block, batches = blocks(llama)[0]
+    with quantized_kv(block, "kv4", {}):
+        quantized = block.run(batches[0])
+        output = block.module(batches[0].hidden, **batches[0].kwargs[0])
+        output.square().sum().backward()
+    torch.testing.assert_close(output.detach(), quantized)
+    assert all(block.get(f"self_attn.{x}_proj").weight.grad.abs().max() > 0 for x in "qkvo")
+
+
 def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
     assert kv_scales(block, "kv4", batches) == kv_scales(block, None, []) == {}
