@@ -193,6 +193,16 @@ def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) 
     return None if (codes.int() - want[0].int()).abs().max() <= 1 + (dtype != torch.float32) else "codes differ"
 
 
+def small() -> int:
+    """Every tile once on a ragged shape: few enough launches for compute-sanitizer."""
+    wrong = [Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True) for tile in TILES]
+    wrong += [Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES]
+    wrong += [w8a8(tile, 5, 192, 448, torch.bfloat16) for tile in TILES[::4]]
+    wrong += [quantization(3, 128, torch.bfloat16, fusion, gather=True) for fusion in FUSIONS]
+    print(f"{len(wrong)} small cases, {sum(w is not None for w in wrong)} failures")
+    return int(any(wrong))
+
+
 def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
     cubin(*definition(*job), "sm_90a")
 
@@ -201,9 +211,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--quick", action="store_true", help="LiquidQuant g64 only")
+    parser.add_argument("--small", action="store_true", help="one tiny shape a tile, for compute-sanitizer")
     args = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
+    if args.small:
+        return small()
     chosen = [("w4a8-lqq", 64)] if args.quick else SCHEMES
     jobs = [(s, g, t, d) for s, g in chosen for t in TILES for d in (torch.int32, torch.bfloat16)]
     jobs += [(*chosen[-1], t, d) for t in TILES[::3] for d in (torch.float16, torch.float32)]

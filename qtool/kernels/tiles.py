@@ -35,9 +35,10 @@ RESIDENT = {1: 132, 2: 66, 3: 42, 4: 28, 8: 12}
 SMALL = ((12, 8, 1), (28, 4, 1), (42, 3, 1), (66, 2, 1), (132, 1, 1))
 MANY = (1, 2)
 
-#: above, microseconds of a step (128 channels) by tokens, of finishing a tile, of adding over a cluster
-STEP = {128: 0.33, 256: 0.594}
-FINISH, ADD = 1.0, 1.5
+#: above, microseconds of a step (128 channels) by tokens, of finishing a tile, of adding a split's sums (a token)
+STEP = {64: 0.25, 128: 0.33, 256: 0.594}
+FINISH, ADD = 1.0, 1.25 / 128
+LARGE = tuple(Tile(tokens, split=split) for tokens in STEP for split in (1, 2, 3, 4))
 
 
 @cache
@@ -53,12 +54,10 @@ def choose(m: int, n: int, k: int) -> Tile:
         waves = -(-row_tiles * -(-m // tile.tokens) // RESIDENT[tile.split])
         if tile.split > 1 and waves > 1:
             return inf  # a cluster holds one tile: the next wave starts cold
-        return waves * (steps / tile.split * STEP[tile.tokens] + FINISH) + (ADD if tile.split > 1 else 0)
+        return waves * (steps / tile.split * STEP[tile.tokens] + FINISH) + ADD * tile.tokens * (tile.split - 1)
 
     return min(LARGE, key=cost)
 
-
-LARGE = tuple(Tile(tokens, split=split) for tokens in (128, 256) for split in (1, 2, 3, 4))
 
 #: every tile that :func:`choose` may return
 TABLE = LARGE + tuple(

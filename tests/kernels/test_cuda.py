@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.kernels.quantize_activation import quantize_activation
 from qtool.kernels.w4a8 import w4a8_gemm
+from qtool.kernels.w8a8 import w8a8_gemm
 
 Case = tuple[str, int | None]
 Make = Callable[..., tuple[dict[str, Any], Tensor]]
@@ -39,3 +41,20 @@ def test_opcheck_and_compile(w4a8_arguments: Make) -> None:
     torch.library.opcheck(w4a8_gemm, there)
     compiled = torch.compile(lambda *a: w4a8_gemm(*a) * 2, fullgraph=True)
     torch.testing.assert_close(compiled(*there), w4a8_gemm(*there) * 2)
+
+
+@pytest.mark.parametrize("m", [1, 20, 200])
+def test_w8a8_equals_the_cpu_reference(m: int) -> None:
+    x = torch.randint(-127, 128, (m, 448), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (320, 448), dtype=torch.int8)
+    arguments = (x, torch.rand(m), weight, torch.rand(320), None)
+    there = tuple(v if v is None else v.cuda() for v in arguments)
+    assert torch.equal(w8a8_gemm(*there, torch.int32).cpu(), w8a8_gemm(*arguments, torch.int32))
+
+
+@pytest.mark.parametrize("k", [64, 4096, 14336])
+def test_activation_quantization_equals_the_cpu(k: int) -> None:
+    x, order = torch.randn(5, k).bfloat16(), torch.randperm(k).int()
+    want = quantize_activation(x, order, None, "none", 0.0)
+    got = quantize_activation(x.cuda(), order.cuda(), None, "none", 0.0)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
