@@ -68,6 +68,7 @@ class Job:
         permuted = tuple(name for t in transforms for name in t.permutes(family))
         job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
                   transforms, rounding)  # fmt: skip
+        kv_tensors(recipe.kv, family, Heads.of(job.namespace))  # an unknown quantizer is refused here
         for name, (n, k) in job.linears(0).items():
             if linear_format := job.format.of(job.full(0, name)):
                 linear_format.require(job.full(0, name), n, k)

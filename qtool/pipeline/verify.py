@@ -47,6 +47,7 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     checkpoint = Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
     yield from _shards(directory)
+    yield from _kv_scales(checkpoint)
     for name in packed_linears(checkpoint):
         linear_format = checkpoint_format.of(name)
         if linear_format is None:
@@ -74,6 +75,14 @@ def _shards(directory: Path) -> Iterator[Verified]:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
             yield Verified(shard, "the file's sha256 is not the one recorded when it was written")
+
+
+def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
+    for name in checkpoint.entries:
+        if name.endswith((".k_scale", ".v_scale")):
+            scale = checkpoint.read(name)
+            if not (torch.isfinite(scale).all() and (scale > 0).all()):
+                yield Verified(name, "a KV-cache scale is not a positive number")
 
 
 def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> QuantLinear:
