@@ -5,6 +5,7 @@ overflow and range invariants hold; packing the unpacked codes gives the stored 
 runtime's output on random activations equals the same integers multiplied in float64.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import CheckFailed, QtoolError
 from qtool.pipeline.job import native_format
+from qtool.runtime.dispatch import Kernel
 from qtool.runtime.format import LinearFormat
 from qtool.runtime.linear import QuantLinear
 
@@ -138,8 +140,20 @@ def _linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, devi
     x = torch.randn(TOKENS, linear.in_features, generator=generator).to(device)
     error = _distance(linear(x), _reference(linear, x, codes, params))
     ran = f"{scheme.name} reference, {_precision(linear_format)}"
+    if kernel := linear.kernel(device):
+        ran = f"{kernel.name} on {torch.cuda.get_device_name(device)}, {kernel.precision}"
+        _require_equal_sums(linear, x, kernel)
     problem = "" if error <= TOLERANCE else f"output differs from the float64 reference by {error:.1e}"
     return Verified(name, problem, ran, error)
+
+
+def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
+    """The kernel's int32 sums on ``linear``'s device are the CPU reference's, every one."""
+    found = linear.multiply(x, kernel, torch.int32).cpu()
+    reference = copy.deepcopy(linear).cpu()
+    expected = reference.multiply(x.cpu(), kernel, torch.int32)
+    if not torch.equal(found, expected):
+        raise CheckFailed(f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums are wrong")
 
 
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:

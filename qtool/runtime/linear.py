@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from qtool.runtime.dispatch import Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
 
 
@@ -56,14 +57,30 @@ class QuantLinear(nn.Module):
             weight = torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
         return weight
 
+    def kernel(self, device: torch.device) -> Kernel | None:
+        """What multiplies on ``device``; None is the scheme's reference."""
+        return kernel_for(self.format, self.out_features, self.in_features, device)
+
     def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)  # [M, K]
+        kernel = self.kernel(x.device)
+        y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
+        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums."""
+        from qtool.kernels.quantize_activation import quantize_activation
+
+        codes, scale, token_sum = quantize_activation(x.contiguous(), self.permutation, None, "none", 0.0)
+        return kernel.multiply(codes, scale, token_sum, self.stored(), self.bias, self.format, out_dtype)
+
+    def reference(self, x: Tensor) -> Tensor:
+        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         codes, params = self.unpack()
-        y = self.format.scheme_object.matmul(x.flatten(0, -2), codes, params)
-        if self.bias is not None:
-            y = y + self.bias.float()
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+        y = self.format.scheme_object.matmul(x, codes, params)
+        return y if self.bias is None else y + self.bias.float()
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
