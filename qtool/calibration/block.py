@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
 from qtool.models.family import Family, Heads
 from qtool.models.skeleton import recording
 from qtool.schemes.base import Clip, Params, Scheme
@@ -29,6 +30,12 @@ class Batch:
 
     hidden: Tensor
     kwargs: Sequence[dict[str, Any]]
+
+    def halves(self) -> Iterator["Batch"]:
+        """The first and the second half of the sequences."""
+        size = len(self.hidden)
+        for part in (slice(None, size // 2), slice(size // 2, None)):
+            yield Batch(self.hidden[part], [_sequences(kwargs, part, size) for kwargs in self.kwargs])
 
 
 @dataclass
@@ -85,8 +92,25 @@ class Block:
 
     @torch.no_grad()
     def run(self, batch: Batch, **extra: Any) -> Tensor:
-        """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block."""
-        return self.forward(batch, **extra)
+        """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
+
+        A batch that the device's memory cannot take is run in halves, and that is noted.
+
+        Raises:
+            QtoolError: if one sequence alone does not fit.
+        """
+        try:
+            return self.forward(batch, **extra)
+        except torch.OutOfMemoryError:
+            if len(batch.hidden) == 1:
+                tokens = batch.hidden.shape[1]
+                raise QtoolError(
+                    f"block {self.index}: one sequence of {tokens} tokens does not fit the memory of {self.device}; "
+                    "use a shorter --seqlen"
+                ) from None
+        self.notes["batches halved for lack of memory"] = self.notes.get("batches halved for lack of memory", 0) + 1
+        torch.cuda.empty_cache()
+        return torch.cat([self.run(half, **extra) for half in batch.halves()])
 
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
         """:meth:`run` with gradients, for methods that learn."""
@@ -176,6 +200,17 @@ def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]])
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _sequences(value: Any, part: slice, size: int) -> Any:
+    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to ``part``."""
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and len(value) == size else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_sequences(v, part, size) for v in value)
+    if isinstance(value, dict):
+        return {k: _sequences(v, part, size) for k, v in value.items()}
+    return value
 
 
 def to_device(value: Any, device: torch.device) -> Any:
