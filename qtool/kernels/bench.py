@@ -103,7 +103,7 @@ def kernel_calls(
 
 
 def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], object]]:
-    """torch's own matmul of the shape: ``bf16``, ``fp8`` (row-wise scaled) or ``int8`` (sums only)."""
+    """torch's own matmul of the shape: ``bf16``, ``fp8`` (one scale a tensor) or ``int8`` (sums only)."""
     calls: list[Callable[[], object]] = []
     rows = max(m, 32) if kind == "int8" else m  # _int_mm refuses fewer than 17 rows
     for _ in range(copies(n * k * (2 if kind == "bf16" else 1))):
