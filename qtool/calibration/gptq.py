@@ -1,7 +1,9 @@
 """GPTQ: second-order rounding, column by column, of every linear of a block.
 
 Frantar et al. 2022 (arXiv 2210.17323), with MARLIN's changes (section 3.5: clipping search by group,
-calibration sequences of any length) and three that won when measured (benchmarks/accuracy):
+calibration sequences of any length) and three that won when measured. The demo model's KL divergence on
+its held-out text in 1/1000 nats, calibrated on 128 x 512 tokens of Wikipedia: w4a16 22.9 to nearest, 16.7 plain
+GPTQ, 14.1 with 3 and the clipping search, 13.1 with 2, 12.7 with ten times the damping (w4a8-lqq 15.2 to 9.5):
 
 1. H is taken of the inputs as the quantized linear sees them, after its own activation quantizer.
 2. The target is not W but what best makes up for the error already in the input (after GPTAQ,
@@ -39,20 +41,22 @@ class Gptq(Rounding):
     """Options, all of them recipe keys.
 
     Args:
-        damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
+        damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds. The
+            paper's 0.01 follows the calibration text more closely than other texts like it.
         act_order: visit columns in the order of falling ``H_kk``.
         block: columns rounded before the rest of the weight hears of it; changes speed only.
         clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no search.
-        residual: share of the input's error that the target makes up for; 0: the target is W.
+        residual: share of the input's error that the target makes up for; 0: the target is W. All of it (1)
+            is no better for 16- and 8-bit activations and worse for 4-bit ones.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
     """
 
-    damping: float = 0.01
+    damping: float = 0.1
     act_order: bool = True
     block: int = 128
     clip_steps: int = 20
     clip_least: float = 0.6
-    residual: float = 0.75
+    residual: float = 0.5
     rounds: int = 2
 
     name = "gptq"
