@@ -19,7 +19,7 @@ from typing import Any
 from qtool.errors import QtoolError
 
 SOURCES = resources.files("qtool.kernels") / "csrc"
-FLAGS = ("-std=c++17", "--ptxas-options=-v")
+FLAGS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: s
         options = options_type(
             name=f"{name}.cu",
             arch=arch,
-            std="c++17",
-            ptxas_options=["-v"],
+            **FLAGS,
             include_path=str(folder),
             define_macro=[(key, str(value)) for key, value in defines.items()],
         )
@@ -118,7 +117,7 @@ def cache_dir() -> Path:
 def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> bytes:
     """Machine code of a kernel, from the cache or compiled and put there."""
     version = toolchain()[2]
-    key = (name, prologue, sorted(defines.items()), arch, version, FLAGS, _sources_hash())
+    key = (name, prologue, sorted(defines.items()), arch, version, sorted(FLAGS.items()), _sources_hash())
     path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
     try:
         return path.read_bytes()

@@ -5,6 +5,8 @@ Legend: M tokens, N output channels, K input channels, G level-2 groups of a cha
 
 import struct
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +60,12 @@ def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[st
     return operand.source, prologue + wgmma_source(tile.tokens), defines
 
 
+@cache
+def _kernel(operand: Operand, tile: Tile, out_dtype: torch.dtype, device: int) -> Any:
+    code = cubin(*definition(operand, tile, out_dtype), "sm_90a")
+    return load(code, "qtool_gemm", SHARED_PER_BLOCK[tile.blocks_per_sm], device)
+
+
 def run(
     operand: Operand,
     tile: Tile,
@@ -75,9 +83,7 @@ def run(
     device = x.device
     require_hopper(device)
     with torch.cuda.device(device):
-        code = cubin(*definition(operand, tile, out.dtype), "sm_90a")
-        shared = SHARED_PER_BLOCK[tile.blocks_per_sm]
-        kernel = load(code, "qtool_gemm", shared, device.index)
+        kernel = _kernel(operand, tile, out.dtype, device.index)
         token_tiles = -(-m // tile.tokens)
         tiles = token_tiles * -(-n // (128 * tile.rows))
         cluster = tile.rows * tile.split
@@ -95,7 +101,7 @@ def run(
             0 if bias is None else KINDS[bias.dtype],
             *(token_tiles, tiles),
         )
-        launch(kernel, grid, THREADS, shared, parameters, device, overlap=overlap)
+        launch(kernel, grid, THREADS, SHARED_PER_BLOCK[tile.blocks_per_sm], parameters, device, overlap=overlap)
 
 
 def require_hopper(device: torch.device) -> None:

@@ -4,7 +4,7 @@ One struct of parameters per kernel, passed by value: the tensor maps must lie i
 """
 
 import ctypes
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-@cache
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
-    """The kernel ``entry`` of a cubin, allowed ``shared_bytes`` of dynamic shared memory on ``device``."""
+    """The kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory; for the caller to keep."""
     driver = _driver()
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, entry.encode()))

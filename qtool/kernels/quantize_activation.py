@@ -7,6 +7,8 @@ then gathered by ``order``. A fused y is rounded to x's dtype where the unfused 
 """
 
 import struct
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +69,12 @@ def _(
         major, minor = torch.cuda.get_device_capability(device)
         if major < 9:
             raise QtoolError(f"quantize_activation: needs sm_90 or newer, {device} is sm_{major}{minor}")
-        threads = definition(k, x.dtype, fusion, order is not None)[2]["THREADS"]
-        code = cubin(*definition(k, x.dtype, fusion, order is not None), f"sm_{major}{minor}")
+        source = definition(k, x.dtype, fusion, order is not None)
+        kernel = _kernel(k, x.dtype, fusion, order is not None, f"sm_{major}{minor}", device.index)
         tensors = (x, order, norm, codes, scale, total)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         parameters = struct.pack("<6Q2if4x", *pointers, m, k, epsilon)
-        launch(load(code, "quantize_activation", 0, device.index), m, threads, 0, parameters, device, overlap=True)
+        launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=True)
     return codes, scale, total
 
 
@@ -82,6 +84,11 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _require(x, order, norm, fusion)
     return _outputs(x, fusion)
+
+
+@cache
+def _kernel(k: int, dtype: torch.dtype, fusion: str, gather: bool, arch: str, device: int) -> Any:
+    return load(cubin(*definition(k, dtype, fusion, gather), arch), "quantize_activation", 0, device)
 
 
 def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> tuple[str, str, dict[str, int]]:

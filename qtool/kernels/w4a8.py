@@ -103,6 +103,8 @@ def _(
 ) -> Tensor:
     n = require(x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype)
     out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    if len(x) == 0:
+        return out
     weight = packed_weight(scheme, qweight, s1, s2, offset, zero)
     tile = choose(x.shape[0], n, x.shape[1])
     run(operand(scheme, group_size), tile, x, sx, weight, out, token_sum=token_sum, bias=bias)

@@ -43,6 +43,8 @@ def _(x: Tensor, sx: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     _require(x, sx, weight, scale, bias, out_dtype)
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0:
+        return out
     run(OPERAND, choose(m, n, k), x, sx, Weight(scale, natural=weight), out, bias=bias)
     return out
 
