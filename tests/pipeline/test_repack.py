@@ -1,0 +1,181 @@
+"""Import: codes and scales of foreign 4-bit files become ours unchanged, or are refused with the reason."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qtool import recipes
+from qtool.checkpoint.source import Checkpoint
+from qtool.errors import CheckFailed, QtoolError
+from qtool.pipeline.export import export
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.repack import repack
+from qtool.pipeline.verify import verify
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+
+
+def native(source: Path, *rules: dict[str, Any]) -> Path:
+    recipe = recipes.parse({"scheme": "test", "layers": list(rules)}, "test")
+    return quantize(Checkpoint(source), recipe, source.with_name(source.name + "-native"))
+
+
+def w4a16(size: Any, match: str = ".*") -> dict[str, Any]:
+    return {"match": match, "scheme": "w4a16", "group_size": size}
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.entries}
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def change_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    path = Checkpoint(directory).entry(name).path
+    held = load_file(path)
+    save_file(held | {name: change(held[name]).contiguous()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "llama-tied"])
+@pytest.mark.parametrize("size", [32, 128, "channel"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "awq", "compressed-tensors"])
+def test_there_and_back(name: str, size: Any, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    ours = native(make_model(variant, dtype=torch.bfloat16), w4a16(size))
+    foreign = export(ours, name, tmp_path / "foreign").directory
+    back = repack(Checkpoint(foreign), tmp_path / "back")
+    expected, found = tensors(ours), tensors(back)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
+    assert [row.problem for row in verify(back)] == [""] * 14
+    assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
+
+
+def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path) -> None:
+    """Hub checkpoints have fp16 scales under any dtype: they are kept, not rounded."""
+    foreign = export(native(make_model(dtype=torch.bfloat16), w4a16(128)), "gptq", tmp_path / "foreign").directory
+    up = "model.layers.0.mlp.up_proj"
+    for linear in [name.removesuffix(".scales") for name in Checkpoint(foreign).entries if name.endswith(".scales")]:
+        change_tensor(foreign, f"{linear}.scales", lambda t: (t.float() * 1.001).half())
+    back = repack(Checkpoint(foreign), tmp_path / "back")
+    assert torch.equal(Checkpoint(back).read(f"{up}.scale").t(), Checkpoint(foreign).read(f"{up}.scales"))
+    assert not [row.problem for row in verify(back) if row.problem]
+
+
+def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) -> None:
+    rules = {"match": r"layers\.0\..*o_proj", "scheme": None}, w4a16(32, "down_proj"), w4a16(128)
+    ours = native(make_model(dtype=torch.bfloat16), *rules)
+    foreign = export(ours, "compressed-tensors", tmp_path / "foreign").directory
+    back = repack(Checkpoint(foreign), tmp_path / "back")
+    assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
+    assert len(list(verify(back))) == 13
+
+
+@pytest.fixture
+def gptq(make_model: MakeModel, tmp_path: Path) -> Path:
+    return export(native(make_model(dtype=torch.bfloat16), w4a16(32)), "gptq", tmp_path / "foreign").directory
+
+
+def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError) -> None:
+    out = directory.with_name("refused")
+    with pytest.raises(error, match=message):
+        repack(Checkpoint(directory), out)
+    assert not out.exists() and not out.with_name("refused.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "GPTQ with bits=8 cannot be imported, only bits=4"),
+        ({"sym": False}, "sym=false has zero points; w4a16 has none"),
+        ({"lm_head": True}, "lm_head is quantized"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' cannot be imported; known: gptq, gptq_v2"),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "per-module settings"),
+        ({"quant_method": "qqq"}, "quant_method 'qqq' cannot be imported; known: gptq, awq, compressed-tensors"),
+        ({"quant_method": "qtool"}, "it is a native checkpoint already"),
+        ({"checkpoint_format": "gptq_v2"}, "512 of 512 zero points are not 8"),
+    ],
+)
+def test_configs_that_do_not_fit(changes: dict[str, Any], message: str, gptq: Path) -> None:
+    change_config(gptq, **changes)
+    refused(gptq, message)
+
+
+def test_act_order(gptq: Path) -> None:
+    change_config(gptq, desc_act=True)
+    assert repack(Checkpoint(gptq), gptq.with_name("ok"))  # said, but not so: its index is k // g
+    change_tensor(gptq, "model.layers.1.mlp.down_proj.g_idx", lambda t: t.flip(0))
+    refused(gptq, r"layers.1.mlp.down_proj: its columns were reordered \(desc_act=true\)")
+
+
+def test_zero_points(gptq: Path, make_model: MakeModel, tmp_path: Path) -> None:
+    change_tensor(gptq, "model.layers.0.self_attn.q_proj.qzeros", lambda t: t.index_fill(0, torch.tensor([0]), 0))
+    refused(gptq, r"q_proj: 128 of 512 zero points are not 8; w4a16 is symmetric")
+    ours = native(
+        make_model(name="q", dtype=torch.bfloat16), {"match": ".*", "scheme": "w4a8-qoq-g128", "group_size": 128}
+    )
+    refused(export(ours, "awq", tmp_path / "awq").directory, "zero points are not 8")
+
+
+def test_a_bad_scale(gptq: Path) -> None:
+    change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", torch.zeros_like)
+    refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and above 0", CheckFailed)
+
+
+def test_other_group_sizes(gptq: Path) -> None:
+    def wider(t: torch.Tensor) -> torch.Tensor:
+        return t[:2]
+
+    for part in ("scales", "qzeros"):
+        change_tensor(gptq, f"model.layers.0.self_attn.q_proj.{part}", wider)
+    change_tensor(gptq, "model.layers.0.self_attn.q_proj.g_idx", lambda t: t // 2)
+    back = repack(Checkpoint(gptq), gptq.with_name("back"))  # 64 in one linear, 32 in the others
+    assert not [row.problem for row in verify(back) if row.problem]
+    for part in ("scales", "qzeros"):
+        change_tensor(gptq, f"model.layers.0.mlp.down_proj.{part}", lambda t: t[:2])
+    refused(gptq, "down_proj: group size 192 is not one of w4a16's: 32, 64, 128, channel")
+    change_tensor(gptq, "model.layers.0.mlp.down_proj.scales", lambda t: t[:, :-8])
+    refused(gptq, r"down_proj.scales: shape \[2, 120\] is not that of a weight \[128, 384\]")
+
+
+def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Path) -> None:
+    def made(scheme: str, name: str) -> Path:
+        layout = "row-major-8" if scheme == "w8a8" else "row-major"
+        rule = {"match": ".*", "scheme": scheme, "layout": layout}
+        rule |= {"group_size": "channel"} if scheme in ("w8a8", "w4a8-qoq") else {}
+        source = make_model(name=scheme + name, dtype=torch.bfloat16)
+        return export(native(source, rule), name, tmp_path / f"{scheme}-{name}-out").directory
+
+    refused(made("w8a8", "compressed-tensors"), "int-quantized with 8-bit int weights cannot be imported")
+    refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized too")
+    refused(made("w4a8-qoq", "compressed-tensors-w4a16"), "zero points are not 8")
+    transformed = made("w4a16", "compressed-tensors")
+    change_config(transformed, transform_config={"config_groups": {}, "x": 1})
+    refused(transformed, "transform_config")
+
+
+def test_missing_tensor_and_plain_model(gptq: Path, make_model: MakeModel) -> None:
+    path = Checkpoint(gptq).entry("model.layers.0.mlp.up_proj.scales").path
+    index = json.loads((gptq / "model.safetensors.index.json").read_text())
+    held = load_file(path)
+    del held["model.layers.0.mlp.up_proj.scales"], index["weight_map"]["model.layers.0.mlp.up_proj.scales"]
+    save_file(held, path, {"format": "pt"})
+    (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(gptq, "tensor model.layers.0.mlp.up_proj.scales is missing")
+    refused(make_model(name="plain"), "not quantized: .*use qtool quantize")
+
+
+def test_quantize_names_import(gptq: Path) -> None:
+    with pytest.raises(QtoolError, match="repack it with `qtool import`"):
+        quantize(Checkpoint(gptq), recipes.load("w4a16"), gptq.with_name("q"))
