@@ -202,9 +202,34 @@ def import_model(model: str, out: Path) -> None:
     click.echo(commands.repack(model, out))
 
 
+@_command("qtool report demo-lqq --compare demo --tasks demo,demo_choice")
+@DIRECTORY
+@click.option("--compare", help="The model it was made from; fills what needs both.")
+@click.option("--tasks", default="", help="Evaluate first, as `qtool eval --save` would: names, separated by commas.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: report.html in DIRECTORY.")
+@DATA_DIR
+@DEVICE
+def report(directory: Path, compare: str | None, tasks: str, **options: Any) -> None:
+    """Write one HTML file: sizes, results, errors by layer, activation ranges, checks, how to reproduce."""
+    from qtool.pipeline.report import report as reported
+
+    click.echo(reported(directory, compare, [name for name in tasks.split(",") if name], **options))
+
+
 @_command("qtool schemes")
 def schemes() -> None:
     """List the schemes, their recipes and what they are."""
     from qtool import recipes
 
     click.echo(render(("scheme", "recipes", "what it is"), recipes.overview()))
+
+
+@_command("qtool bench gemm --models llama-3-8b --tokens 1,16,64")
+@click.argument("what", type=click.Choice(["gemm"]))
+@click.option("--models", default="llama-3-8b", show_default=True, help="Layer shapes: llama-2-7b, llama-3-8b, ...")
+@click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M of a call.")
+def bench(what: str, models: str, tokens: str) -> None:
+    """Time the packed GEMMs on this GPU beside their floor and torch's own matmuls."""
+    from qtool.pipeline import commands
+
+    click.echo(commands.bench_gemm(models.split(","), tokens.split(",")))

@@ -186,3 +186,25 @@ def evaluate(
         return Results([result for one in asked for result in one.answer(loaded)])
 
     return run(model), run(compare) if compare else None
+
+
+def bench_gemm(models: list[str], tokens: list[str]) -> str:
+    """The table of GEMM times on this GPU.
+
+    Raises:
+        QtoolError: no CUDA device, an unknown model's shapes, or token counts that are no numbers.
+    """
+    import torch
+
+    from qtool.kernels.bench import MODELS, gemm_table, markdown
+
+    if not torch.cuda.is_available():
+        raise QtoolError("bench gemm: no CUDA device here; the kernels need an NVIDIA GPU of compute capability 9.0")
+    for model in models:
+        if model not in MODELS:
+            raise QtoolError(f"bench gemm: unknown model {model!r}: {suggest(model, MODELS)}")
+    if not all(count.isdigit() and int(count) for count in tokens):
+        raise QtoolError(
+            f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are expected"
+        )
+    return markdown(gemm_table(models, [int(count) for count in tokens]))
