@@ -9,8 +9,8 @@ DEMO := out/demo
 
 quickstart: install
 	rm -rf $(DEMO)-w4a8-lqq $(DEMO)-w4a8-lqq.partial
-	$(BIN)/qtool plan demo --scheme w4a8-lqq --recipe paper
-	$(BIN)/qtool quantize demo --scheme w4a8-lqq --recipe paper --out $(DEMO)-w4a8-lqq
+	$(BIN)/qtool plan demo --scheme w4a8-lqq --recipe best
+	$(BIN)/qtool quantize demo --scheme w4a8-lqq --recipe best --samples 32 --out $(DEMO)-w4a8-lqq
 	$(BIN)/qtool verify $(DEMO)-w4a8-lqq
 	$(BIN)/qtool eval demo demo_choice --model $(DEMO)-w4a8-lqq --compare demo
 

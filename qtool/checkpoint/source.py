@@ -27,8 +27,11 @@ SIDE_FILES = (
 )
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, *, weights: bool = True) -> Path:
     """The directory of MODEL: ``demo``, a local directory, or a hub id (downloaded or cached).
+
+    Args:
+        weights: download the weights too, not only config.json.
 
     Raises:
         QtoolError: neither a directory nor reachable on the hub.
@@ -40,13 +43,12 @@ def resolve(model: str) -> Path:
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
-    return _download(model)
+    return _download(model, ["*.safetensors", "config.json", INDEX, *SIDE_FILES] if weights else ["config.json"])
 
 
-def _download(model: str) -> Path:
+def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "config.json", INDEX, *SIDE_FILES]
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:

@@ -76,7 +76,7 @@ def granularity(scheme: str, target: str) -> tuple[str, str]:
 def plan(model: str, scheme: str, **wishes: Any) -> Plan:
     """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json."""
     path = Path(model)
-    config = read_config(path.parent if path.name == "config.json" else resolve(model))
+    config = read_config(path.parent if path.name == "config.json" else resolve(model, weights=False))
     return make_plan(Job.of(config, Wishes(**wishes).of(scheme)))
 
 
