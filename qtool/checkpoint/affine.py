@@ -1,7 +1,9 @@
 """What foreign formats store of a linear: ``w = (codes - zero) * scale``, and how our schemes are that.
 
 Three forms cover every format of this room. No form rounds a code. Only where a scale is the product of two of
-ours is it rounded (to the dtype they are stored in), and every export says what that costs.
+ours is it rounded (to the dtype they are stored in), and every export says what that costs. A linear whose input is
+gathered has its columns put back in the model's order (``params["permutation"]``): possible where a channel has one
+scale, since groups would be torn apart.
 
     symmetric 4 bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 and w4ax-fmpq (codes + 8)
     asymmetric 4 bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z); the symmetric ones
@@ -61,7 +63,7 @@ class Affine:
 def symmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
     """Of a scheme of :data:`SYMMETRIC_4`: its own codes and scale."""
     unsigned = (codes + 8).view(torch.uint8) if codes.dtype == torch.int8 else codes
-    return Affine(unsigned, params["scale"])
+    return Affine(in_model_order(unsigned, params), params["scale"])
 
 
 def asymmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
@@ -71,16 +73,23 @@ def asymmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> 
         return Affine(plain.codes, plain.scale, torch.full_like(plain.scale, 8, dtype=torch.uint8))
     if "s2" in params:
         product = params["s1"].float()[:, None] * params["s2"]
-        return Affine(codes, product.to(params["s1"].dtype), params["zero"])
-    return Affine(codes, params["s1"][:, None], params["zero"][:, None])
+        return Affine(in_model_order(codes, params), product.to(params["s1"].dtype), params["zero"])
+    return Affine(in_model_order(codes, params), params["s1"][:, None], params["zero"][:, None])
 
 
 def int_8(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
     """Of a scheme of :data:`INT_8`: the int8 weight that its kernel multiplies."""
     scheme = linear_format.scheme_object
     if isinstance(scheme, LiquidQuant | ProgressiveQoQ):
-        return Affine(scheme.level2(codes, params), params["s1"][:, None])
-    return Affine(codes, params["scale"])
+        return Affine(in_model_order(scheme.level2(codes, params), params), params["s1"][:, None])
+    return Affine(in_model_order(codes, params), params["scale"])
+
+
+def in_model_order(codes: Tensor, params: Params) -> Tensor:
+    """``codes [N, K]`` with column i back at ``permutation[i]``, if there is one."""
+    if "permutation" not in params:
+        return codes
+    return torch.empty_like(codes).index_copy_(1, params["permutation"].long(), codes)
 
 
 Form = Callable[[LinearFormat, Tensor, Params], Affine]

@@ -62,6 +62,9 @@ class CompressedTensors(Target):
         rows, columns = self.tile
         return (max(rows, 8) if self.ways[scheme].form is asymmetric_4 else rows), columns
 
+    def takes_gathered(self, found: LinearFormat) -> bool:
+        return found.group_size is None or self.ways[found.scheme].form is int_8
+
     def activations(self, scheme: str) -> str:
         return self.ways[scheme].activations
 

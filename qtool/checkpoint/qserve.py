@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qtool.checkpoint.affine import in_model_order
 from qtool.checkpoint.target import TOKEN_INT8, Formats, Target, as_dtype, file_group_size, only, scale_as
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.runtime.format import LinearFormat
@@ -44,7 +45,8 @@ class QServe(Target):
         return TOKEN_INT8
 
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
-        stored = {"qweight": COMPUTE_AWARE.pack(codes)["qweight"], "s1_scales": scale_as(params["s1"], torch.float16)}
+        ordered = in_model_order(codes, params)
+        stored = {"qweight": COMPUTE_AWARE.pack(ordered)["qweight"], "s1_scales": scale_as(params["s1"], torch.float16)}
         if linear_format.group_size is None:
             product = params["zero"].float() * stored["s1_scales"].float()
             return stored | {"s1_szeros": as_dtype(product, torch.float16, "s1_szeros")}

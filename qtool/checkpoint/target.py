@@ -60,13 +60,20 @@ class Target(ABC):
         """:attr:`tile`, where it depends on the scheme."""
         return self.tile
 
+    def takes_gathered(self, found: LinearFormat) -> bool:
+        """Whether a linear with a permuted input can be put back in order: one scale a channel in the file."""
+        return found.group_size is None
+
     def activations(self, scheme: str) -> str:
         """The activations under which a loader runs the weights of ``scheme``."""
         return SIXTEEN_BIT
 
     @abstractmethod
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
-        """The tensors of one linear, by their name after the module path. Runs on ``meta`` too."""
+        """The tensors of one linear, by their name after the module path. Runs on ``meta`` too.
+
+        ``params`` has a ``permutation`` int ``[K]`` besides the scheme's if the linear's input is gathered.
+        """
 
     @abstractmethod
     def weight(self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int) -> Tensor:

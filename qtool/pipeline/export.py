@@ -171,13 +171,16 @@ class _Export:
     @torch.no_grad()
     def _linear(self, name: str) -> Iterator[tuple[str, Tensor]]:
         linear_format = self.formats[name]
-        codes, params = load_linear(self.checkpoint, name, linear_format, torch.device("cpu")).unpack()
+        linear = load_linear(self.checkpoint, name, linear_format, torch.device("cpu"))
+        codes, params = linear.unpack()
+        if linear.permutation is not None:
+            params = params | {"permutation": linear.permutation}
         try:
             stored = dict(self._converted(name, codes, params))
         except CheckFailed as error:
             raise CheckFailed(f"{name}: {error}") from error
         parts = {part.removeprefix(name + "."): tensor for part, tensor in stored.items()}
-        ours = linear_format.scheme_object.dequantize(codes, params)
+        ours = linear.dequantize()
         theirs = self.target.weight(linear_format, parts, *codes.shape)
         norm = float(ours.norm().clamp(min=1e-30))
         self.errors[name] = float(theirs.sub_(ours).norm()) / norm

@@ -30,8 +30,11 @@ def exported_formats(
             if found is None:
                 continue
             _require_scheme(target, name, found)
-            if checkpoint_format.is_permuted(name):
-                raise QtoolError(f"{name}: {target.name} cannot gather a layer's input; quantize without reordering")
+            if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
+                raise QtoolError(
+                    f"{name}: its input channels are reordered and its groups follow that order; {target.name} cannot "
+                    "gather a layer's input: quantize by a recipe without reorder and gather-outliers"
+                )
             n, k = shapes[f"{linear}.weight"]
             rows, columns = ranks[linear]
             if n % rows or k % columns:

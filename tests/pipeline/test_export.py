@@ -13,7 +13,7 @@ from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.targets import TARGETS
 from qtool.errors import CheckFailed, QtoolError
 from qtool.pipeline.export import export
-from qtool.pipeline.quantize import quantize
+from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
 
 LAYOUT = {"w8a8": "row-major-8"}
@@ -162,6 +162,34 @@ def test_a_killed_export_continues(make_model: MakeModel, tmp_path: Path, monkey
     for path in whole.directory.iterdir():
         assert (tmp_path / "cut" / path.name).read_bytes() == path.read_bytes()
     assert export(directory, "gptq", tmp_path / "cut").errors == whole.errors  # done already
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "takes", "refuses"),
+    [
+        ("w4a8-qoq-g128", 128, "compressed-tensors-w8a8", "qserve"),
+        ("w4a8-lqq", 64, "compressed-tensors-w8a8", None),
+        ("w4a8-qoq", "channel", "awq", None),
+        ("w4a16", "channel", "gptq", None),
+        ("w4a16", 128, None, "gptq"),
+    ],
+)
+def test_reordered_inputs(
+    scheme: str, size: Any, takes: str | None, refuses: str | None, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """One scale a channel: columns go back to the model's order. Groups would be torn apart."""
+    source = make_model(dtype=torch.bfloat16, num_key_value_heads=4)
+    recipe = recipes.parse(
+        {"scheme": "test", "layers": [rule(scheme, size)], "transforms": [{"reorder": {"groups": ["norm"]}}]}, "test"
+    )
+    tokens = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(0)).split(2)
+    directory = quantize(Checkpoint(source), recipe, tmp_path / "native", calibration=Calibration(tokens))
+    permutation = Checkpoint(directory).read("model.layers.0.self_attn.q_proj.permutation")
+    assert not torch.equal(permutation, torch.arange(128, dtype=torch.int32))
+    if takes:
+        assert set(export(directory, takes, tmp_path / "out").errors.values()) == {0.0}
+    if refuses:
+        refused(directory, refuses, "q_proj: its input channels are reordered and its groups follow that order")
 
 
 def test_kv_scales(make_model: MakeModel, tmp_path: Path) -> None:
