@@ -1,0 +1,87 @@
+"""Activation ranges: the largest input of every channel of chosen linears, on a few windows of text.
+
+The picture of outliers: what a transform does to the channels that would set the scale for all others. Of each group of
+linears that read the same input one is shown, in the block where the baseline's outliers are worst.
+
+Legend: K input channels, b windows, s tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qtool.models import family_of
+
+
+@dataclass(frozen=True)
+class ChannelRange:
+    """``before`` and ``after`` ``[K]``: max|X| of each input channel of linear ``name``, baseline and quantized."""
+
+    name: str
+    before: Tensor
+    after: Tensor
+
+
+def outlier(amax: Tensor) -> float:
+    """The largest channel over the median one."""
+    return float(amax.max() / amax.median().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+@torch.no_grad()
+def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
+    """max|X| ``[K]`` of the first linear of every group in every block, over ``windows [b, s]``, by full name."""
+    found: dict[str, Tensor] = {}
+    with _watching(model, found):
+        for window in windows:
+            model(input_ids=window[None].to(model.device), use_cache=False)
+    return {name: amax.float().cpu() for name, amax in found.items()}
+
+
+def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[ChannelRange]:
+    """One linear of each kind, in the order of the model: where ``before`` has the largest outlier."""
+    chosen: dict[str, str] = {}
+    for name in before:
+        kind = role(name)
+        if name in after and (kind not in chosen or outlier(before[name]) > outlier(before[chosen[kind]])):
+            chosen[kind] = name
+    order = [role(name) for name in before]
+    return [
+        ChannelRange(chosen[kind], before[chosen[kind]], after[chosen[kind]])
+        for kind in sorted(chosen, key=order.index)
+    ]
+
+
+def role(name: str) -> str:
+    """A linear's name without the numbers of its block and expert: ``mlp.down_proj``."""
+    parts = name.split(".")
+    block = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(part for part in parts[block + 1 :] if not part.isdigit())
+
+
+@contextmanager
+def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None]:
+    family = family_of(model.config.get_text_config().model_type)
+    modules = dict(model.named_modules())
+    handles = []
+    for block in range(len(modules[family.blocks])):  # type: ignore[arg-type]
+        for group in family.groups:
+            name = f"{family.blocks}.{block}.{group.linears[0]}"
+            if name in modules:  # a fused expert is no module of its own
+                handles.append(modules[name].register_forward_pre_hook(_note(name, found)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(name: str, found: dict[str, Tensor]):  # type: ignore[no-untyped-def]
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        amax = inputs[0].detach().abs().flatten(0, -2).amax(0)
+        found[name] = torch.maximum(found[name], amax) if name in found else amax
+
+    return hook

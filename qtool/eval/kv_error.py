@@ -1,0 +1,45 @@
+"""What the quantized KV cache loses: relative error of keys and of values, block by block."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qtool.runtime.kv_cache import QuantCache
+
+
+@dataclass
+class KVError:
+    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values, as attention reads them."""
+
+    keys: float
+    values: float
+
+
+@torch.no_grad()
+def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
+    """The error of every block on ``windows [b, s]``; empty if the model's cache is not quantized."""
+    if getattr(model.get_decoder(), "kv_quantizer", None) is None:
+        return []
+    sums: list[list[Tensor]] = []
+    for window in windows:
+        cache = QuantCache.of(model)
+        sums = sums or [[torch.zeros((), dtype=torch.float64) for _ in range(4)] for _ in cache.layers]
+        for layer, total in zip(cache.layers, sums, strict=True):
+            layer.update = _measured(layer.update, total)  # type: ignore[method-assign]
+        model(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
+    return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
+
+
+def _measured(update: Callable[..., tuple[Tensor, Tensor]], total: list[Tensor]) -> Callable[..., Any]:
+    def measure(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        read = update(keys, values, *args, **kwargs)
+        for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):
+            total[2 * place] += (seen - exact).double().square().sum().cpu()
+            total[2 * place + 1] += exact.double().square().sum().cpu()
+        return read
+
+    return measure

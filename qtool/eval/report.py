@@ -1,0 +1,172 @@
+"""What a report says of a quantized model, as plain data: from the records beside it and from what was measured.
+
+``qtool.pipeline.report`` fills it, :mod:`qtool.eval.report_html` draws it. A part that nobody measured is empty.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from qtool.eval.channel_range import ChannelRange, role
+from qtool.eval.compare import Delta, compare
+from qtool.eval.kv_error import KVError
+from qtool.eval.results import Metric, Results, TaskResult
+from qtool.eval.saved import Answer
+
+
+@dataclass(frozen=True)
+class Size:
+    """Linears of one role and format (or everything else): how many, their weights and stored bytes."""
+
+    role: str
+    format: str
+    count: int
+    weights: int
+    nbytes: int
+    packed: bool
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.nbytes / self.weights
+
+
+@dataclass(frozen=True)
+class Check:
+    """Linears that were verified alike: what ran, the largest distance to the reference, and the problems found."""
+
+    ran: str
+    count: int
+    error: float
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One metric of one task, and the baseline's where both were asked the same. ``rises``: nats a token, by window."""
+
+    result: TaskResult
+    metric: str
+    facts: Mapping[str, Any]
+    baseline: Metric | None = None
+    change: Delta | None = None
+    rises: Sequence[float] = ()
+
+    @property
+    def value(self) -> Metric:
+        return self.result.metrics[self.metric]
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Relative errors by role and block (the worst, where a block has several of a role). ``what`` says of what."""
+
+    what: str
+    method: str
+    by_role: dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a transform did to the error it looks at, over all its choices: error after / error before."""
+
+    method: str
+    choices: int
+    least: float
+    median: float
+    greatest: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a page shows. ``baseline``: how the user named it. ``windows``: ``(count, tokens)`` measured on."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    sizes: Sequence[Size]
+    checks: Sequence[Check]
+    baseline: str | None = None
+    quality: Sequence[Quality] = ()
+    errors: LayerErrors | None = None
+    ranges: Sequence[ChannelRange] = ()
+    kv: Sequence[KVError] = ()
+    windows: tuple[int, int] = (0, 0)
+
+    @property
+    def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Names and options of the recipe's methods in order, the rounding last; none if there is no record."""
+        listed = self.provenance.get("recipe", {}).get("methods", [])
+        return [(name, options) for step in listed for name, options in step.items()]
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.config["quantization_config"]
+        return found
+
+
+def provenance(directory: Path) -> dict[str, Any]:
+    """The content of ``qtool.json``; nothing if it is missing or damaged."""
+    try:
+        found = json.loads((directory / "qtool.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def quality(answers: Sequence[Answer], model: str, baseline: str) -> list[Quality]:
+    """The answers of ``model``, each beside that of ``baseline`` to the same question (both are identities)."""
+    rows = []
+    for answer in answers:
+        if answer.model != model:
+            continue
+        other = next((a for a in answers if a.model == baseline and a.facts == answer.facts), None)
+        bases = {task.task: task for task in other.tasks} if other else {}
+        for result in answer.tasks:
+            for metric in result.metrics:
+                row = Quality(result, metric, answer.facts)
+                rows.append(_beside(row, bases[result.task]) if result.task in bases else row)
+    return rows
+
+
+def _beside(row: Quality, base: TaskResult) -> Quality:
+    result = replace(row.result, metrics={row.metric: row.value})
+    change = next(iter(compare(Results([result]), Results([base]))), None)
+    rises: list[float] = []
+    if result.kind == "perplexity":
+        rises = [a - b for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)]
+    return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
+
+
+def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
+    """What the rounding wrote into qtool.json: GPTQ's error of each linear, or the loss of a distilled block."""
+    by_role: dict[str, dict[int, float]] = {}
+    for index, notes in enumerate(blocks):
+        for name, note in notes.get("gptq", {}).items():
+            worst = by_role.setdefault(role(f"{index}.{name}"), {})
+            worst[index] = max(worst.get(index, 0.0), note["error"])
+    if by_role:
+        return LayerErrors("output", "gptq", by_role)
+    losses = {index: min(notes["distill"]["loss"]) for index, notes in enumerate(blocks) if "distill" in notes}
+    return LayerErrors("block output", "distill", {"whole block": losses}) if losses else None
+
+
+def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
+    """How far each transform that searched lowered its error."""
+    ratios: dict[str, list[float]] = {}
+    for notes in blocks:
+        for method, note in notes.items():
+            for choice in [note] if "error" in note else note.values():
+                before = _before(choice)
+                if before:
+                    ratios.setdefault(method, []).append(choice["error"] / before)
+    return [Gain(method, len(r), min(r), median(r), max(r)) for method, r in ratios.items()]
+
+
+def _before(choice: Any) -> float | None:
+    """The error without the transform, which each method names after itself: ``error_unsmoothed``, ..."""
+    if not isinstance(choice, dict) or "error" not in choice:
+        return None
+    return next((value for key, value in choice.items() if key.startswith("error_")), None)

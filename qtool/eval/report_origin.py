@@ -1,0 +1,120 @@
+"""The report's provenance: the model, the recipe and its data, the run, and the commands that repeat it."""
+
+from qtool.eval import report_commands
+from qtool.eval.html import Html, facts, join, missing, nbytes, plain, table, tag
+from qtool.eval.report import Report
+
+
+def summary(report: Report) -> str:
+    """One sentence: methods, KV cache, calibration."""
+    methods, data = [name for name, _ in report.methods], report.provenance.get("calibration", {})
+    if not methods:
+        return "How it was made is not known: qtool.json is missing or damaged."
+    transforms = f"{', '.join(methods[:-1])}, then {methods[-1]}" if methods[1:] else f"{methods[0]} alone"
+    cache = f"KV cache {report.quantization['kv']}" if report.quantization.get("kv") else "KV cache in 16 bits"
+    text = "no calibration data"
+    if data:
+        windows, tokens, text = (data.get(key, "?") for key in ("samples", "seqlen", "text"))
+        text = f"calibrated on {windows} windows of {tokens} tokens of {text}"
+    return f"Made by {transforms}; {cache}; {text}."
+
+
+def model(report: Report) -> Html:
+    """The architecture, from config.json, and where it came from."""
+    config, source = report.config, report.provenance.get("source", {})
+    rows: list[tuple[str, object]] = [
+        (label, plain(config[key])) for key, label in MODEL if config.get(key) is not None
+    ]
+    if source:
+        rows += [
+            ("source", source.get("directory", "?")),
+            ("source fingerprint", tag("code", source.get("fingerprint", "?"))),
+        ]
+    else:
+        rows.append(("source", "unknown: qtool.json is missing or damaged"))
+    return facts(rows)
+
+
+MODEL = (
+    ("architectures", "architecture"),
+    ("num_hidden_layers", "blocks"),
+    ("hidden_size", "hidden size"),
+    ("intermediate_size", "MLP size"),
+    ("num_attention_heads", "query heads"),
+    ("num_key_value_heads", "key/value heads"),
+    ("head_dim", "head dimension"),
+    ("vocab_size", "vocabulary"),
+    ("max_position_embeddings", "context, tokens"),
+    ("dtype", "dtype of the rest"),
+)
+
+
+def recipe(report: Report) -> Html:
+    """Methods in order, the format of the layers, the calibration text."""
+    methods = [
+        (name, ", ".join(f"{k} = {plain(v)}" for k, v in options.items()) or "defaults")
+        for name, options in report.methods
+    ]
+    steps = (
+        table(("step, in order", "options"), methods, "ll")
+        if methods
+        else missing("Unknown: qtool.json is missing or damaged.")
+    )
+    rules = [
+        (
+            tag("code", r["match"]),
+            r["scheme"] or "16 bits",
+            r.get("group_size") or ("channel" if r["scheme"] else ""),
+            r.get("layout", ""),
+        )
+        for r in report.quantization["rules"]
+    ]
+    layers = table(("linears that match", "scheme", "group size", "layout"), rules, "llrl")
+    found = report.provenance.get("calibration", {})
+    data = facts(
+        [(CALIBRATION.get(k, k), tag("code", v) if k in ("sha256", "tokens") else plain(v)) for k, v in found.items()]
+    )
+    none = tag("p", "None: the methods look at weights only.")
+    return join(
+        steps,
+        tag("h3", "Layers (the first rule that matches holds)"),
+        layers,
+        tag("h3", "Calibration"),
+        data if found else none,
+    )
+
+
+CALIBRATION = {
+    "samples": "windows",
+    "seqlen": "tokens a window",
+    "sha256": "sha256 of the text",
+    "tokens": "sha256 of the tokens",
+}
+
+
+def run(report: Report) -> Html:
+    """Wall time and peak memory, as recorded by the run."""
+    found = report.provenance.get("run", {})
+    if not found:
+        return missing("Not recorded by the version that wrote this checkpoint; quantizing again records it.")
+    seconds, device = found.get("seconds"), found.get("peak_device_bytes")
+    rows: list[tuple[str, object]] = [
+        ("wall time", f"{seconds:,.1f} s" if seconds is not None else "?"),
+        ("peak host memory", nbytes(found["peak_host_bytes"]) if found.get("peak_host_bytes") else "?"),
+        ("device", found.get("device", "?")),
+    ]
+    if device:
+        rows.append(("peak device memory", nbytes(device)))
+    if found.get("sessions", 1) > 1:
+        rows.append(("sessions", f"{found['sessions']} (interrupted and resumed; times are added)"))
+    return facts(rows)
+
+
+def reproduce(report: Report) -> Html:
+    """The commands, and the recipe file where no built-in one says the same."""
+    commands, written = report_commands.commands(report), report_commands.recipe_file(report)
+    versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
+    parts = [tag("pre", "\n".join(commands))]
+    if written:
+        parts += [tag("p", "with ", tag("code", report_commands.RECIPE), ":"), tag("pre", written)]
+    return join(*parts, tag("p", f"Made with {versions}." if versions else "", class_="quiet"))

@@ -1,0 +1,49 @@
+"""What the report measures by running models: input ranges by channel, the error of the KV cache."""
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.checkpoint.source import Checkpoint
+from qtool.eval.channel_range import channel_amax, outlier, role, worst
+from qtool.eval.kv_error import kv_errors
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.load import load
+
+
+@pytest.fixture
+def quantized(make_model, tmp_path):
+    """A tiny random Llama, and it quantized with a 4-bit KV cache."""
+    base = make_model(hidden_size=256, intermediate_size=256, head_dim=64)
+    recipe = {"scheme": "w4a16", "layers": [{"match": ".*", "scheme": None}], "kv": "kv4"}
+    return base, quantize(Checkpoint(base), recipes.parse(recipe, "test"), tmp_path / "quantized")
+
+
+def test_channel_ranges_are_the_largest_inputs(quantized):
+    base = load(quantized[0])
+    windows = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    seen = []
+    layer = base.get_submodule("model.layers.1.mlp.down_proj")
+    with torch.no_grad():
+        handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+        base(windows)
+        handle.remove()
+    amax = channel_amax(base, windows)
+    assert torch.allclose(amax["model.layers.1.mlp.down_proj"], seen[0].abs().amax((0, 1)))
+    assert {role(name) for name in amax} == {"self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"}
+    assert not any(m._forward_pre_hooks for m in base.model.layers.modules())
+
+
+def test_the_block_with_the_worst_outlier_is_shown():
+    flat, spiky = torch.ones(8), torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 40])
+    before = {"l.0.a": flat, "l.0.b": flat, "l.1.a": spiky, "l.1.b": flat}
+    shown = worst(before, {name: flat for name in before})
+    assert [one.name for one in shown] == ["l.1.a", "l.0.b"]
+    assert (outlier(shown[0].before), outlier(shown[0].after)) == (40, 1)
+
+
+def test_kv_error_is_small_positive_and_absent_without_a_quantizer(quantized):
+    windows = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    errors = kv_errors(load(quantized[1]), windows)
+    assert len(errors) == 2 and all(0 < e < 0.2 for one in errors for e in (one.keys, one.values))
+    assert kv_errors(load(quantized[0]), windows) == []
