@@ -154,19 +154,21 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
 
 
 def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
-    """How far each transform that searched lowered its error."""
+    """How far each method that searched lowered the error it looks at."""
     ratios: dict[str, list[float]] = {}
     for notes in blocks:
         for method, note in notes.items():
-            for choice in [note] if "error" in note else note.values():
-                before = _before(choice)
+            for choice in [note] if {"error", "loss"} & note.keys() else note.values():
+                after, before = _after_before(choice)
                 if before:
-                    ratios.setdefault(method, []).append(choice["error"] / before)
+                    ratios.setdefault(method, []).append(after / before)
     return [Gain(method, len(r), min(r), median(r), max(r)) for method, r in ratios.items()]
 
 
-def _before(choice: Any) -> float | None:
-    """The error without the transform, which each method names after itself: ``error_unsmoothed``, ..."""
-    if not isinstance(choice, dict) or "error" not in choice:
-        return None
-    return next((value for key, value in choice.items() if key.startswith("error_")), None)
+def _after_before(choice: Any) -> tuple[float, float]:
+    """Both errors; the one before is named after what is absent (``error_unsmoothed``) or begins a curve. 0: none."""
+    if not isinstance(choice, dict):
+        return 0.0, 0.0
+    if "loss" in choice:
+        return min(choice["loss"]), choice["loss"][0]
+    return choice.get("error", 0.0), next((v for key, v in choice.items() if key.startswith("error_")), 0.0)

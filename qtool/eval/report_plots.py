@@ -26,12 +26,12 @@ def _errors(report: Report) -> Html:
         return missing("Not measured. Fill it with", f"qtool report {report.directory} --compare BASE")
     values = [value for by_block in errors.by_role.values() for value in by_block.values()]
     x = svg.axis(BLOCK, [block for by_block in errors.by_role.values() for block in by_block], whole=True)
-    y = svg.axis("relative error", [0.0, *values])
+    y = svg.axis("loss" if errors.method == "distill" else "relative error", [0.0, *values])
     shown = []
     for role, by_block in errors.by_role.items():
         worst = max(by_block, key=by_block.__getitem__)
         reading = f"Median {median(by_block.values()):.4f}; worst {by_block[worst]:.4f} in block {worst}."
-        title = f"Relative {errors.what} error of {role} by block"
+        title = f"{errors.what.capitalize()} error of {role} by block"
         shown.append(figure(role, svg.strip(title, list(by_block.items()), x, y), reading))
     return join(tag("p", EXPLAINED[errors.what]), plots(*shown))
 
@@ -39,7 +39,7 @@ def _errors(report: Report) -> Html:
 EXPLAINED = {
     "output": "Relative error of each linear's output on the calibration text, ‖X(W−V)ᵀ‖ / ‖XWᵀ‖, recorded by GPTQ "
     "while it quantized. All panels share one scale: a linear that stands out is the one to give more bits.",
-    "block output": "Loss between the block's output and the full-precision one after distillation, as recorded.",
+    "block output": "Loss of each block's output against its teacher's after distillation, as the run recorded it.",
     "weight": "Relative error of each weight against the baseline's, ‖V−W‖ / ‖W‖: what rounding alone does, whatever "
     "the inputs are. All panels share one scale.",
 }
@@ -53,10 +53,8 @@ def _gains(report: Report) -> Html:
     if not rows:
         return Html("")
     header = ("method", "choices", "median", "best", "least effect")
-    text = (
-        "Squared error that each method chose by, with its choice in place, divided by the error without: 1 is no gain."
-    )
-    return join(tag("h3", "What the transforms gained"), tag("p", text), table(header, rows, "lrrrr"))
+    text = "The error each method looks at, after it divided by before it: 1 is no gain."
+    return join(tag("h3", "What the methods gained"), tag("p", text), table(header, rows, "lrrrr"))
 
 
 def activations(report: Report) -> Html:
@@ -84,7 +82,7 @@ def _pair(one: ChannelRange) -> Html:
     y = svg.axis("× median channel", [float(before.max()), float(after.max())])
     x = f"input channel (of {len(before):,})"
     readings = [
-        f"The largest channel is {outlier(amax):.1f} × the median one; max|X|\u00a0=\u00a0{float(amax.max()):.3g}."
+        f"The largest channel is {outlier(amax):.1f} × the median one; the largest value is {float(amax.max()):.3g}."
         for amax in (one.before, one.after)
     ]
     return join(

@@ -165,6 +165,7 @@ def test_recorded_errors_and_gains():
     assert (found["smooth"].choices, found["smooth"].least, found["smooth"].greatest) == (2, 0.25, 1.0)
     assert found["smooth-attention"].median == 0.5 and "gptq" not in found
     assert recorded_errors([{"distill": {"loss": [3.0, 1.0, 2.0], "epoch": 1}}]).by_role == {"whole block": {0: 1.0}}
+    assert gains([{"distill": {"loss": [4.0, 1.0, 2.0], "epoch": 1}, "rotate": {"order": 8}}])[0].median == 0.25
     assert recorded_errors([]) is None
 
 
