@@ -39,12 +39,14 @@ class Exported:
     Attributes:
         errors: relative Frobenius distance between the weight in the new file and ours, by linear.
         notes: what else differs from the native model, a sentence each.
+        nbytes: of the native checkpoint's tensors, and of the new one's.
     """
 
     directory: Path
     format: str
     errors: dict[str, float]
     notes: list[str]
+    nbytes: tuple[int, int]
 
     def __str__(self) -> str:
         exact = [name for name, error in self.errors.items() if error == 0]
@@ -52,6 +54,8 @@ class Exported:
         if len(exact) < len(self.errors):
             worst = max(self.errors, key=self.errors.__getitem__)
             lines[-1] += f"; largest relative error of a weight {self.errors[worst]:.2e} ({worst})"
+        before, after = (size / 1e6 for size in self.nbytes)
+        lines[-1] += f"; {after:.1f} MB, {after / before:.2f} times the native checkpoint"
         return "\n".join([*lines, *self.notes])
 
 
@@ -80,7 +84,8 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
             raise
     done = json.loads((out / "qtool.json").read_text())
     errors = {linear: error for shard in done["blocks"] for linear, error in shard[ERRORS].items()}
-    return Exported(out, name, errors, notes)
+    nbytes = tuple(sum(entry.nbytes for entry in c.entries.values()) for c in (checkpoint, Checkpoint(out)))
+    return Exported(out, name, errors, notes, (nbytes[0], nbytes[1]))
 
 
 def _write(output: Output, work: "_Export", shards: list[list[str]], kv: str | None, facts: dict[str, Any]) -> None:
