@@ -116,7 +116,8 @@ class Output:
             shutil.copyfile(path, self.partial / path.name)
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
-        provenance["blocks"] = [r["notes"] for _, r in sorted(self.records.items()) if r["notes"]]
+        inner = range(2, self.shards)  # the first shard is the embedding, the last one the head
+        provenance["blocks"] = [self.records[shard]["notes"] for shard in inner]
         write_json(self.partial / "qtool.json", provenance)
         write_json(self.partial / "config.json", config)
         if self.directory.exists():
