@@ -40,7 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-rope-scaling": {"rope_parameters": LLAMA3_ROPE},
     "mistral": {"sliding_window": 16},
     "qwen2": {},
+    "qwen2-mha": {"num_key_value_heads": 4},  # Qwen 1.5
     "qwen3": {},
+    "phi3": {"pad_token_id": 0, "tie_word_embeddings": False},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 16},
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16},
+    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "tie_word_embeddings": True, "num_key_value_heads": None},
 }
 
 MakeModel = Callable[..., Path]

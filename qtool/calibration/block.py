@@ -77,13 +77,26 @@ class Block:
         return self.module.get_submodule(name)
 
     def weight(self, name: str) -> Tensor:
-        """The weight of submodule ``name``, detached: change it in place."""
-        return self.get(name).weight.detach()  # type: ignore[union-attr, operator]
+        """The weight of submodule ``name``, or of a part of a fused linear, detached: change it in place."""
+        owner, rows = self._rows(name)
+        return self.get(owner).weight.detach()[rows]  # type: ignore[union-attr, operator, index]
 
     def bias(self, name: str) -> Tensor | None:
-        """The bias of submodule ``name``, detached; None where it has none."""
-        bias = getattr(self.get(name), "bias", None)
-        return None if bias is None else bias.detach()
+        """The bias of submodule ``name``, or of a part of one, detached; None where it has none."""
+        owner, rows = self._rows(name)
+        bias = getattr(self.get(owner), "bias", None)
+        return None if bias is None else bias.detach()[rows]
+
+    def _rows(self, name: str) -> tuple[str, slice]:
+        owner = self.family.owner(name)
+        return owner, slice(None) if owner == name else self.family.rows(name, self.config)
+
+    def scale_norm(self, name: str, factor: Tensor) -> None:
+        """Multiply the outputs of norm ``name`` by ``factor [H]``, in place."""
+        weight, bias, offset = self.weight(name), self.bias(name), self.family.norm_offset
+        weight.copy_((weight.double() + offset) * factor.double() - offset)
+        if bias is not None:
+            bias.copy_(bias.double() * factor.double())
 
     def fit(self, name: str) -> Params:
         """Parameters of linear ``name`` by its scheme and the clip chosen for it."""

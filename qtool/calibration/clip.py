@@ -72,7 +72,8 @@ class Clip(Transform):
 
     def _choose_by_block(self, block: Block, batches: Sequence[Batch]) -> None:
         """q_proj and k_proj: the layer's choice or one ratio for all, whichever serves the block best."""
-        names = [name for name in (block.family.attention.q, block.family.attention.k) if name in block.schemes]
+        owners = dict.fromkeys(block.family.owner(x) for x in (block.family.attention.q, block.family.attention.k))
+        names = [name for name in owners if name in block.schemes]
         if not names:
             return
         options: list[dict[str, tuple[Ratio, Ratio]]] = [{name: (r, 1.0) for name in names} for r in self.ratios]

@@ -20,8 +20,10 @@ def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
     if group.fold is Fold.HEADS:
         heads = block.heads
         factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
+    if group.fold is Fold.NORM:
+        block.scale_norm(group.source, 1 / factor.double())
+        return
     weight, bias = block.weight(group.source), block.bias(group.source)
-    shape = (-1,) + (1,) * (weight.dim() - 1)  # a norm [H] or the rows of a linear [K, ...]
-    weight.copy_(weight.double() / factor.double().view(shape))
+    weight.copy_(weight.double() / factor.double()[:, None])
     if bias is not None:
         bias.copy_(bias.double() / factor.double())

@@ -9,13 +9,35 @@ and the head, which it then does row by row, so that both can be streamed.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; no bias where ``bias`` is None.
+
+    ``offset``: what the stored weight leaves out of the gain (1 in Gemma).
+    """
+
+    gain: Tensor
+    bias: Tensor | None = None
+    offset: float = 0.0
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, offset: float) -> "Norm":
+        """The norm of a stored weight and bias."""
+        return cls(weight.double() + offset if offset else weight, bias, offset)
+
+    def stored(self) -> dict[str, Tensor]:
+        """``weight`` and ``bias`` as a checkpoint has them."""
+        weight = self.gain - self.offset if self.offset else self.gain
+        return {"weight": weight} | ({} if self.bias is None else {"bias": self.bias})
 
 
 @dataclass
@@ -32,6 +54,15 @@ class Transform(ABC):
     #: it changes embedding or head, so tied embeddings are untied
     rewrites_embedding: ClassVar[bool] = False
 
+    def prepare(self, family: Family, config: Any) -> None:
+        """Learn what there is to know of the model, before any work.
+
+        Raises:
+            QtoolError: the family cannot have this transform, and why.
+        """
+        if reason := family.refuses.get(self.name):
+            raise QtoolError(f"{self.name}: a {family.name} model cannot have it: {reason}")
+
     def permutes(self, family: Family) -> tuple[str, ...]:
         """Linears of a block that will store an input permutation (``block.permutations``)."""
         return ()
@@ -45,12 +76,12 @@ class Transform(ABC):
         return rows
 
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
-        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the norm before it."""
+        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the gain of the norm before it."""
         return rows
 
-    def final_norm(self, weight: Tensor) -> Tensor:
-        """The final norm's weight ``[H]`` after the transform."""
-        return weight
+    def final_norm(self, norm: Norm) -> Norm:
+        """The final norm after the transform."""
+        return norm
 
 
 @dataclass

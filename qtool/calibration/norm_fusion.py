@@ -2,18 +2,19 @@
 
 QuaRot (Ashkboos et al., 2024) section 4.1, QServe B.2.1: for ``y = (n * w + b) W^T + c`` with n the
 normalized input, ``W <- W diag(w)`` and ``c <- c + W b``; afterwards ``w`` is ones and ``b`` zeros.
-What is left of the norm commutes with a rotation.
+What is left of the norm commutes with a rotation. Where a reader has no c to take the bias, it stays in the
+norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
-from qtool.calibration.method import Transform
+from qtool.calibration.method import Norm, Transform
 from qtool.errors import QtoolError
 
 
@@ -28,31 +29,45 @@ class NormFusion(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        for group in block.family.groups:
+        for group in block.family.folds():
             if group.reads_residual:
                 fuse(block, group.source, group.linears)
 
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
         return (rows.double() * final_norm.double()).to(rows.dtype)
 
-    def final_norm(self, weight: Tensor) -> Tensor:
-        return torch.ones_like(weight)
+    def final_norm(self, norm: Norm) -> Norm:
+        bias = None if norm.bias is None else kept_bias(norm.gain, norm.bias, "the final norm")
+        return replace(norm, gain=torch.ones_like(norm.gain), bias=bias)
 
 
 def fuse(block: Block, norm: str, readers: Sequence[str]) -> None:
     """Fold the weight ``[H]`` and bias of ``norm`` into ``readers`` (weights ``[N, H]``), in place.
 
     Raises:
-        QtoolError: if the norm has a bias and a reader has none to take it.
+        QtoolError: see :func:`kept_bias`.
     """
-    gain, shift = block.weight(norm), block.bias(norm)
+    stored, shift, offset = block.weight(norm), block.bias(norm), block.family.norm_offset
+    gain = stored.double() + offset
+    moves = shift is not None and all(block.bias(reader) is not None for reader in readers)
     for reader in readers:
         weight, bias = block.weight(reader), block.bias(reader)
-        if shift is not None:
-            if bias is None:
-                raise QtoolError(f"norm-fusion: {norm} has a bias but {reader}, which reads it, has none to take it")
+        if moves and bias is not None and shift is not None:
             bias.add_((weight.double() @ shift.double()).to(bias.dtype))
-        weight.copy_(weight.double() * gain.double())
-    gain.fill_(1.0)
+        weight.copy_(weight.double() * gain)
+    stored.fill_(1.0 - offset)
     if shift is not None:
-        shift.fill_(0.0)
+        shift.copy_(torch.zeros_like(shift) if moves else kept_bias(gain, shift, norm))
+
+
+def kept_bias(gain: Tensor, bias: Tensor, name: str) -> Tensor:
+    """The bias ``b / w [H]`` of a norm whose gain went into the linears but whose bias could not.
+
+    Raises:
+        QtoolError: a channel with a bias and a gain of zero, which no linear behind it can tell apart.
+    """
+    if lost := int(((gain == 0) & (bias != 0)).sum()):
+        raise QtoolError(
+            f"norm-fusion: {name} has {lost} channels with a bias and no weight, and nothing takes its bias"
+        )
+    return torch.where(gain == 0, 0.0, bias.double() / gain.double())

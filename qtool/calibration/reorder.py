@@ -60,7 +60,7 @@ class Reorder(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [group for group in block.family.groups if group.fold.value in self.groups]
+        chosen = [group for group in block.family.groups if _kind(group) in self.groups]
         inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens=0)
         for group in chosen:
             if (seen := inputs.get(group.linears[0])) is None:
@@ -102,7 +102,7 @@ class GatherOutliers(Transform):
             raise QtoolError(f"gather-outliers: w4a4_share {self.w4a4_share}; expected 0 to 1")
 
     def permutes(self, family: Family) -> tuple[str, ...]:
-        return tuple(name for group in family.groups if group.fold is not Fold.PRODUCT for name in group.linears)
+        return tuple(name for group in family.groups if _kind(group) != "product" for name in group.linears)
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -142,11 +142,9 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
 
 def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool = True) -> None:
     """Put the input channels of ``group`` in ``order [K]``: folded into the producer where it can be."""
-    if group.fold is Fold.PRODUCT:
-        owner = group.source.rpartition(".")[0]
-        for name in block.family.group_of(group.source).linears:  # up and the gate beside it
-            if name.rpartition(".")[0] == owner:
-                permute_outputs(block, name, order)
+    if _kind(group) == "product":
+        for name in filter(None, (group.source, group.gate)):
+            permute_outputs(block, name, order)
         permute_inputs(block, group, order)
     elif group.fold is Fold.HEADS and inside_heads:
         heads = block.heads
@@ -157,6 +155,11 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
     else:
         for name in group.linears:
             block.permute(name, order)
+
+
+def _kind(group: LinearGroup) -> str:
+    """What a recipe calls the group: an order folds through any activation, with a product or without."""
+    return "product" if group.fold is Fold.ACTIVATION else group.fold.value
 
 
 def permute_inputs(block: Block, group: LinearGroup, order: Tensor) -> None:

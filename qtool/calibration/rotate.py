@@ -10,11 +10,13 @@ All of it is folded offline; nothing is added at run time. RMSNorm (its weight f
 with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean over channels
 is the component along it. Such a model gets the rotation reflected so that ``ones Q = ones``, which
 spares the mean-subtraction folding and keeps LayerNorm, and so the checkpoint's architecture, as it is.
+A bias that stayed in a norm turns with its channels. A norm of what is written to the residual stream (Gemma 2)
+commutes with no rotation, since its weight can move nowhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 from qtool.calibration.block import Batch, Block
 from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.hadamard import Hadamard
-from qtool.calibration.method import Transform
+from qtool.calibration.method import Norm, Transform
 from qtool.errors import QtoolError
+from qtool.models.family import Family
 
 
 @dataclass(kw_only=True)
@@ -34,7 +37,7 @@ class Rotate(Transform):
         seed: of the random signs of the residual rotation.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
-        keeps_mean: the model normalizes with LayerNorm: rotate around the all-ones vector.
+        keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always are.
     """
 
     seed: int = 0
@@ -47,14 +50,25 @@ class Rotate(Transform):
     rewrites_embedding = True
     requires: ClassVar[dict[str, str]] = {"norm-fusion": "a norm's weight must be in the linears before they rotate"}
 
+    def prepare(self, family: Family, config: Any) -> None:
+        super().prepare(family, config)
+        self.keeps_mean = self.keeps_mean or family.layer_norm
+        if self.residual and family.post_norms:
+            raise QtoolError(
+                f"rotate: the residual stream of a {family.name} model cannot be rotated: the weight of "
+                f"{family.post_norms[0]} acts on what is written to it, and no linear behind could take it; "
+                "set {rotate: {residual: false}}"
+            )
+
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         if self.residual:
             rotation = self.rotation(block.config.hidden_size)
             block.notes["rotate"] = {"order": rotation.n, "hadamard": rotation.block}
-            for group in block.family.groups:
+            for group in block.family.folds():
                 if group.reads_residual:
                     self._check_norm(block, group.source)
+                    rotate_bias(block, group.source, rotation)
                 for name in group.linears:
                     if group.reads_residual:
                         rotate_inputs(block, name, rotation)
@@ -72,6 +86,9 @@ class Rotate(Transform):
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
         return self._rows(rows)
 
+    def final_norm(self, norm: Norm) -> Norm:
+        return norm if norm.bias is None else replace(norm, bias=self._rows(norm.bias))
+
     def _rows(self, rows: Tensor) -> Tensor:
         return self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
 
@@ -81,7 +98,7 @@ class Rotate(Transform):
 
     def _check_norm(self, block: Block, name: str) -> None:
         norm = block.get(name)
-        if not torch.equal(block.weight(name), torch.ones_like(block.weight(name))):
+        if not (block.weight(name) == 1 - block.family.norm_offset).all():
             raise QtoolError(f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first")
         if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
             raise QtoolError(f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true")
@@ -110,9 +127,14 @@ def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:
 
 def rotate_outputs(block: Block, name: str, rotation: Hadamard) -> None:
     """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
-    weight, bias = block.weight(name), block.bias(name)
+    weight = block.weight(name)
     weight.copy_(_by_parts(weight.double().T, rotation).T)
-    if bias is not None:
+    rotate_bias(block, name, rotation)
+
+
+def rotate_bias(block: Block, name: str, rotation: Hadamard) -> None:
+    """``b <- b Q`` of a linear or a norm that has one, in place."""
+    if (bias := block.bias(name)) is not None:
         bias.copy_(_by_parts(bias.double(), rotation))
 
 

@@ -62,7 +62,7 @@ class Smooth(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [group for group in block.family.groups if group.fold.value in self.groups]
+        chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
         inputs = collect(block, batches, [group.linears[0] for group in chosen], self.tokens, self.seed)
         # backwards: a factor that changes the rows of up or v is in place when their inputs are smoothed
         for group in reversed(chosen):

@@ -108,6 +108,8 @@ def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
 def rotary_dim(block: Block) -> int:
     """How many channels of a head RoPE turns."""
     dim = block.heads.dim
+    if not block.family.attention.rotary:
+        return 0
     scaling = getattr(block.config, "rope_parameters", None) or {}
     factor = scaling.get("partial_rotary_factor") or getattr(block.config, "partial_rotary_factor", None) or 1.0
     return int(dim * factor)
@@ -125,12 +127,16 @@ def fold(block: Block, factor: Tensor) -> None:
     queries = factor.repeat_interleave(heads.query // heads.kv, 0)  # [Hq, D]
     if shared_norm(block):
         factor, queries = factor[:1], queries[:1]
-    scale(block, attention.k_norm or attention.k, 1 / factor.double().flatten())
-    scale(block, attention.q_norm or attention.q, queries.double().flatten())
+    if attention.k_norm and attention.q_norm:
+        block.scale_norm(attention.k_norm, 1 / factor.double().flatten())
+        block.scale_norm(attention.q_norm, queries.double().flatten())
+    else:
+        scale(block, attention.k, 1 / factor.double().flatten())
+        scale(block, attention.q, queries.double().flatten())
 
 
 def scale(block: Block, name: str, factor: Tensor) -> None:
-    """Multiply the outputs of a linear (or a norm) by ``factor [N]``, in place."""
+    """Multiply the outputs of a linear by ``factor [N]``, in place."""
     for tensor in (block.weight(name), block.bias(name)):
         if tensor is not None:
             tensor.copy_(tensor.double() * factor.view((-1,) + (1,) * (tensor.dim() - 1)))

@@ -2,9 +2,12 @@
 
 from qtool.errors import QtoolError
 from qtool.models.family import Attention, Family, Fold, Heads, LinearGroup
+from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
+from qtool.models.opt import OPT
+from qtool.models.phi3 import PHI3
 
-FAMILIES = (LLAMA, QWEN2, QWEN3)
+FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT)
 
 
 def family_of(model_type: str) -> Family:

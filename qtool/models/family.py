@@ -2,12 +2,16 @@
 
 Nothing here runs a model or knows of quantization. A family is data; the transforms and the
 pipeline read it. Names are module paths: absolute for the parts of the model, relative to the
-block for the parts of a block.
+block for the parts of a block. A name may also be a part of a fused linear (``fused``): some of its rows.
+
+Shapes are written in words, ``"q hidden"``; a word is a size (:meth:`Family.dimensions`), a sum of them or a number.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -16,8 +20,9 @@ class Fold(Enum):
 
     NORM = "norm"  # the input is a norm's output: fold into its weight (and bias)
     HEADS = "heads"  # the input is attention's output: fold into v's rows, shared by the query heads of a kv head
-    PRODUCT = "product"  # the input is act(gate) * up: fold into up's rows
-    NONE = "none"  # a nonlinearity lies between: nothing may be folded
+    PRODUCT = "product"  # the input is act(gate) * up, or relu(up): fold into up's rows
+    ACTIVATION = "activation"  # the input is act(up): up's rows take an order, but no factor
+    NONE = "none"  # nothing may be folded
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,36 @@ class LinearGroup:
         source: the module that makes their input: a norm, or the linear whose rows it follows.
         fold: how a factor on the input folds into ``source``.
         writes_residual: the outputs are added to the residual stream (o_proj, down_proj).
+        gate: the linear whose rows are in the order of ``source``'s, because the two are multiplied.
+        routed: a router decides which tokens they see (an expert's).
     """
 
     linears: tuple[str, ...]
     source: str
     fold: Fold
     writes_residual: bool = False
+    gate: str | None = None
+    routed: bool = False
 
     @property
     def reads_residual(self) -> bool:
         """The input is a norm of the residual stream."""
         return self.fold is Fold.NORM
 
+    def of_expert(self, number: int) -> "LinearGroup":
+        """The group with expert ``number`` in place of ``*``."""
+        linears = tuple(_expert(name, number) for name in self.linears)
+        gate = self.gate and _expert(self.gate, number)
+        return replace(self, linears=linears, source=_expert(self.source, number), gate=gate, routed=True)
+
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention linears of a block and, where the family has them, the norms on q and k."""
+    """The attention linears of a block and, where the family has them, the norms on q and k.
+
+    Args:
+        rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong together.
+    """
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
@@ -52,9 +71,26 @@ class Attention:
     o: str = "self_attn.o_proj"
     q_norm: str | None = None
     k_norm: str | None = None
+    rotary: bool = True
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture: their names have ``*`` for the number, ``gate``, ``up`` and ``down`` within an expert.
+
+    Args:
+        moe: the module that holds router and experts, as checkpoints call it.
+        attribute: what transformers calls it.
+    """
+
+    moe: str = "mlp"
+    attribute: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
     """One model family.
 
@@ -63,8 +99,18 @@ class Family:
         model_types: the ``model_type`` values of config.json it covers.
         groups: the linears of a block, in the order data flows through them.
         attention: the attention of a block.
-        tensors: every weight of a block and its shape in the words of :func:`dimensions`.
+        tensors: every weight of a block and its shape in words.
         biased: linears that always have a bias. biased_if: those that do when a config key is true.
+        fused: linears that are several in one: their parts in order, each with its number of rows in words.
+        readers: modules in 16 bit that read a norm too (routers), by norm.
+        post_norms: norms of what is written to the residual stream. norm_offset: norms multiply by this plus weight.
+        layer_norm: norms subtract the mean over channels and have biases.
+        experts: where experts are; groups and tensors with ``*`` in their names are repeated for each.
+        positions: the table of learned positions, which the residual stream begins with too.
+        sizes: sizes that config.json has under other keys than Llama's. defaults: of keys it may leave out.
+        choose: the family of one block, where the config decides; may refuse the config.
+        refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
+        returns_tuple: a block returns its output in a tuple.
     """
 
     name: str
@@ -74,10 +120,46 @@ class Family:
     tensors: Mapping[str, str]
     biased: tuple[str, ...] = ()
     biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    post_norms: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    experts: Experts | None = None
     embedding: str = "model.embed_tokens"
+    positions: str | None = None
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    sizes: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    choose: "Callable[[Any, int], Family] | None" = None
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    returns_tuple: bool = False
+
+    def at(self, config: Any, block: int) -> "Family":
+        """The family as block ``block`` of a model of ``config`` looks; the same object for blocks alike."""
+        family = self.choose(config, block) if self.choose else self
+        return family.of_experts(family.sizes["experts"](config)) if family.experts else family
+
+    @cache  # noqa: B019  (families live as long as the program)
+    def of_experts(self, count: int) -> "Family":
+        """The family with the groups and tensors of every expert."""
+        groups: list[LinearGroup] = []
+        for group in self.groups:
+            each = [group.of_expert(e) for e in range(count)] if "*" in group.linears[0] else [group]
+            groups.extend(each)
+        tensors = {_expert(n, e): s for n, s in self.tensors.items() for e in range(count if "*" in n else 1)}
+        return replace(self, groups=tuple(groups), tensors=tensors, experts=None)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The embedding and, where there are any, the learned positions: what the residual stream begins with."""
+        return (self.embedding, self.positions) if self.positions else (self.embedding,)
+
+    def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
+        """config.json as an object, with the defaults of what it leaves out."""
+        return SimpleNamespace(**{**self.defaults, **config})
 
     def linears(self) -> Iterator[str]:
         """Names within a block of every linear that may be quantized."""
@@ -88,27 +170,57 @@ class Family:
         """The group that ``linear`` belongs to."""
         return next(group for group in self.groups if linear in group.linears)
 
+    def folds(self) -> Iterator[LinearGroup]:
+        """The groups, those behind one norm together with everything else that reads it: what a factor folds into."""
+        merged: dict[str, LinearGroup] = {}
+        for group in self.groups:
+            key = group.source if group.reads_residual else group.linears[0]
+            before = merged[key].linears if key in merged else self.readers.get(group.source, ())
+            merged[key] = replace(group, linears=(*before, *group.linears), routed=False)
+        yield from merged.values()
+
+    def owner(self, name: str) -> str:
+        """The linear whose rows ``name`` is: itself unless it is part of a fused one."""
+        return next((linear for linear, parts in self.fused.items() if name in parts), name)
+
+    def rows(self, name: str, config: Any) -> slice:
+        """Where the rows of ``name`` lie in its :meth:`owner`."""
+        start, dims = 0, self.dimensions(config)
+        for part, words in self.fused.get(self.owner(name), {}).items():
+            if part == name:
+                return slice(start, start + _size(words, dims))
+            start += _size(words, dims)
+        return slice(None)
+
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a block, by its name within the block, from config.json alone."""
-        dims = dimensions(config)
-        shapes = {name: tuple(dims[d] for d in shape.split()) for name, shape in self.tensors.items()}
+        dims = self.dimensions(config)
+        shapes = {name: tuple(_size(word, dims) for word in shape.split()) for name, shape in self.tensors.items()}
         biased = set(self.biased)
         for key, linears in self.biased_if.items():
             biased.update(linears if getattr(config, key, False) else ())
         return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in self.linears() if name in biased}
 
+    def dimensions(self, config: Any) -> dict[str, int]:
+        """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the family's own."""
+        heads = Heads.of(config)
+        return {
+            "hidden": config.hidden_size,
+            "q": heads.query * heads.dim,
+            "kv": heads.kv * heads.dim,
+            "dim": heads.dim,
+            "inter": getattr(config, "intermediate_size", 0),
+            "vocab": config.vocab_size,
+            **{name: size(config) for name, size in self.sizes.items()},
+        }
 
-def dimensions(config: Any) -> dict[str, int]:
-    """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab."""
-    heads = Heads.of(config)
-    return {
-        "hidden": config.hidden_size,
-        "q": heads.query * heads.dim,
-        "kv": heads.kv * heads.dim,
-        "dim": heads.dim,
-        "inter": config.intermediate_size,
-        "vocab": config.vocab_size,
-    }
+
+def _size(words: str, dims: Mapping[str, int]) -> int:
+    return sum(int(word) if word.isdigit() else dims[word] for word in words.split("+"))
+
+
+def _expert(name: str, number: int) -> str:
+    return name.replace("*", str(number))
 
 
 @dataclass(frozen=True)

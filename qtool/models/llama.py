@@ -1,4 +1,4 @@
-"""Llama 1/2/3, Mistral, Yi, Qwen2/2.5 (biases on q, k, v) and Qwen3 (norms on q and k).
+"""Llama 1/2/3, Mistral, Yi, Qwen1.5/2/2.5 (biases on q, k, v) and Qwen3 (norms on q and k).
 
 One pre-norm residual block: attention, then a gated MLP.
 """
@@ -17,7 +17,7 @@ LLAMA = Family(
         LinearGroup((Q, K, V), "input_layernorm", Fold.NORM),
         LinearGroup((OUT,), V, Fold.HEADS, writes_residual=True),
         LinearGroup((GATE, UP), "post_attention_layernorm", Fold.NORM),
-        LinearGroup((DOWN,), UP, Fold.PRODUCT, writes_residual=True),
+        LinearGroup((DOWN,), UP, Fold.PRODUCT, writes_residual=True, gate=GATE),
     ),
     attention=Attention(q=Q, k=K, v=V, o=OUT),
     tensors={
@@ -34,6 +34,7 @@ LLAMA = Family(
     biased_if={"attention_bias": (Q, K, V, OUT), "mlp_bias": (GATE, UP, DOWN)},
 )
 
+#: Qwen 1.5 too: its config.json says qwen2
 QWEN2 = replace(LLAMA, name="Qwen2", model_types=("qwen2",), biased=(Q, K, V), biased_if={})
 
 QWEN3 = replace(

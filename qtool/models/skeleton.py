@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtool.models.experts import separate_experts
 from qtool.models.family import Family
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    separate_experts(model)
     return model.eval()
 
 
@@ -41,21 +43,22 @@ def release(module: nn.Module) -> None:
 class _Recorder(nn.Module):
     """Stands in for a block: notes what it was called with and passes the hidden states on."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, in_tuple: bool) -> None:
         super().__init__()
+        self.in_tuple = in_tuple
         self.kwargs: dict[str, Any] = {}
         # transformers reads per-layer facts (attention_type, ...) off the block itself
         for name, value in vars(block).items():
             if not name.startswith("_") and isinstance(value, (str, int, bool)) and name != "training":
                 setattr(self, name, value)
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         self.kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
-        return hidden
+        return (hidden,) if self.in_tuple else hidden
 
 
 #: block arguments that belong to generation, not to a calibration forward
-CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "use_cache", "cache_position"})
+CACHE_ARGUMENTS = frozenset({"past_key_values", "layer_past", "past_key_value", "use_cache", "cache_position"})
 
 
 @contextmanager
@@ -64,7 +67,7 @@ def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Record
     parent_name, _, attribute = family.blocks.rpartition(".")
     parent = model.get_submodule(parent_name)
     blocks = getattr(parent, attribute)
-    recorders = nn.ModuleList([_Recorder(block) for block in blocks])
+    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])
     setattr(parent, attribute, recorders)
     final_norm = model.get_submodule(family.final_norm)
     norm_parent, _, norm_name = family.final_norm.rpartition(".")

@@ -18,7 +18,7 @@ from qtool.calibration.kv import kv_scales, quantized_kv
 from qtool.calibration.rtn import round_to_nearest
 from qtool.checkpoint.safetensors import read, read_header
 from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline.edges import embedding, finite
+from qtool.pipeline.edges import finite, table
 from qtool.pipeline.job import Job
 
 
@@ -62,21 +62,21 @@ class BuiltBlocks:
         self.model = skeleton(AutoConfig.from_pretrained(source.directory))
         self.batches: list[Batch] = []
         if tokens and job.needs_data:
-            table = self.model.get_submodule(job.family.embedding)
-            fill(
-                table, {"weight": torch.cat([rows.float() for _, rows in embedding(source, job)])}, torch.device("cpu")
-            )
+            for name in job.family.tables:
+                rows = torch.cat([rows.float() for _, rows in table(source, job, name)])
+                fill(self.model.get_submodule(name), {"weight": rows}, torch.device("cpu"))
             self.batches = first_inputs(self.model, job.family, tokens)
-            release(table)
+            for name in job.family.tables:
+                release(self.model.get_submodule(name))
 
     def tensors(self, index: int, spec: Mapping[str, Tensor], notes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Transform and round block ``index``; yields what it stores and fills ``notes``."""
         job, prefix = self.job, self.job.full(index, "")
-        names = job.family.block_shapes(job.namespace)
+        names = job.block_shapes(index)
         module = self._module(index, {n: finite(prefix + n, self.source.read(prefix + n)) for n in names})
         formats = {n: f for n in job.linears(index) if (f := job.format.of(prefix + n))}
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
-        block = Block(index, module, job.family, self.model.config, schemes, notes=notes)
+        block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes)
         for transform in job.transforms:
             transform.apply(block, self.batches)
         rest = {prefix + n: p.detach().to(job.dtype) for n, p in module.named_parameters() if prefix + n in spec}
@@ -100,9 +100,9 @@ class BuiltBlocks:
             return
         job, prefix = self.job, self.job.full(index, "")
         stored = {name.removeprefix(prefix): read(entry) for name, entry in read_header(path).items()}
-        shapes = job.family.block_shapes(job.namespace)
+        shapes = job.block_shapes(index)
         module = self._module(index, {n: stored[n] if n in stored else torch.zeros(s) for n, s in shapes.items()})
-        block = Block(index, module, job.family, self.model.config, {})
+        block = Block(index, module, job.block_family(index), self.model.config, {})
         for name, (n, k) in job.linears(index).items():
             if linear_format := job.format.of(prefix + name):
                 parts = {p.removeprefix(f"{name}."): t for p, t in stored.items() if p.startswith(f"{name}.")}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qtool.calibration.method import Norm
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
@@ -13,9 +14,15 @@ from qtool.pipeline.job import Job
 PIECE_BYTES = 64 << 20
 
 
-def embedding(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
-    """``(name, rows)`` of the embedding of the result, in pieces."""
-    name = f"{job.family.embedding}.weight"
+def tables(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
+    """``(name, rows)`` of the embedding of the result, and of learned positions, in pieces."""
+    for module in job.family.tables:
+        yield from table(source, job, module)
+
+
+def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tensor]]:
+    """``(name, rows)`` of one table of the result, in pieces."""
+    name = f"{module}.weight"
     for rows in _rows(source, job, name):
         changed = rows
         for transform in job.transforms:
@@ -26,18 +33,26 @@ def embedding(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
     """The final norm, then the rows of the head unless it stays tied to the embedding."""
     family = job.family
-    norm_name, head_name = f"{family.final_norm}.weight", f"{family.head}.weight"
-    norms = [finite(norm_name, source.read(norm_name))]  # before each transform, and after the last
+    head_name = f"{family.head}.weight"
+    norms = [_final_norm(source, job)]  # before each transform, and after the last
     for transform in job.transforms:
         norms.append(transform.final_norm(norms[-1]))
-    yield norm_name, norms[-1].to(job.dtype)
+    for part, stored in norms[-1].stored().items():
+        yield f"{family.final_norm}.{part}", stored.to(job.dtype)
     if job.tied and not job.unties:
         return
     for rows in _rows(source, job, f"{family.embedding}.weight" if job.tied else head_name):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
-            changed = transform.head(changed, norm)
+            changed = transform.head(changed, norm.gain)
         yield head_name, changed.to(job.dtype)
+
+
+def _final_norm(source: Checkpoint, job: Job) -> Norm:
+    parts = (f"{job.family.final_norm}.{part}" for part in ("weight", "bias"))
+    weight, bias = (finite(name, source.read(name)) if name in source else None for name in parts)
+    assert weight is not None  # the source was checked
+    return Norm.of(weight, bias, job.family.norm_offset)
 
 
 def _rows(source: Checkpoint, job: Job, name: str) -> Iterator[Tensor]:

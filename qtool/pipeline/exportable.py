@@ -19,11 +19,12 @@ def exported_formats(
     Raises:
         QtoolError: a linear that ``target`` cannot express, and the nearest that it, or another, can.
     """
-    family, namespace = family_of(config["model_type"]), SimpleNamespace(**config)
-    shapes = family.block_shapes(namespace)
-    ranks = _ranks(target, family, namespace, tensor_parallel)
+    model = family_of(config["model_type"])
+    namespace = model.settings(config)
     formats: dict[str, LinearFormat | None] = {}
     for block in range(int(config["num_hidden_layers"])):
+        family = model.at(namespace, block)
+        shapes, ranks = family.block_shapes(namespace), _ranks(target, family, namespace, tensor_parallel)
         for linear in family.linears():
             name = f"{family.blocks}.{block}.{linear}"
             formats[name] = found = checkpoint_format.of(name)
@@ -76,7 +77,7 @@ def _ranks(target: Target, family: Family, namespace: SimpleNamespace, ranks: in
     for group in family.groups:
         for linear in group.linears:
             split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
-    for linear in (family.attention.k, family.attention.v):  # fewer kv heads than GPUs are replicated
+    for linear in {family.attention.k, family.attention.v} & split.keys():  # fewer kv heads than GPUs are replicated
         split[linear] = (min(ranks, heads.kv), 1)
     return split
 

@@ -14,7 +14,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Rounding, Transform, check_order
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
-from qtool.models.family import Heads, dimensions
+from qtool.models.family import Heads
 from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.packed_kv import kv_tensors
@@ -60,18 +60,23 @@ class Job:
                 "symmetric 4-bit GPTQ, AWQ or compressed-tensors, repack it with `qtool import`"
             )
         family = family_of(config["model_type"])
+        settings = family.settings(config)
         dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
         check_order(transforms)
+        for method in transforms:
+            method.prepare(family, settings)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
-        permuted = tuple(name for t in transforms for name in t.permutes(family))
+        kinds = dict.fromkeys(family.at(settings, block) for block in range(settings.num_hidden_layers))
+        permuted = tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind)))
         job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
                   transforms, rounding)  # fmt: skip
         kv_tensors(recipe.kv, family, Heads.of(job.namespace))  # an unknown quantizer is refused here
-        for name, (n, k) in job.linears(0).items():
-            if linear_format := job.format.of(job.full(0, name)):
-                linear_format.require(job.full(0, name), n, k)
+        for block in job.first_of_kinds():
+            for name, (n, k) in job.linears(block).items():
+                if linear_format := job.format.of(job.full(block, name)):
+                    linear_format.require(job.full(block, name), n, k)
         return job
 
     @property
@@ -92,7 +97,7 @@ class Job:
     @property
     def tied(self) -> bool:
         """Embedding and head are one tensor in the source."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return bool(getattr(self.namespace, "tie_word_embeddings", False))
 
     @property
     def unties(self) -> bool:
@@ -102,7 +107,15 @@ class Job:
     @property
     def namespace(self) -> SimpleNamespace:
         """The config as an object, for what only reads attributes."""
-        return SimpleNamespace(**self.config)
+        return self.family.settings(self.config)
+
+    def block_family(self, block: int) -> Family:
+        """The family as block ``block`` looks."""
+        return self.family.at(self.namespace, block)
+
+    def first_of_kinds(self) -> list[int]:
+        """The first block of each kind there is: 0, and where a family mixes dense and sparse blocks one more."""
+        return list({self.block_family(b): b for b in reversed(range(self.blocks))}.values())[::-1]
 
     def full(self, block: int, name: str) -> str:
         """The full name of ``name`` of block ``block``."""
@@ -110,34 +123,44 @@ class Job:
 
     def linears(self, block: int) -> dict[str, tuple[int, int]]:
         """Shape ``(N, K)`` of every linear of a block that the family lets one quantize."""
-        shapes = self.family.block_shapes(self.namespace)
-        return {name: shapes[f"{name}.weight"] for name in self.family.linears()}  # type: ignore[misc]
+        shapes = self.block_shapes(block)
+        return {name: shapes[f"{name}.weight"] for name in self.block_family(block).linears()}  # type: ignore[misc]
+
+    def block_shapes(self, block: int) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of a block, by its name within the block."""
+        return self.block_family(block).block_shapes(self.namespace)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the source must hold, by full name."""
-        family, dims = self.family, dimensions(self.namespace)
-        shapes: dict[str, tuple[int, ...]] = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
+        shapes = self.ends()[0]
         for block in range(self.blocks):
-            block_shapes = family.block_shapes(self.namespace)
-            shapes |= {self.full(block, name): shape for name, shape in block_shapes.items()}
-        shapes[f"{family.final_norm}.weight"] = (dims["hidden"],)
-        if not self.tied:
-            shapes[f"{family.head}.weight"] = (dims["vocab"], dims["hidden"])
-        return shapes
+            shapes |= {self.full(block, name): shape for name, shape in self.block_shapes(block).items()}
+        last = self.ends()[1]
+        if self.tied:
+            del last[f"{self.family.head}.weight"]
+        return shapes | last
+
+    def ends(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """Shape of every tensor before the blocks (tables) and after them (final norm, head)."""
+        family, dims = self.family, self.family.dimensions(self.namespace)
+        first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
+        if family.positions:
+            first[f"{family.positions}.weight"] = (dims["positions"], dims["hidden"])
+        last: dict[str, tuple[int, ...]] = {f"{family.final_norm}.weight": (dims["hidden"],)}
+        if family.layer_norm:
+            last[f"{family.final_norm}.bias"] = (dims["hidden"],)
+        return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
 
     def shards(self) -> list[dict[str, Tensor]]:
         """The tensors of every output shard, on ``meta``: embedding, one shard a block, final norm and head."""
-        family, shapes = self.family, self.source_shapes()
-        embedding, norm, head = (f"{n}.weight" for n in (family.embedding, family.final_norm, family.head))
-        last = {norm: self._meta(shapes[norm])}
-        if not self.tied or self.unties:
-            last[head] = self._meta(shapes[embedding])
-        first = {embedding: self._meta(shapes[embedding])}
+        first, last = ({name: self._meta(shape) for name, shape in end.items()} for end in self.ends())
+        if self.tied and not self.unties:
+            del last[f"{self.family.head}.weight"]
         return [first, *(self.block_tensors(b) for b in range(self.blocks)), last]
 
     def block_tensors(self, block: int) -> dict[str, Tensor]:
         """The stored tensors of a block, by full name, on ``meta``."""
-        shapes = self.family.block_shapes(self.namespace)
+        shapes = self.block_shapes(block)
         tensors: dict[str, Tensor] = {}
         for name, (n, k) in self.linears(block).items():
             if linear_format := self.format.of(self.full(block, name)):

@@ -56,26 +56,31 @@ def plan(job: Job) -> Plan:
     size = job.dtype.itemsize
     shapes = job.source_shapes()
     weights = sum(prod(shape) for shape in shapes.values())
-    vocabulary = prod(shapes[f"{job.family.embedding}.weight"]) * size
-    head = 0 if job.tied and not job.unties else vocabulary
-    blocks = [_block_bytes(job, block) for block in range(job.blocks)]
-    shards = [vocabulary, *blocks, prod(shapes[f"{job.family.final_norm}.weight"]) * size + head]
-    return Plan(job, [_linear(job, 0, name) for name in job.linears(0)], weights * size, shards,
+    first, last = job.ends()
+    if job.tied and not job.unties:
+        del last[f"{job.family.head}.weight"]
+    ends = [sum(map(prod, end.values())) * size for end in (first, last)]
+    shards = [ends[0], *(_block_bytes(job, block) for block in range(job.blocks)), ends[1]]
+    return Plan(job, _linears(job, 0), weights * size, shards,
                 _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)  # fmt: skip
 
 
 def _block_bytes(job: Job, block: int) -> int:
     """Stored bytes of a block: its linears as planned, the rest as it is."""
-    linears = [_linear(job, block, name) for name in job.linears(block)]
-    every = sum(prod(shape) for shape in job.family.block_shapes(job.namespace).values())
+    linears = _linears(job, block)
+    every = sum(prod(shape) for shape in job.block_shapes(block).values())
     rest = every - sum(prod(linear.shape) for linear in linears)
     scales = kv_tensors(job.format.kv, job.family, Heads.of(job.namespace))
     kv_bytes = sum(t.numel() * t.dtype.itemsize for t in scales.values())
     return sum(linear.nbytes for linear in linears) + rest * job.dtype.itemsize + kv_bytes
 
 
-def _linear(job: Job, block: int, name: str) -> PlannedLinear:
-    n, k = job.linears(block)[name]
+def _linears(job: Job, block: int) -> list[PlannedLinear]:
+    return [_linear(job, block, name, shape) for name, shape in job.linears(block).items()]
+
+
+def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedLinear:
+    n, k = shape
     full = job.full(block, name)
     linear_format = job.format.of(full)
     if linear_format is None:

@@ -69,7 +69,7 @@ def quantize(
         if shard not in output.records:
             notes: dict[str, Any] = {}
             if shard == 1:
-                tensors = edges.embedding(source, job)
+                tensors = edges.tables(source, job)
             elif shard == len(specs):
                 tensors = edges.head(source, job)
             else:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -60,20 +59,22 @@ def repack(source: Checkpoint, out: Path) -> Path:
 
 def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]:
     """Every quantized linear and its ``(N, K)``; all of them, and all else the model needs, are there."""
-    family, namespace = family_of(source.config["model_type"]), SimpleNamespace(**source.config)
+    model = family_of(source.config["model_type"])
+    namespace, linears = model.settings(source.config), {}
     quantized = {name for tensor in source.entries if (name := is_quantized(foreign, tensor))}
-    shapes, linears = family.block_shapes(namespace), {}
     for block in range(int(source.config["num_hidden_layers"])):
-        for part, shape in shapes.items():
+        family = model.at(namespace, block)
+        known = set(family.linears())
+        for part, shape in family.block_shapes(namespace).items():
             full = f"{family.blocks}.{block}.{part}"
             name = full.removesuffix(".weight")
-            if name in quantized and part.removesuffix(".weight") in family.linears():
+            if name in quantized and part.removesuffix(".weight") in known:
                 linears[name] = (shape[0], shape[1])
             else:
                 source.entry(full)  # refuses what is missing
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
-            f"{strange[0]} is quantized, but is not a linear of a {family.name} block; qtool keeps it plain"
+            f"{strange[0]} is quantized, but is not a linear of a {model.name} block; qtool keeps it plain"
         )
     if not linears:
         raise QtoolError(f"{source.directory}: says it is {foreign.name}, but holds no {foreign.weight}")
@@ -112,9 +113,8 @@ def _format(source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, i
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
     """One rule if all linears are alike; else the plain ones and each format by name."""
     family = family_of(source.config["model_type"])
-    every = [
-        f"{family.blocks}.{b}.{x}" for b in range(int(source.config["num_hidden_layers"])) for x in family.linears()
-    ]
+    settings, blocks = family.settings(source.config), range(int(source.config["num_hidden_layers"]))
+    every = [f"{family.blocks}.{block}.{x}" for block in blocks for x in family.at(settings, block).linears()]
     kinds: dict[LinearFormat | None, list[str]] = {}
     for name in every:
         kinds.setdefault(formats.get(name), []).append(name)

@@ -110,13 +110,12 @@ def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, 
 
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
-    from types import SimpleNamespace
-
     from qtool.models import family_of
 
     family = family_of(checkpoint.config["model_type"])
-    within = name.removeprefix(f"{family.blocks}.").partition(".")[2]
-    shapes = family.block_shapes(SimpleNamespace(**checkpoint.config))
+    block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
+    settings = family.settings(checkpoint.config)
+    shapes = family.at(settings, int(block)).block_shapes(settings) if block.isdigit() else {}
     if f"{within}.weight" not in shapes:
         raise QtoolError(f"{name}: not a linear of a {family.name} block")
     n, k = shapes[f"{within}.weight"]

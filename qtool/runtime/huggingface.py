@@ -1,5 +1,6 @@
 """The transformers side: ``AutoModelForCausalLM.from_pretrained(dir)`` gives a model that runs packed weights."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qtool.models import family_of
+from qtool.models.experts import separate_experts
 from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
 from qtool.runtime.kv_cache import quantize_kv, require_scales
 from qtool.runtime.linear import QuantLinear
@@ -38,6 +41,7 @@ class QtoolQuantizer(HfQuantizer):
     quantization_config: QtoolConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        separate_experts(model)
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
         replace_linears(model, self.quantization_config.format)
@@ -45,6 +49,10 @@ class QtoolQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         require_scales(model)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's names."""
+        return [] if family_of(model.config.get_text_config(decoder=True).model_type).experts else weight_conversions
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True
@@ -56,12 +64,9 @@ class QtoolQuantizer(HfQuantizer):
 
 def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
-    head = model.get_output_embeddings()
-    for name, linear in list(model.named_modules()):
-        if not isinstance(linear, nn.Linear) or linear is head:
-            continue
-        linear_format = format.of(name)
-        if linear_format is None:
+    for name in block_linears(model):
+        linear, linear_format = model.get_submodule(name), format.of(name)
+        if linear_format is None or not isinstance(linear, nn.Linear):
             continue
         quantized = QuantLinear(
             linear.in_features,
@@ -74,6 +79,14 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
         )
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, quantized)
+
+
+def block_linears(model: PreTrainedModel) -> Iterator[str]:
+    """Full names of the linears that the model's family lets one quantize."""
+    config = model.config.get_text_config(decoder=True)
+    family = family_of(config.model_type)
+    for block in range(len(model.get_submodule(family.blocks))):  # type: ignore[arg-type]
+        yield from (f"{family.blocks}.{block}.{name}" for name in family.at(config, block).linears())
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:

@@ -6,11 +6,24 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from qtool.calibration.block import Block, first_inputs
-from qtool.calibration.method import Transform
+from qtool.calibration.method import Norm, Transform
 from qtool.models import family_of
+from qtool.models.experts import separate_experts
 from qtool.schemes import Scheme, get
 
 SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -21,6 +34,11 @@ CONFIGS = {
     "mistral": MistralConfig(**SMALL | {"sliding_window": 8}),
     "qwen2": Qwen2Config(**SMALL | {"num_key_value_heads": 1}),
     "qwen3": Qwen3Config(**SMALL | {"head_dim": 32}),
+    "phi3": Phi3Config(**SMALL | {"pad_token_id": 0}),
+    "gemma": GemmaConfig(**SMALL),
+    "gemma2": Gemma2Config(**SMALL | {"sliding_window": 8}),
+    "gemma3": Gemma3TextConfig(**SMALL | {"sliding_window": 8}),
+    "opt": OPTConfig(**SMALL | {"ffn_dim": 160, "word_embed_proj_dim": 96, "num_key_value_heads": None}),
 }
 TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
 
@@ -74,7 +92,8 @@ def blocks() -> Callable[..., list[tuple[Block, list]]]:
         scheme = scheme or get("w4a8-lqq", 32)
         batches, result = first_inputs(model, family, list(TOKENS.split(2))), []
         for i, module in enumerate(model.get_submodule(family.blocks)):
-            block = Block(i, module, family, model.config, dict.fromkeys(family.linears(), scheme))
+            own = family.at(model.config, i)
+            block = Block(i, module, own, model.config, dict.fromkeys(own.linears(), scheme))
             result.append((block, copy.deepcopy(batches)))
             block.propagate(batches)
         return result
@@ -88,13 +107,20 @@ def transformed(blocks) -> Callable[..., PreTrainedModel]:
 
     @torch.no_grad()
     def apply(model: PreTrainedModel, transforms: Sequence[Transform], scheme: Scheme | None = None) -> PreTrainedModel:
-        model = copy.deepcopy(model)
+        model, family = copy.deepcopy(model), family_of(model.config.model_type)
+        separate_experts(model)
         if model.config.tie_word_embeddings:
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         for transform in transforms:
-            embedding, head, norm = model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm.weight
-            embedding.data, head.data = transform.embedding(embedding.data), transform.head(head.data, norm.data)
-            norm.data = transform.final_norm(norm.data)
+            transform.prepare(family, model.config)
+            head, norm = model.lm_head.weight, model.get_submodule(family.final_norm)
+            for name in family.tables:
+                table = model.get_submodule(name).weight
+                table.data = transform.embedding(table.data)
+            before = Norm.of(norm.weight.data, getattr(norm, "bias", None), family.norm_offset)
+            head.data = transform.head(head.data, before.gain)
+            for part, data in transform.final_norm(before).stored().items():
+                getattr(norm, part).data = data.to(head.dtype)
         for block, batches in blocks(model, scheme):
             for transform in transforms:
                 transform.apply(block, batches)

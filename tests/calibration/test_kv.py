@@ -36,12 +36,14 @@ def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | N
     batches, stored = propagated(any_model, kv)
     if kv:
         quantize_kv(any_model, kv)
-    for module, tensors in zip(any_model.model.layers, stored, strict=True):
+    family = family_of(any_model.config.model_type)
+    final_norm = any_model.get_submodule(family.final_norm)
+    for module, tensors in zip(any_model.get_submodule(family.blocks), stored, strict=True):
         for name, scale in tensors.items():
             module.get_buffer(name).copy_(scale)
     for batch, tokens, before in zip(batches, TOKENS.split(2), exact.split(2), strict=True):
         hidden = any_model.model(tokens, use_cache=False).last_hidden_state
-        torch.testing.assert_close(any_model.model.norm(batch.hidden), hidden, rtol=0, atol=1e-6)
+        torch.testing.assert_close(final_norm(batch.hidden), hidden, rtol=0, atol=1e-6)
         assert torch.equal(hidden, before) == (kv is None)
 
 

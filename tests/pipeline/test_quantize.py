@@ -42,17 +42,27 @@ def test_the_identity_recipe_leaves_logits_unchanged(variant: str, make_model: M
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8", "w4a16"])
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a8-qoq-g128", "w4a4-g128", "w8a8", "w4a16"])
 def test_every_family_is_quantized_verified_and_runs(
     variant: str, scheme: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     source = make_model(variant)
+    config = json.loads((source / "config.json").read_text())
+    job = Job.of(config, recipes.load(scheme))
+    linears = [job.full(block, name) for block in range(job.blocks) for name in job.linears(block)]
+    planned = plan(job).output_bytes
     out = run(source, scheme, tmp_path / "out")
-    assert [row.problem for row in verify(out)] == [""] * 14
+    assert planned == sum(entry.nbytes for entry in Checkpoint(out).entries.values())
+    assert [(row.name, row.problem) for row in sorted(verify(out), key=lambda row: row.name)] == [
+        (name, "") for name in sorted(linears)
+    ]
     model = load(out)
-    assert len(quantized_linears(model)) == 14
+    assert sorted(quantized_linears(model)) == sorted(linears)
     exact, found = load(source)(IDS).logits, model(IDS).logits
-    assert (found - exact).norm() < 0.3 * exact.norm()
+    margin = 0.5 if scheme == "w4a4-g128" else 0.3
+    if job.family.post_norms:  # they bring an output, and its error, to the size of the residual stream
+        margin *= 1.5
+    assert (found - exact).norm() < margin * exact.norm()
     assert model.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 28)
 
 

@@ -1,0 +1,44 @@
+"""Gemma 1, 2 and 3 (text): norms multiply by 1 + weight, embeddings by sqrt(hidden), embedding and head are tied.
+
+Gemma 2 and 3 also norm what attention and MLP write to the residual stream. Gemma 3 has norms on q and k.
+Scaling, soft-capping and sliding windows are transformers' own code and no weight's business.
+"""
+
+from dataclasses import replace
+
+from qtool.models.family import Attention, Fold, LinearGroup
+from qtool.models.llama import GATE, LLAMA, OUT, UP, K, Q, V
+
+GEMMA = replace(
+    LLAMA,
+    name="Gemma",
+    model_types=("gemma",),
+    norm_offset=1.0,
+    biased_if={"attention_bias": (Q, K, V, OUT)},
+    defaults={"tie_word_embeddings": True},
+)
+
+GEMMA2 = replace(
+    GEMMA,
+    name="Gemma 2",
+    model_types=("gemma2",),
+    groups=(
+        *GEMMA.groups[:2],
+        LinearGroup((GATE, UP), "pre_feedforward_layernorm", Fold.NORM),
+        GEMMA.groups[3],
+    ),
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    tensors={
+        **GEMMA.tensors,
+        "pre_feedforward_layernorm.weight": "hidden",
+        "post_feedforward_layernorm.weight": "hidden",
+    },
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="Gemma 3",
+    model_types=("gemma3_text",),
+    attention=Attention(q=Q, k=K, v=V, o=OUT, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    tensors={**GEMMA2.tensors, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+)
