@@ -31,6 +31,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 #: every model type and the variants that change how a block looks
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -47,6 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True, "sliding_window": 16},
     "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16},
     "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "tie_word_embeddings": True, "num_key_value_heads": None},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 384},
+    "qwen3_moe": MOE,
+    "qwen3_moe-some-dense": MOE | {"mlp_only_layers": [1]},
 }
 
 MakeModel = Callable[..., Path]

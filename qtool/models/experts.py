@@ -55,7 +55,7 @@ def separate_experts(model: nn.Module) -> None:
         return
     for block in model.get_submodule(family.blocks):  # type: ignore[attr-defined]
         moe = getattr(block, names.attribute)
-        if hasattr(moe, "experts"):
+        if hasattr(moe, "experts") and not isinstance(moe.experts, SeparateExperts):
             moe.experts = SeparateExperts(moe.experts, names)
             if names.moe != names.attribute:  # forward finds it under its old name, the checkpoint under its own
                 delattr(block, names.attribute)

@@ -13,11 +13,14 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from qtool.calibration.block import Block, first_inputs
@@ -28,6 +31,7 @@ from qtool.schemes import Scheme, get
 
 SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
          "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 CONFIGS = {
     "llama-mha-tied": LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-gqa-biases": LlamaConfig(**SMALL | {"attention_bias": True, "mlp_bias": True}),
@@ -39,6 +43,9 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SMALL | {"sliding_window": 8}),
     "gemma3": Gemma3TextConfig(**SMALL | {"sliding_window": 8}),
     "opt": OPTConfig(**SMALL | {"ffn_dim": 160, "word_embed_proj_dim": 96, "num_key_value_heads": None}),
+    "mixtral": MixtralConfig(**SMALL | {"num_local_experts": 4}),
+    "qwen2-moe": Qwen2MoeConfig(**SMALL | MOE | {"shared_expert_intermediate_size": 160}),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL | MOE | {"mlp_only_layers": [1]}),
 }
 TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
 
@@ -89,6 +96,7 @@ def blocks() -> Callable[..., list[tuple[Block, list]]]:
     @torch.no_grad()
     def make(model: PreTrainedModel, scheme: Scheme | None = None) -> list[tuple[Block, list]]:
         family = family_of(model.config.model_type)
+        separate_experts(model)
         scheme = scheme or get("w4a8-lqq", 32)
         batches, result = first_inputs(model, family, list(TOKENS.split(2))), []
         for i, module in enumerate(model.get_submodule(family.blocks)):

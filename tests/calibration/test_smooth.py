@@ -42,7 +42,7 @@ def test_outlier_models_recover(llama, blocks, with_outliers, scheme):
 def test_never_worse_than_not_smoothing_on_its_objective(any_model, blocks):
     for block, batches in blocks(any_model, get("w4a4", 32)):
         Smooth(steps=3).apply(block, batches)
-        assert len(block.notes["smooth"]) == 4
+        assert len(block.notes["smooth"]) == len(list(block.family.folds()))
         for note in block.notes["smooth"].values():
             assert note["error"] <= note["error_unsmoothed"]
 

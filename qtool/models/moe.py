@@ -1,0 +1,107 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's attention, a router and a gated MLP for each expert.
+
+Router and shared-expert gate read the same norm as the experts and stay in 16 bit. Qwen2-MoE has one more
+expert that sees every token. Some blocks of a Qwen MoE may be dense: config.json names them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from qtool.models.family import Experts, Fold, LinearGroup
+from qtool.models.llama import LLAMA, QWEN3, K, Q, V
+
+MLP_NORM = "post_attention_layernorm"
+ATTENTION_TENSORS = {name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")}
+
+
+def gated_mlp(gate: str, up: str, down: str) -> tuple[LinearGroup, LinearGroup]:
+    """The two groups of a gated MLP behind the MLP norm."""
+    return (
+        LinearGroup((gate, up), MLP_NORM, Fold.NORM),
+        LinearGroup((down,), up, Fold.PRODUCT, writes_residual=True, gate=gate),
+    )
+
+
+def gated_shapes(gate: str, up: str, down: str, width: str) -> dict[str, str]:
+    """The tensors of a gated MLP whose inner size is called ``width``."""
+    return {
+        f"{gate}.weight": f"{width} hidden",
+        f"{up}.weight": f"{width} hidden",
+        f"{down}.weight": f"hidden {width}",
+    }
+
+
+def _count(config: Any) -> int:
+    return int(getattr(config, "num_local_experts", None) or config.num_experts)
+
+
+W1, W3, W2 = (f"block_sparse_moe.experts.*.w{i}" for i in (1, 3, 2))
+MIXTRAL = replace(
+    LLAMA,
+    name="Mixtral",
+    model_types=("mixtral",),
+    groups=(*LLAMA.groups[:2], *gated_mlp(W1, W3, W2)),
+    tensors={
+        **ATTENTION_TENSORS,
+        "block_sparse_moe.gate.weight": "experts hidden",
+        **gated_shapes(W1, W3, W2, "inter"),
+    },
+    biased_if={},
+    readers={MLP_NORM: ("block_sparse_moe.gate",)},
+    experts=Experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
+    sizes={"experts": _count},
+)
+
+EXPERT = tuple(f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down"))
+SHARED = tuple(f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down"))
+
+
+def _is_dense(config: Any, block: int) -> bool:
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    return block in (getattr(config, "mlp_only_layers", None) or ()) or bool((block + 1) % step)
+
+
+QWEN3_DENSE = replace(QWEN3, name="Qwen3-MoE")
+QWEN3_SPARSE = replace(
+    QWEN3_DENSE,
+    groups=(*LLAMA.groups[:2], *gated_mlp(*EXPERT)),
+    tensors={
+        **{name: shape for name, shape in QWEN3.tensors.items() if not name.startswith("mlp.")},
+        "mlp.gate.weight": "experts hidden",
+        **gated_shapes(*EXPERT, "expert"),
+    },
+    readers={MLP_NORM: ("mlp.gate",)},
+    experts=Experts(),
+    sizes={"experts": _count, "expert": lambda config: config.moe_intermediate_size},
+)
+QWEN3_MOE = replace(
+    QWEN3_SPARSE,
+    model_types=("qwen3_moe",),
+    choose=lambda config, block: QWEN3_DENSE if _is_dense(config, block) else QWEN3_SPARSE,
+)
+
+QWEN2_DENSE = replace(
+    LLAMA,
+    name="Qwen2-MoE",
+    biased_if={"qkv_bias": (Q, K, V)},
+)
+QWEN2_SPARSE = replace(
+    QWEN2_DENSE,
+    groups=(*LLAMA.groups[:2], *gated_mlp(*EXPERT), *gated_mlp(*SHARED)),
+    tensors={
+        **ATTENTION_TENSORS,
+        "mlp.gate.weight": "experts hidden",
+        **gated_shapes(*EXPERT, "expert"),
+        **gated_shapes(*SHARED, "shared"),
+        "mlp.shared_expert_gate.weight": "1 hidden",
+    },
+    readers={MLP_NORM: ("mlp.gate", "mlp.shared_expert_gate")},
+    experts=Experts(),
+    sizes={**QWEN3_SPARSE.sizes, "shared": lambda config: config.shared_expert_intermediate_size},
+)
+QWEN2_MOE = replace(
+    QWEN2_SPARSE,
+    model_types=("qwen2_moe",),
+    defaults={"qkv_bias": True},
+    choose=lambda config, block: QWEN2_DENSE if _is_dense(config, block) else QWEN2_SPARSE,
+)
