@@ -20,8 +20,9 @@ Legend: M tokens, N output channels, K input channels, G groups, g channels of a
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -31,8 +32,11 @@ from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian
 from qtool.calibration.method import Rounding
+from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
+from qtool.calibration.statistics import count_tokens, saw_enough
+from qtool.models.family import LinearGroup
 from qtool.schemes.base import Clip, Params, Scheme
 
 
@@ -66,10 +70,17 @@ class Gptq(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         float_block = replace(block, module=copy.deepcopy(block.module)) if self.residual else None
         rounded: dict[str, Rounded] = {}
-        for group in block.family.groups:
+        tokens = count_tokens(batches)
+        for stage in stages(block.family.groups):
             found: dict[str, Rounded] = {}
-            for names in alike(block, group.linears):
-                found |= self.round_linears(block, names, self.observe(block, float_block, batches, names[0]))
+            inputs = [names for group in stage for names in alike(block, group.linears)]
+            experts = self.observe_experts(block, batches, inputs) if stage[0].routed else {}
+            for names in inputs:
+                hessian = experts.pop(names[0], None) or self.observe(block, float_block, batches, names[0])
+                if saw_enough(block, names, hessian.tokens, tokens):
+                    found |= self.round_linears(block, names, hessian)
+                else:
+                    found |= RoundToNearest().round(replace(block, schemes={n: block.schemes[n] for n in names}), [])
             for name, result in found.items():
                 block.install(name, result)
             rounded |= found
@@ -84,6 +95,22 @@ class Gptq(Rounding):
                 reference = float_block.inputs(batch, name) if float_block else None
                 hessian.add(scheme.fake_activation(x, params), reference)
         return hessian
+
+    def observe_experts(
+        self, block: Block, batches: Sequence[Batch], inputs: Sequence[Sequence[str]]
+    ) -> dict[str, Hessian]:
+        """The moments of every expert's input in one pass, by the first of the linears that read it.
+
+        The float block's router may send other tokens, so that its inputs say nothing about these.
+        """
+        hessians = {names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs}
+
+        def observer(name: str) -> Callable[[Tensor], None]:
+            scheme, params = block.schemes[name], block.fit(name)
+            return lambda x: hessians[name].add(scheme.fake_activation(x, params))
+
+        block.observe(batches, {name: observer(name) for name in hessians})
+        return hessians
 
     def round_linears(self, block: Block, names: list[str], hessian: Hessian) -> dict[str, Rounded]:
         """Round linears of one scheme and one input as one stacked weight."""
@@ -143,6 +170,16 @@ class Gptq(Rounding):
     def ratios(self) -> list[float]:
         """The candidates of the clipping search, from 1 down."""
         return [1 - (1 - self.clip_least) * i / max(1, self.clip_steps - 1) for i in range(self.clip_steps)]
+
+
+def stages(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
+    """The groups one by one, those of experts that do the same together: no expert sees another's output."""
+
+    def doing(group: LinearGroup) -> object:
+        return group.fold if group.routed else group.linears
+
+    for _, together in groupby(groups, doing):
+        yield list(together)
 
 
 def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
 
+#: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
+LEAST_TOKENS = 16
+
 
 @dataclass
 class Inputs:
@@ -40,13 +43,31 @@ def collect(
 ) -> dict[str, Inputs]:
     """Run ``block`` once; the inputs of ``linears``, sampled at the same ``tokens`` random positions.
 
-    A linear that saw no token (an expert never chosen) is absent from the result.
+    A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
-    total = sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)
+    total = count_tokens(batches)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     collectors = {name: _Collector(order[:tokens].sort().values) for name in linears}
     block.observe(batches, dict(collectors))
-    return {name: Inputs(c.amax, torch.cat(c.kept)) for name, c in collectors.items() if c.amax is not None}
+    found = {}
+    for name, collector in collectors.items():
+        if saw_enough(block, [name], collector.seen, total) and collector.amax is not None:
+            found[name] = Inputs(collector.amax, torch.cat(collector.kept))
+    return found
+
+
+def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
+    """Whether ``tokens`` of ``total`` are enough to judge ``linears`` by; if not, the block's notes name them."""
+    if tokens >= min(LEAST_TOKENS, total):
+        return True
+    note = block.notes.setdefault("rounded by weight alone, tokens seen", {})
+    note.update(dict.fromkeys(linears, tokens))
+    return False
+
+
+def count_tokens(batches: Sequence[Batch]) -> int:
+    """The tokens of all batches."""
+    return sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:

@@ -52,8 +52,8 @@ MIXTRAL = replace(
     sizes={"experts": _count},
 )
 
-EXPERT = tuple(f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down"))
-SHARED = tuple(f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down"))
+EXPERT = "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj", "mlp.experts.*.down_proj"
+SHARED = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"
 
 
 def _is_dense(config: Any, block: int) -> bool:

@@ -1,0 +1,82 @@
+"""Experts on their own: they add up to transformers' stacked ones, and starved ones are rounded by their weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.calibration.clip import Clip
+from qtool.calibration.gptq import Gptq, stages
+from qtool.calibration.rtn import round_to_nearest
+from qtool.calibration.smooth import Smooth
+from qtool.models import family_of
+from qtool.models.experts import SeparateExperts, separate_experts
+from tests.calibration.conftest import CONFIGS, make_model
+
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
+ALONE = "rounded by weight alone, tokens seen"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_apart_they_give_the_same_logits_under_the_names_on_disk(name, logits, tmp_path):
+    from safetensors import safe_open
+
+    model = make_model(CONFIGS[name])
+    model.save_pretrained(tmp_path)
+    stacked = logits(model)
+    separate_experts(model)
+    torch.testing.assert_close(logits(model), stacked, rtol=1e-5, atol=1e-5)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(dict(model.named_parameters()))
+        for key, parameter in model.named_parameters():
+            assert torch.equal(file.get_tensor(key), parameter)
+    separate_experts(model)  # a second time changes nothing
+    assert isinstance(model.model.layers[0].mlp.experts, SeparateExperts)
+
+
+@pytest.fixture
+def starved():
+    """A Mixtral whose router sends every token to expert 0 or 1, to one of them only."""
+    config = CONFIGS["mixtral"]
+    model = make_model(config)
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 1
+        router = layer.mlp.gate.weight.data
+        router[1], router[2], router[3] = -router[0], 0.5 * router[0], 0 * router[0]
+    return model
+
+
+def test_an_expert_without_tokens_is_rounded_by_its_weights_and_named(starved, blocks):
+    block, batches = blocks(starved)[0]
+    hungry = {f"block_sparse_moe.experts.{e}.{w}" for e in (2, 3) for w in ("w1", "w2", "w3")}
+    expected = {name: round_to_nearest(block.schemes[name], block.weight(name).clone()) for name in hungry}
+    rounded = Gptq().round(block, batches)
+    assert block.notes[ALONE] == dict.fromkeys(hungry, 0)
+    assert set(block.notes["gptq"]) == set(block.schemes) - hungry
+    for name in block.schemes:
+        block.schemes[name].check(rounded[name].codes, rounded[name].params)
+        assert (name in hungry) == (name in expected and torch.equal(rounded[name].codes, expected[name].codes))
+
+
+def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
+    block, batches = blocks(starved)[0]
+    before = block.run(batches[0])
+    Smooth(steps=2).apply(block, batches)
+    Clip(steps=2).apply(block, batches)
+    torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-3, atol=1e-3)
+    assert "block_sparse_moe.experts.2.w1" in block.notes[ALONE]
+    assert "block_sparse_moe.experts.2.w1" not in block.clips
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_all_experts_are_observed_at_once(name):
+    config = CONFIGS[name]
+    groups = family_of(config.model_type).at(config, 0).groups
+    assert [len(stage) for stage in stages(groups)][2:4] == [4, 4]
+    assert [group for stage in stages(groups) for group in stage] == list(groups)
+
+
+def test_the_router_is_no_linear_to_quantize(blocks):
+    model = make_model(CONFIGS["qwen2-moe"])
+    (block, _), *_ = blocks(model)
+    assert isinstance(block.get("mlp.shared_expert_gate"), nn.Linear)
+    assert not {"mlp.gate", "mlp.shared_expert_gate"} & set(block.schemes)
