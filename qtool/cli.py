@@ -1,6 +1,7 @@
 """The command line: parse, call, print. No logic."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ def cli(debug: bool) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
     debug = "--debug" in sys.argv
+    if not sys.stderr.isatty():  # bars are for terminals
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         cli(standalone_mode=False)
     except QtoolError as error:

@@ -40,10 +40,11 @@ class Batch:
 
 @dataclass
 class Rounded:
-    """The outcome of rounding one linear: codes ``[N, K]`` and the scheme's parameters."""
+    """The outcome of rounding one linear: codes ``[N, K]``, the scheme's parameters, ``||W - V|| / ||W||`` if known."""
 
     codes: Tensor
     params: Params
+    weight_error: float | None = None
 
 
 @dataclass

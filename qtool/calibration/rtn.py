@@ -29,20 +29,30 @@ class RoundToNearest(Rounding):
         for name, scheme in block.schemes.items():
             clip, group_clip = block.clips.get(name, (1.0, 1.0))
             rounded[name] = round_to_nearest(scheme, block.weight(name), clip, group_clip)
+            block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded[name].weight_error}
         return rounded
 
 
 def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Rounded:
-    """Fit and quantize ``weight [N, K]``, a chunk of rows at a time."""
+    """Fit, quantize and check ``weight [N, K]``, a chunk of rows at a time.
+
+    Raises:
+        CheckFailed: if an invariant of the scheme broke.
+    """
     n, k = weight.shape
     step = max(1, CHUNK_ELEMENTS // k)
     codes, parts = torch.empty(n, k, dtype=scheme.code_dtype, device=weight.device), []
+    lost = power = 0.0
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         params = scheme.fit(weight[rows], clip=_rows(clip, rows), group_clip=_rows(group_clip, rows))
         codes[rows] = scheme.quantize(weight[rows], params)
+        scheme.check(codes[rows], params)
+        exact = weight[rows].float()
+        power += float(exact.square().sum())
+        lost += float((exact - scheme.dequantize(codes[rows], params)).square_().sum())
         parts.append(params)
-    return Rounded(codes, _concatenate(scheme, parts))
+    return Rounded(codes, _concatenate(scheme, parts), (lost / power) ** 0.5 if power else 0.0)
 
 
 def _rows(clip: Clip, rows: slice) -> Clip:

@@ -36,6 +36,7 @@ class StreamedBlocks:
             if linear_format := job.format.of(full):
                 weight = finite(f"{full}.weight", self.source.read(f"{full}.weight"))
                 rounded = round_to_nearest(linear_format.scheme_object, weight)
+                notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
                 for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
                     yield f"{full}.{part}", tensor
         for full in spec:

@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tqdm import tqdm
@@ -21,8 +21,8 @@ class Progress:
 
     def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:
         peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
-        error = notes.get("worst relative output error")
-        facts = f"peak {peak}" + (f", error {error:.4f}" if error is not None else "")
+        errors = [error for note in notes.values() for error in _errors(note)]
+        facts = f"peak {peak}" + (f", largest error {max(errors):.4f}" if errors else "")
         if sys.stderr.isatty():
             self.bar = self.bar or tqdm(total=total, unit="shard", desc="quantize")
             self.bar.set_postfix_str(facts, refresh=False)
@@ -35,3 +35,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.close()
+
+
+def _errors(note: Any) -> Iterator[float]:
+    """The relative errors that a method noted of the linears of a block: of outputs (gptq) or of weights (rtn)."""
+    for linear in note.values() if isinstance(note, dict) else ():
+        if isinstance(linear, dict):
+            yield from (linear[key] for key in ("error", "weight_error") if linear.get(key) is not None)

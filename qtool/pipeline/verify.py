@@ -69,7 +69,7 @@ def packed_linears(checkpoint: Checkpoint) -> list[str]:
 def _shards(directory: Path) -> Iterator[Verified]:
     try:
         recorded = json.loads((directory / "qtool.json").read_text())["shards"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         yield Verified("qtool.json", "missing or damaged: the shards' hashes cannot be checked")
         return
     for shard, expected in recorded.items():
