@@ -78,7 +78,7 @@ class Block:
         return self.module.get_submodule(name)
 
     def weight(self, name: str) -> Tensor:
-        """The weight of submodule ``name``, or of a part of a fused linear, detached: change it in place."""
+        """The weight of submodule ``name``, detached: change it in place. Of a part of a fused linear: to read."""
         owner, rows = self._rows(name)
         return self.get(owner).weight.detach()[rows]  # type: ignore[union-attr, operator, index]
 
@@ -88,7 +88,14 @@ class Block:
         bias = getattr(self.get(owner), "bias", None)
         return None if bias is None else bias.detach()[rows]
 
-    def _rows(self, name: str) -> tuple[str, slice]:
+    def change_rows(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Rows ``[n, K]`` of a linear (or of a part of a fused one) and its bias ``[n]`` become ``change`` of them."""
+        owner, rows = self._rows(name)
+        for tensor in (self.weight(owner), self.bias(owner)):
+            if tensor is not None:
+                tensor[rows] = change(tensor[rows]).to(tensor.dtype)
+
+    def _rows(self, name: str) -> tuple[str, slice | list[int]]:
         owner = self.family.owner(name)
         return owner, slice(None) if owner == name else self.family.rows(name, self.config)
 

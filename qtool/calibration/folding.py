@@ -23,7 +23,9 @@ def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
     if group.fold is Fold.NORM:
         block.scale_norm(group.source, 1 / factor.double())
         return
-    weight, bias = block.weight(group.source), block.bias(group.source)
-    weight.copy_(weight.double() / factor.double()[:, None])
-    if bias is not None:
-        bias.copy_(bias.double() / factor.double())
+    scale_rows(block, group.source, 1 / factor.double())
+
+
+def scale_rows(block: Block, name: str, factor: Tensor) -> None:
+    """Multiply the outputs of linear ``name`` by ``factor [N]``, in place."""
+    block.change_rows(name, lambda rows: rows.double() * factor.double().view((-1,) + (1,) * (rows.dim() - 1)))

@@ -171,6 +171,4 @@ def permute_inputs(block: Block, group: LinearGroup, order: Tensor) -> None:
 
 def permute_outputs(block: Block, name: str, order: Tensor) -> None:
     """Rows and bias of linear ``name`` in ``order [N]``, in place."""
-    for tensor in (block.weight(name), block.bias(name)):
-        if tensor is not None:
-            tensor.copy_(tensor[order])
+    block.change_rows(name, lambda rows: rows[order])

@@ -127,13 +127,11 @@ def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:
 
 def rotate_outputs(block: Block, name: str, rotation: Hadamard) -> None:
     """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
-    weight = block.weight(name)
-    weight.copy_(_by_parts(weight.double().T, rotation).T)
-    rotate_bias(block, name, rotation)
+    block.change_rows(name, lambda rows: _by_parts(rows.double().movedim(0, -1), rotation).movedim(-1, 0))
 
 
 def rotate_bias(block: Block, name: str, rotation: Hadamard) -> None:
-    """``b <- b Q`` of a linear or a norm that has one, in place."""
+    """``b <- b Q`` of a norm that has one, in place."""
     if (bias := block.bias(name)) is not None:
         bias.copy_(_by_parts(bias.double(), rotation))
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block
+from qtool.calibration.folding import scale_rows
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import subset
 from qtool.schemes.kv import KV4
@@ -131,12 +132,5 @@ def fold(block: Block, factor: Tensor) -> None:
         block.scale_norm(attention.k_norm, 1 / factor.double().flatten())
         block.scale_norm(attention.q_norm, queries.double().flatten())
     else:
-        scale(block, attention.k, 1 / factor.double().flatten())
-        scale(block, attention.q, queries.double().flatten())
-
-
-def scale(block: Block, name: str, factor: Tensor) -> None:
-    """Multiply the outputs of a linear by ``factor [N]``, in place."""
-    for tensor in (block.weight(name), block.bias(name)):
-        if tensor is not None:
-            tensor.copy_(tensor.double() * factor.view((-1,) + (1,) * (tensor.dim() - 1)))
+        scale_rows(block, attention.k, 1 / factor.double().flatten())
+        scale_rows(block, attention.q, queries.flatten())

@@ -1,6 +1,7 @@
 """What the supported model families look like: one short declarative file a family."""
 
 from qtool.errors import QtoolError
+from qtool.models.falcon import FALCON
 from qtool.models.family import Attention, Family, Fold, Heads, LinearGroup
 from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
@@ -8,7 +9,20 @@ from qtool.models.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from qtool.models.opt import OPT
 from qtool.models.phi3 import PHI3
 
-FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+
+#: architectures that were asked for and are not there, and what they would need
+NEEDED = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents",
+    ),
+    **dict.fromkeys(("llama4", "llama4_text"), "experts that are stacked on disk too, and a router that scales inputs"),
+    **dict.fromkeys(
+        ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl"), "the vision tower; the text model alone is what is supported"
+    ),
+    "gpt_oss": "experts with biases that are stacked on disk, and attention sinks",
+}
 
 
 def family_of(model_type: str) -> Family:
@@ -21,10 +35,8 @@ def family_of(model_type: str) -> Family:
         if model_type in family.model_types:
             return family
     supported = ", ".join(t for family in FAMILIES for t in family.model_types)
-    raise QtoolError(
-        f"unsupported architecture {model_type!r}; supported: {supported} "
-        "(a new one needs one declarative file in qtool/models, see CONTRIBUTING.md)"
-    )
+    need = NEEDED.get(model_type, "one declarative file in qtool/models, see CONTRIBUTING.md")
+    raise QtoolError(f"unsupported architecture {model_type!r}; supported: {supported} (it would need {need})")
 
 
 __all__ = ["FAMILIES", "Attention", "Family", "Fold", "Heads", "LinearGroup", "family_of"]

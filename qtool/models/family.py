@@ -102,6 +102,7 @@ class Family:
         tensors: every weight of a block and its shape in words.
         biased: linears that always have a bias. biased_if: those that do when a config key is true.
         fused: linears that are several in one: their parts in order, each with its number of rows in words.
+        fused_by_head: their rows go by kv head, with each part's share of it (Falcon).
         readers: modules in 16 bit that read a norm too (routers), by norm.
         post_norms: norms of what is written to the residual stream. norm_offset: norms multiply by this plus weight.
         layer_norm: norms subtract the mean over channels and have biases.
@@ -121,6 +122,7 @@ class Family:
     biased: tuple[str, ...] = ()
     biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    fused_by_head: bool = False
     readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     post_norms: tuple[str, ...] = ()
     norm_offset: float = 0.0
@@ -183,14 +185,19 @@ class Family:
         """The linear whose rows ``name`` is: itself unless it is part of a fused one."""
         return next((linear for linear, parts in self.fused.items() if name in parts), name)
 
-    def rows(self, name: str, config: Any) -> slice:
+    def rows(self, name: str, config: Any) -> slice | list[int]:
         """Where the rows of ``name`` lie in its :meth:`owner`."""
-        start, dims = 0, self.dimensions(config)
-        for part, words in self.fused.get(self.owner(name), {}).items():
-            if part == name:
-                return slice(start, start + _size(words, dims))
-            start += _size(words, dims)
-        return slice(None)
+        parts, dims = self.fused.get(self.owner(name), {}), self.dimensions(config)
+        if name not in parts:
+            return slice(None)
+        turns = Heads.of(config).kv if self.fused_by_head else 1
+        sizes = {part: _size(words, dims) // turns for part, words in parts.items()}  # rows of each in a turn
+        names = list(parts)
+        start = sum(sizes[part] for part in names[: names.index(name)])
+        if turns == 1:
+            return slice(start, start + sizes[name])
+        whole = sum(sizes.values())
+        return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a block, by its name within the block, from config.json alone."""
@@ -235,6 +242,8 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read it from a transformers config (or anything with the same attributes)."""
         query = config.num_attention_heads
-        kv = getattr(config, "num_key_value_heads", None) or query
+        kv = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
+        if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+            kv = 1  # Falcon 7B, whose num_kv_heads says otherwise
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return cls(query, kv, dim)

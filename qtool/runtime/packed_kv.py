@@ -29,6 +29,8 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
         return {}
     if kv not in KV_QUANTIZERS:
         raise QtoolError(f"unknown KV-cache quantizer {kv!r}: {suggest(kv, KV_QUANTIZERS)}")
+    if reason := family.refuses.get("kv"):
+        raise QtoolError(f"{kv}: a {family.name} model cannot have a quantized KV cache: {reason}")
     if KV_QUANTIZERS[kv].bits == 4 and heads.dim % 2:
         raise QtoolError(f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte")
     if not KV_QUANTIZERS[kv].static:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -32,6 +33,7 @@ from qtool.schemes import Scheme, get
 SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
          "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+FALCON = {name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
 CONFIGS = {
     "llama-mha-tied": LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-gqa-biases": LlamaConfig(**SMALL | {"attention_bias": True, "mlp_bias": True}),
@@ -43,6 +45,12 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SMALL | {"sliding_window": 8}),
     "gemma3": Gemma3TextConfig(**SMALL | {"sliding_window": 8}),
     "opt": OPTConfig(**SMALL | {"ffn_dim": 160, "word_embed_proj_dim": 96, "num_key_value_heads": None}),
+    "falcon": FalconConfig(**FALCON),
+    "falcon-new": FalconConfig(**FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": FalconConfig(
+        **FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+    ),
+    "falcon-rw": FalconConfig(**FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
     "mixtral": MixtralConfig(**SMALL | {"num_local_experts": 4}),
     "qwen2-moe": Qwen2MoeConfig(**SMALL | MOE | {"shared_expert_intermediate_size": 160}),
     "qwen3-moe": Qwen3MoeConfig(**SMALL | MOE | {"mlp_only_layers": [1]}),
@@ -72,6 +80,12 @@ def make_model(config) -> PreTrainedModel:
 
 @pytest.fixture(params=CONFIGS)
 def any_model(request) -> PreTrainedModel:
+    return make_model(CONFIGS[request.param])
+
+
+@pytest.fixture(params=[name for name, config in CONFIGS.items() if "kv" not in family_of(config.model_type).refuses])
+def any_kv_model(request) -> PreTrainedModel:
+    """Any model whose family can have a quantized KV cache."""
     return make_model(CONFIGS[request.param])
 
 

@@ -31,31 +31,31 @@ def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], lis
 
 @pytest.mark.parametrize("kv", [None, "kv8", "kv4", "kv4-channel"])
 @torch.no_grad()
-def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | None) -> None:
-    exact = any_model.model(TOKENS).last_hidden_state
-    batches, stored = propagated(any_model, kv)
+def test_blocks_see_what_the_cache_gives(any_kv_model: PreTrainedModel, kv: str | None) -> None:
+    exact = any_kv_model.model(TOKENS).last_hidden_state
+    batches, stored = propagated(any_kv_model, kv)
     if kv:
-        quantize_kv(any_model, kv)
-    family = family_of(any_model.config.model_type)
-    final_norm = any_model.get_submodule(family.final_norm)
-    for module, tensors in zip(any_model.get_submodule(family.blocks), stored, strict=True):
+        quantize_kv(any_kv_model, kv)
+    family = family_of(any_kv_model.config.model_type)
+    final_norm = any_kv_model.get_submodule(family.final_norm)
+    for module, tensors in zip(any_kv_model.get_submodule(family.blocks), stored, strict=True):
         for name, scale in tensors.items():
             module.get_buffer(name).copy_(scale)
     for batch, tokens, before in zip(batches, TOKENS.split(2), exact.split(2), strict=True):
-        hidden = any_model.model(tokens, use_cache=False).last_hidden_state
+        hidden = any_kv_model.model(tokens, use_cache=False).last_hidden_state
         torch.testing.assert_close(final_norm(batch.hidden), hidden, rtol=0, atol=1e-6)
         assert torch.equal(hidden, before) == (kv is None)
 
 
 @torch.no_grad()
-def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrainedModel) -> None:
-    _, stored = propagated(any_model, "kv8")
+def test_scales_are_the_largest_keys_after_rope_and_values(any_kv_model: PreTrainedModel) -> None:
+    _, stored = propagated(any_kv_model, "kv8")
     cache = DynamicCache()
-    any_model.model(TOKENS, past_key_values=cache)
+    any_kv_model.model(TOKENS, past_key_values=cache)
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
     for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
         torch.testing.assert_close(found[f"self_attn.{name}"] * 127, seen.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
-    declared = kv_tensors("kv8", family_of(any_model.config.model_type), Heads.of(any_model.config))
+    declared = kv_tensors("kv8", family_of(any_kv_model.config.model_type), Heads.of(any_kv_model.config))
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in declared.items()}
 
 

@@ -1,0 +1,75 @@
+"""Falcon: LayerNorm, attention and MLP side by side, q, k and v in one linear, an MLP of two linears with GELU between.
+
+The 7B has one norm for both sides and one kv head; the new decoder architecture (40B, 180B) has a norm for each side
+and groups of query heads with a kv head; the RW models are sequential. In all of them the fused rows go by kv head:
+its query heads, its key, its value.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from qtool.models.family import Attention, Family, Fold, LinearGroup
+
+QKV, DENSE = "self_attention.query_key_value", "self_attention.dense"
+Q, K, V = (f"self_attention.{x}" for x in "qkv")
+WIDE, NARROW = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+LINEARS = {
+    f"{QKV}.weight": "q+kv+kv hidden",
+    f"{DENSE}.weight": "hidden q",
+    f"{WIDE}.weight": "inter hidden",
+    f"{NARROW}.weight": "hidden inter",
+}
+WRITERS = (
+    LinearGroup((DENSE,), V, Fold.HEADS, writes_residual=True),
+    LinearGroup((NARROW,), WIDE, Fold.ACTIVATION, writes_residual=True),
+)
+CACHE = "its attention takes the KV cache by another name, and the new architecture stores a key once a query head"
+
+
+def _norms(*names: str) -> dict[str, str]:
+    return {f"{name}.{part}": "hidden" for name in names for part in ("weight", "bias")}
+
+
+def _choose(config: Any, block: int) -> Family:
+    new = getattr(config, "new_decoder_architecture", False)
+    if new and (getattr(config, "num_ln_in_parallel_attn", None) or 2) == 2:
+        return TWO_NORMS
+    return ONE_NORM if new or config.parallel_attn else SEQUENTIAL
+
+
+FALCON = Family(
+    name="Falcon",
+    model_types=("falcon",),
+    groups=(LinearGroup((QKV, WIDE), "input_layernorm", Fold.NORM), *WRITERS),
+    attention=Attention(q=Q, k=K, v=V, o=DENSE),
+    tensors={**_norms("input_layernorm"), **LINEARS},
+    biased_if={"bias": (QKV, DENSE, WIDE, NARROW)},
+    fused={QKV: {Q: "q", K: "kv", V: "kv"}},
+    fused_by_head=True,
+    layer_norm=True,
+    embedding="transformer.word_embeddings",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    sizes={"inter": lambda config: getattr(config, "ffn_hidden_size", None) or 4 * config.hidden_size},
+    defaults={"tie_word_embeddings": True, "multi_query": True, "parallel_attn": True},
+    choose=_choose,
+    refuses={"smooth-attention": CACHE, "kv": CACHE},
+    returns_tuple=True,
+)
+
+ONE_NORM = replace(FALCON, choose=None)
+TWO_NORMS = replace(
+    ONE_NORM,
+    groups=(LinearGroup((QKV,), "ln_attn", Fold.NORM), LinearGroup((WIDE,), "ln_mlp", Fold.NORM), *WRITERS),
+    tensors={**_norms("ln_attn", "ln_mlp"), **LINEARS},
+)
+SEQUENTIAL = replace(
+    ONE_NORM,
+    groups=(
+        LinearGroup((QKV,), "input_layernorm", Fold.NORM),
+        WRITERS[0],
+        LinearGroup((WIDE,), "post_attention_layernorm", Fold.NORM),
+        WRITERS[1],
+    ),
+    tensors={**_norms("input_layernorm", "post_attention_layernorm"), **LINEARS},
+)
