@@ -37,3 +37,7 @@ clean:
 .PHONY: accuracy
 accuracy: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accuracy/schemes.py --write
+
+.PHONY: peers
+peers:
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/accuracy/peers.py --write demo
