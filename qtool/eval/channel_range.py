@@ -64,11 +64,12 @@ def role(name: str) -> str:
 
 @contextmanager
 def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None]:
-    family = family_of(model.config.get_text_config().model_type)
+    config = model.config.get_text_config()
+    family = family_of(config.model_type)
     modules = dict(model.named_modules())
     handles = []
     for block in range(len(modules[family.blocks])):  # type: ignore[arg-type]
-        for group in family.groups:
+        for group in family.at(config, block).groups:
             name = f"{family.blocks}.{block}.{group.linears[0]}"
             if name in modules:  # a fused expert is no module of its own
                 handles.append(modules[name].register_forward_pre_hook(_note(name, found)))

@@ -202,11 +202,15 @@ class Family:
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a block, by its name within the block, from config.json alone."""
         dims = self.dimensions(config)
-        shapes = {name: tuple(_size(word, dims) for word in shape.split()) for name, shape in self.tensors.items()}
+        shapes = {name: _shape(words, dims) for name, words in self.tensors.items()}
         biased = set(self.biased)
         for key, linears in self.biased_if.items():
             biased.update(linears if getattr(config, key, False) else ())
         return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in self.linears() if name in biased}
+
+    def shape(self, tensor: str, config: Any) -> tuple[int, ...]:
+        """Shape of one tensor of a block."""
+        return _shape(self.tensors[tensor], self.dimensions(config))
 
     def dimensions(self, config: Any) -> dict[str, int]:
         """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the family's own."""
@@ -220,6 +224,10 @@ class Family:
             "vocab": config.vocab_size,
             **{name: size(config) for name, size in self.sizes.items()},
         }
+
+
+def _shape(words: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(_size(word, dims) for word in words.split())
 
 
 def _size(words: str, dims: Mapping[str, int]) -> int:

@@ -4,6 +4,8 @@ Sizes are exact: they come from the code that packs, run on a slab of zeros. Mem
 the constants below are measured by ``benchmarks/quantize`` and printed with the plan.
 """
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -92,10 +94,10 @@ def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedL
 
 def _host_bytes(job: Job) -> int:
     """Streamed: one weight, its codes, its packed form and chunk temporaries. Else: one block in float32, twice."""
-    sizes = [n * k for n, k in job.linears(0).values()]
+    blocks = [[n * k for n, k in job.linears(block).values()] for block in job.first_of_kinds()]
     if job.is_plain:
-        return PROCESS_BYTES + max(sizes) * (job.dtype.itemsize + 2) + (200 << 20)
-    return PROCESS_BYTES + 2 * 4 * sum(sizes)
+        return PROCESS_BYTES + max(map(max, blocks)) * (job.dtype.itemsize + 2) + (200 << 20)
+    return PROCESS_BYTES + 2 * 4 * max(map(sum, blocks))
 
 
 def as_dict(planned: Plan) -> dict[str, Any]:
@@ -117,12 +119,22 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     }
 
 
+def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, PlannedLinear]]:
+    """Name and linear, with one line for all experts alike."""
+    alike: dict[tuple[str, object], list[PlannedLinear]] = {}
+    for x in linears:
+        name = re.sub(r"\.\d+\.", ".*.", x.name)
+        alike.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
+    for (name, _), found in alike.items():
+        yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
+
+
 def as_text(planned: Plan) -> str:
     """The plan as a person reads it."""
     rows = [
-        (x.name, f"{x.shape[0]} x {x.shape[1]}", x.scheme, x.group_size or "channel", x.layout, f"{x.bits:.3f}",
+        (name, f"{x.shape[0]} x {x.shape[1]}", x.scheme, x.group_size or "channel", x.layout, f"{x.bits:.3f}",
          f"{x.nbytes / 1e6:.2f}")
-        for x in planned.linears
+        for name, x in _experts_once(planned.linears)
     ]  # fmt: skip
     job = planned.job
     table = render(("linear of a block", "shape", "scheme", "group", "layout", "bits", "MB"), rows)

@@ -115,10 +115,10 @@ def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     family = family_of(checkpoint.config["model_type"])
     block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
     settings = family.settings(checkpoint.config)
-    shapes = family.at(settings, int(block)).block_shapes(settings) if block.isdigit() else {}
-    if f"{within}.weight" not in shapes:
+    own = family.at(settings, int(block)) if block.isdigit() else family
+    if f"{within}.weight" not in own.tensors:
         raise QtoolError(f"{name}: not a linear of a {family.name} block")
-    n, k = shapes[f"{within}.weight"]
+    n, k = own.shape(f"{within}.weight", settings)
     return n, k
 
 

@@ -84,17 +84,27 @@ class LinearFormat:
 
     def parameters(self, n: int, k: int) -> Params:
         """The scheme's parameters of a weight ``[n, k]``, on ``meta``."""
-        return self.scheme_object.fit(torch.empty(n, k, device="meta"))
+        return dict(_parameters(self, n, k))
 
     def tensors(self, n: int, k: int) -> dict[str, Tensor]:
         """The stored tensors of a weight ``[n, k]``, on ``meta``: shapes, dtypes and bytes."""
-        codes = torch.empty(n, k, dtype=self.scheme_object.code_dtype, device="meta")
-        return self.pack(codes, self.parameters(n, k))
+        return dict(_tensors(self, n, k))
 
     def nbytes(self, n: int, k: int) -> int:
         """Stored bytes of a weight ``[n, k]``."""
         shared, slab = _slab_bytes(self, k)
         return shared + slab * n // SLAB_ROWS
+
+
+@cache  # a mixture of experts has tens of thousands of linears of the same few shapes
+def _parameters(linear_format: LinearFormat, n: int, k: int) -> Params:
+    return linear_format.scheme_object.fit(torch.empty(n, k, device="meta"))
+
+
+@cache
+def _tensors(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
+    codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+    return linear_format.pack(codes, _parameters(linear_format, n, k))
 
 
 @cache
