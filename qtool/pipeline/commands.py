@@ -55,6 +55,8 @@ class Wishes:
             if self.kv not in KV_QUANTIZERS:
                 raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV_QUANTIZERS)}")
             chosen = replace(chosen, kv=self.kv)
+            if KV_QUANTIZERS[self.kv].bits == 4 and chosen.variant in ("paper", "best"):
+                chosen = chosen.with_smooth_attention()
         return chosen
 
 

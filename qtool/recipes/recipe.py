@@ -74,6 +74,15 @@ class Recipe:
         """Every quantized layer in ``layout``."""
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
+    def with_smooth_attention(self) -> "Recipe":
+        """``smooth-attention`` added where keys will be quantized to 4 bits, unless the recipe has it (QServe 4.2)."""
+        names = [step.name for step in self.transforms]
+        if "smooth-attention" in names:
+            return self
+        before = max((i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")), default=0)
+        step = Step("smooth-attention", {})
+        return replace(self, transforms=(*self.transforms[:before], step, *self.transforms[before:]))
+
     def with_options(self, method: str, **options: Any) -> "Recipe":
         """``options`` set on the transform ``method``.
 

@@ -8,6 +8,7 @@ import pytest
 from qtool import recipes
 from qtool.checkpoint.source import DEMO
 from qtool.errors import QtoolError
+from qtool.pipeline.commands import Wishes
 from qtool.pipeline.job import Job
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
@@ -55,3 +56,11 @@ def test_a_file_wins_over_the_scheme(tmp_path: Path) -> None:
     path.write_text("scheme: mine\nlayers: [{match: '.*', scheme: w8a8, group_size: channel}]\nkv: kv4")
     recipe = recipes.load("w4a8-lqq", str(path))
     assert (recipe.scheme, recipe.kv, recipe.variant, recipe.rounding.name) == ("mine", "kv4", "custom", "rtn")
+
+
+@pytest.mark.parametrize(("scheme", "variant"), [pair for pair in BUILT_IN if pair[1] != "fast"])
+def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: str) -> None:
+    recipe = Wishes(recipe=variant, kv="kv4").of(scheme)
+    job = Job.of(CONFIG, recipe)  # the order is legal
+    assert [t.name for t in job.transforms].count("smooth-attention") == 1
+    assert Wishes(recipe=variant, kv="kv8").of(scheme).transforms == recipes.load(scheme, variant).transforms

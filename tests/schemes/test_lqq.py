@@ -74,9 +74,7 @@ def test_a_group_of_one_value_costs_nothing() -> None:
     assert error.abs().max() <= params["s1"].max() / 2 + 1e-6
 
 
-@pytest.mark.parametrize(
-    "s2, offset, code", [(16, 16, 15), (17, 9, 1), (0, 9, 1), (1, 8, 0), (1, 248, 0), (16, 9, 16)]
-)
+@pytest.mark.parametrize("s2, offset, code", [(16, 16, 15), (17, 9, 1), (0, 9, 1), (1, 8, 0), (1, 248, 0), (16, 9, 16)])
 def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None:
     params = {"s1": torch.ones(1), "s2": torch.tensor([[s2]]).byte(), "offset": torch.tensor([[offset]]).byte()}
     with pytest.raises(CheckFailed):
