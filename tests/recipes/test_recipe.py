@@ -64,3 +64,20 @@ def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: s
     job = Job.of(CONFIG, recipe)  # the order is legal
     assert [t.name for t in job.transforms].count("smooth-attention") == 1
     assert Wishes(recipe=variant, kv="kv8").of(scheme).transforms == recipes.load(scheme, variant).transforms
+
+
+def test_a_gpu_chooses_the_granularity() -> None:
+    assert Wishes(target="a100").of("w4a4").scheme == "w4a4-mix"
+    assert Wishes(target="rtx3090").of("w4a4-mix").scheme == "w4a4-g128"
+    assert Wishes(target="a100").of("w4a8-qoq-g128").scheme == "w4a8-qoq"
+    chosen = Wishes(target="l40s").of("w4a8-qoq")
+    assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
+    with pytest.raises(QtoolError, match="has one for every GPU"):
+        Wishes(target="a100").of("w8a8")
+    with pytest.raises(QtoolError, match="did you mean l40s"):
+        Wishes(target="l4os").of("w4a4")
+
+
+def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
+    (step,) = Wishes(max_8bit_blocks=1).of("w4ax-fmpq").transforms
+    assert step.name == "gather-outliers" and step.options["max_8bit_blocks"] == 1
