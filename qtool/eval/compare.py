@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import standard_error
 from qtool.eval.results import Metric, Results, TaskResult, finite
+from qtool.text_table import render
 
 SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
 
@@ -71,17 +72,15 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
 def table(results: Results, baseline: Results | None = None) -> str:
     """Plain text, one line a metric; with ``baseline``, its values and the change."""
     deltas = {(d.task, d.metric): d for d in compare(results, baseline)} if baseline else {}
-    rows = [["task", "metric", "value", *(["baseline", "change"] if baseline else []), "samples"]]
+    header = ["task", "metric", "value", *(["baseline", "change"] if baseline else []), "samples"]
+    rows = []
     for result in results.tasks:
         for name, metric in result.metrics.items():
             row = [result.task, name, _number(metric)]
             if baseline:
                 row += _against(deltas.get((result.task, name)))
             rows.append([*row, str(result.samples)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return render(header, rows)
 
 
 def _number(metric: Metric) -> str:

@@ -66,6 +66,7 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
 
 
 def finite(value: Any) -> Any:
+    """``value`` with every infinite or NaN number in it (in dicts and lists too) replaced by None: strict JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

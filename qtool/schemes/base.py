@@ -11,7 +11,7 @@ a range of legal codes. GPTQ, clipping and distillation see only that :class:`~q
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
@@ -227,8 +227,3 @@ def group_matmul(qx: Tensor, sx: Tensor, qw: Tensor, sw: Tensor) -> Tensor:
     for qx_group, qw_group, sx_group, sw_group in parts:
         total += int_matmul(qx_group, qw_group).float() * sx_group * sw_group.t()
     return total
-
-
-def describe_params(params: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each parameter: what ``plan`` prints and the writer declares."""
-    return {name: (tuple(t.shape), t.dtype) for name, t in params.items()}

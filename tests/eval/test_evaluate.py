@@ -100,11 +100,11 @@ def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
 def test_table(results, worse):
     plain = table(results).splitlines()
     assert plain[0].split() == ["task", "metric", "value", "samples"]
-    assert [line.split()[:2] for line in plain[1:]] == [["c4", "perplexity"], ["mine", "acc"], ["mine", "acc_norm"]]
+    assert [line.split()[:2] for line in plain[2:]] == [["c4", "perplexity"], ["mine", "acc"], ["mine", "acc_norm"]]
     beside = table(worse, results)
-    assert "nats (x" in beside.splitlines()[1]
-    assert "+0.0000" in beside.splitlines()[2]
-    assert table(worse, Results([])).splitlines()[1].split()[-3:] == ["-", "-", "11"]
+    assert "nats (x" in beside.splitlines()[2]
+    assert "+0.0000" in beside.splitlines()[3]
+    assert table(worse, Results([])).splitlines()[2].split()[-3:] == ["-", "-", "11"]
 
 
 def test_a_misspelt_last_name_stops_before_any_work(tokenizer, data_dir):
