@@ -137,12 +137,17 @@ def _linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, devi
         raise CheckFailed("the input permutation is not a permutation")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, linear.in_features, generator=generator).to(device)
-    error = _distance(linear(x), _reference(linear, x, codes, params))
-    ran = f"{scheme.name} reference, {_precision(linear_format)}"
-    if kernel := linear.kernel(device):
+    if kernel := linear.kernel(device, x.dtype) or linear.kernel(device, torch.bfloat16):
+        x = x.to(x.dtype if x.dtype in kernel.dtypes else torch.bfloat16)
         ran = f"{kernel.name} on {torch.cuda.get_device_name(device)}, {kernel.precision}"
-        _require_equal_sums(linear, x, kernel)
-    problem = "" if error <= TOLERANCE else f"output differs from the float64 reference by {error:.1e}"
+        y, tolerance = linear.multiply(x, kernel, torch.float32), kernel.tolerance
+        if kernel.exact:
+            _require_equal_sums(linear, x, kernel)
+    else:
+        ran = f"{scheme.name} reference, {_precision(linear_format)}"
+        y, tolerance = linear(x), TOLERANCE
+    error = _distance(y, _reference(linear, x, codes, params))
+    problem = "" if error <= tolerance else f"output differs from the float64 reference by {error:.1e}"
     return Verified(name, problem, ran, error)
 
 
@@ -158,7 +163,7 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
     scheme = linear.format.scheme_object
     gathered = x if linear.permutation is None else x[:, linear.permutation.long()]
-    y = scheme.fake_activation(gathered, params).double() @ scheme.dequantize(codes, params).double().t()
+    y = scheme.fake_activation(gathered.float(), params).double() @ scheme.dequantize(codes, params).double().t()
     return y if linear.bias is None else y + linear.bias.double()
 
 

@@ -1,6 +1,6 @@
 """Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference does.
 
-Both give the same int32 sums. A kernel reads the stored bytes as they are: no repacking at load.
+A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to add one to.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,66 +11,95 @@ from torch import Tensor
 
 from qtool.runtime.format import LinearFormat
 
-#: (codes int8 [M, K], scales [M], code sums [M], stored tensors, bias, format, out_dtype) -> [M, N]
-Multiply = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], Tensor | None, LinearFormat, torch.dtype], Tensor]
+#: (x [M, K] contiguous, input permutation [K] or None, stored tensors, bias, format, out_dtype) -> [M, N] of out_dtype
+Multiply = Callable[
+    [Tensor, Tensor | None, Mapping[str, Tensor], Tensor | None, LinearFormat, torch.dtype],
+    Tensor,
+]
+HALF = (torch.float16, torch.bfloat16)
+ANY = (*HALF, torch.float32)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A GEMM on quantized tokens: its name and precision for reports, and the call."""
+    """A GEMM on a packed weight, its activation quantization included.
+
+    Attributes:
+        name, precision: for reports.
+        capabilities: of the GPUs it runs on, ``(major, minor)``.
+        multiply: the call.
+        n, k: what N and K must be multiples of.
+        dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
+        exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
+        tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64 arithmetic.
+    """
 
     name: str
     precision: str
+    capabilities: frozenset[tuple[int, int]]
     multiply: Multiply
+    n: int = 64
+    k: int = 64
+    dtypes: tuple[torch.dtype, ...] = ANY
+    exact: bool = True
+    tolerance: float = 1e-5
+
+    def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+        """Whether a weight ``[n, k]`` under inputs of ``dtype`` can run on a GPU of ``capability``."""
+        return capability in self.capabilities and dtype in self.dtypes and n % self.n == 0 and k % self.k == 0
 
 
 def _w4a8(
     x: Tensor,
-    sx: Tensor,
-    token_sum: Tensor,
+    permutation: Tensor | None,
     stored: Mapping[str, Tensor],
     bias: Tensor | None,
     linear_format: LinearFormat,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    from qtool.kernels.quantize_activation import quantize_activation
     from qtool.kernels.w4a8 import w4a8_gemm
 
+    codes, scale, token_sum = quantize_activation(x, permutation, None, "none", 0.0)
     s2, offset, zero = (stored.get(name) for name in ("s2", "offset", "zero"))
     scheme, group_size = linear_format.scheme, linear_format.group_size
     return w4a8_gemm(
-        x, sx, stored["qweight"], stored["s1"], s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
+        codes, scale, stored["qweight"], stored["s1"], s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
     )
 
 
 def _w8a8(
     x: Tensor,
-    sx: Tensor,
-    token_sum: Tensor,
+    permutation: Tensor | None,
     stored: Mapping[str, Tensor],
     bias: Tensor | None,
     linear_format: LinearFormat,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    from qtool.kernels.quantize_activation import quantize_activation
     from qtool.kernels.w8a8 import w8a8_gemm
 
-    return w8a8_gemm(x, sx, stored["qweight"].view(torch.int8), stored["scale"][:, 0], bias, out_dtype)
+    codes, scale, _ = quantize_activation(x, permutation, None, "none", 0.0)
+    return w8a8_gemm(codes, scale, stored["qweight"].view(torch.int8), stored["scale"][:, 0], bias, out_dtype)
 
 
-W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", _w4a8)
-W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", _w8a8)
-KERNELS = {
-    ("w4a8-lqq", "dual-mma"): W4A8,
-    ("w4a8-qoq", "dual-mma"): W4A8,
-    ("w4a8-qoq-g128", "dual-mma"): W4A8,
-    ("w8a8", "row-major-8"): W8A8,
+HOPPER = frozenset({(9, 0)})
+W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
+W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
+
+#: by scheme and layout; of several, the first that accepts the weight and the GPU
+KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
+    ("w4a8-lqq", "dual-mma"): (W4A8,),
+    ("w4a8-qoq", "dual-mma"): (W4A8,),
+    ("w4a8-qoq-g128", "dual-mma"): (W4A8,),
+    ("w8a8", "row-major-8"): (W8A8,),
 }
 
 
-def kernel_for(linear_format: LinearFormat, n: int, k: int, device: torch.device) -> Kernel | None:
-    """The kernel for a weight ``[n, k]`` on ``device``, or None: the reference runs.
-
-    The kernels are Hopper's (wgmma, sm_90) and want multiples of 64.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or n % 64 or k % 64:
+def kernel_for(linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None: the reference runs."""
+    if device.type != "cuda":
         return None
-    return KERNELS.get((linear_format.scheme, linear_format.layout))
+    capability = torch.cuda.get_device_capability(device)
+    kernels = KERNELS.get((linear_format.scheme, linear_format.layout), ())
+    return next((kernel for kernel in kernels if kernel.accepts(n, k, dtype, capability)), None)

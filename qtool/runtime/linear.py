@@ -57,22 +57,19 @@ class QuantLinear(nn.Module):
             weight = torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
         return weight
 
-    def kernel(self, device: torch.device) -> Kernel | None:
-        """What multiplies on ``device``; None is the scheme's reference."""
-        return kernel_for(self.format, self.out_features, self.in_features, device)
+    def kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+        """What multiplies inputs of ``dtype`` on ``device``; None is the scheme's reference."""
+        return kernel_for(self.format, self.out_features, self.in_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # [M, K]
-        kernel = self.kernel(x.device)
+        kernel = self.kernel(x.device, x.dtype)
         y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
-        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums."""
-        from qtool.kernels.quantize_activation import quantize_activation
-
-        codes, scale, token_sum = quantize_activation(x.contiguous(), self.permutation, None, "none", 0.0)
-        return kernel.multiply(codes, scale, token_sum, self.stored(), self.bias, self.format, out_dtype)
+        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of an exact one."""
+        return kernel.multiply(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype)
 
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""

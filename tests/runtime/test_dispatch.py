@@ -3,34 +3,42 @@
 import pytest
 import torch
 
-from qtool.runtime.dispatch import KERNELS, kernel_for
+from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
 from tests.runtime.test_linear import quantized
 
+EACH = [(*key, kernel) for key, kernels in KERNELS.items() for kernel in kernels]
 
-@pytest.mark.parametrize(("scheme", "layout"), KERNELS)
+
+def inputs(kernel: Kernel) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(7, 256).to(torch.float32 if torch.float32 in kernel.dtypes else torch.bfloat16)
+
+
+@pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
 @pytest.mark.parametrize("permuted", [False, True])
-def test_kernel_references_are_the_schemes(scheme: str, layout: str, permuted: bool) -> None:
+def test_kernel_references_are_the_schemes(scheme: str, layout: str, kernel: Kernel, permuted: bool) -> None:
     torch.manual_seed(1)
-    weight, x = torch.randn(128, 256), torch.randn(7, 256)
-    linear = quantized(scheme, layout, weight, permuted=permuted)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256), permuted=permuted), inputs(kernel)
     if permuted:
         linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
-    y = linear.multiply(x, KERNELS[scheme, layout], torch.float32)
-    assert torch.allclose(y, linear.reference(x), rtol=1e-6, atol=1e-6)
+    y, expected = linear.multiply(x, kernel, torch.float32), linear.reference(x)
+    assert (y - expected).norm() <= kernel.tolerance * expected.norm()
 
 
 def test_the_cpu_runs_the_reference() -> None:
-    assert kernel_for(LinearFormat("w4a8-lqq", 64, "dual-mma"), 128, 128, torch.device("cpu")) is None
+    linear_format = LinearFormat("w4a8-lqq", 64, "dual-mma")
+    assert kernel_for(linear_format, 128, 128, torch.device("cpu"), torch.float32) is None
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("scheme", "layout"), KERNELS)
-def test_kernels_run_packed_linears(scheme: str, layout: str) -> None:
+@pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
+def test_kernels_run_packed_linears(scheme: str, layout: str, kernel: Kernel) -> None:
+    if torch.cuda.get_device_capability() not in kernel.capabilities:
+        pytest.skip(f"{kernel.name} is not for this GPU")
     torch.manual_seed(1)
-    weight, x = torch.randn(128, 256), torch.randn(7, 256)
-    linear = quantized(scheme, layout, weight)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256)), inputs(kernel)
     expected = linear.reference(x)
-    found = linear.cuda()(x.cuda()).cpu()
-    assert (found - expected).norm() < 1e-6 * expected.norm()
+    found = linear.cuda().multiply(x.cuda(), kernel, torch.float32).cpu()
+    assert (found - expected).norm() <= kernel.tolerance * expected.norm()
