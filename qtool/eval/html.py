@@ -71,3 +71,13 @@ def nbytes(count: float) -> str:
     """A number of bytes in decimal units."""
     unit = next((u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= u[0]), (1, "B"))
     return f"{count / unit[0]:,.2f} {unit[1]}"
+
+
+def duration(seconds: float) -> str:
+    """A time as one reads it: ``2 h 5 min``, ``3 min 20 s``, ``12.4 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    big, small = divmod(int(seconds), 60)
+    if big < 60:
+        return f"{big} min {small} s"
+    return f"{big // 60} h {big % 60} min"

@@ -81,7 +81,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a page shows. ``baseline``: how the user named it. ``windows``: ``(count, tokens)`` measured on."""
+    """Everything a page shows.
+
+    ``baseline``: how the user named it. ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them.
+    ``windows``: ``(count, tokens)`` measured on.
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -93,6 +97,7 @@ class Report:
     errors: LayerErrors | None = None
     ranges: Sequence[ChannelRange] = ()
     kv: Sequence[KVError] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[int, int] = (0, 0)
 
     @property

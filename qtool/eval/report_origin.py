@@ -1,7 +1,7 @@
 """The report's provenance: the model, the recipe and its data, the run, and the commands that repeat it."""
 
 from qtool.eval import report_commands
-from qtool.eval.html import Html, facts, join, missing, nbytes, plain, table, tag
+from qtool.eval.html import Html, duration, facts, join, missing, nbytes, plain, table, tag
 from qtool.eval.report import Report
 
 
@@ -93,20 +93,21 @@ CALIBRATION = {
 
 
 def run(report: Report) -> Html:
-    """Wall time and peak memory, as recorded by the run."""
-    found = report.provenance.get("run", {})
+    """Wall time by stage and peak memory, as recorded by the run."""
+    found = report.run
     if not found:
-        return missing("Not recorded by the version that wrote this checkpoint; quantizing again records it.")
-    seconds, device = found.get("seconds"), found.get("peak_device_bytes")
-    rows: list[tuple[str, object]] = [
-        ("wall time", f"{seconds:,.1f} s" if seconds is not None else "?"),
-        ("peak host memory", nbytes(found["peak_host_bytes"]) if found.get("peak_host_bytes") else "?"),
-        ("device", found.get("device", "?")),
-    ]
-    if device:
-        rows.append(("peak device memory", nbytes(device)))
-    if found.get("sessions", 1) > 1:
-        rows.append(("sessions", f"{found['sessions']} (interrupted and resumed; times are added)"))
+        return missing(
+            f"Not known. Quantizing writes it to {report.directory.name}.run.json beside the model; that file is not "
+            "here, or is of another run. A moved model keeps it if it moves along."
+        )
+    sessions, stages = found["sessions"], found["stages"]
+    rows: list[tuple[str, object]] = [("wall time", duration(found["seconds"]))]
+    rows += [(f"of it: {name}", duration(seconds)) for name, seconds in stages.items()]
+    rows += [("peak host memory", nbytes(found["peak_host_bytes"])), ("device", found["device"])]
+    if found["peak_device_bytes"]:
+        rows.append(("peak device memory", nbytes(found["peak_device_bytes"])))
+    if len(sessions) > 1:
+        rows.append(("sessions", f"{len(sessions)}: the run was interrupted and resumed; times are added"))
     return facts(rows)
 
 

@@ -31,6 +31,9 @@ class Output:
         directory: OUT. identity: facts that must be the same for a run to be resumed, by name.
         shards: their number. resume: continue an unfinished run.
 
+    Attributes:
+        records: of the shards that are written. finished: OUT is whole already. continued: OUT.partial was there.
+
     Raises:
         QtoolError: OUT exists, an unfinished run is there and ``resume`` is off, or it was another job,
             or another process works on it.
@@ -47,6 +50,7 @@ class Output:
             raise QtoolError(f"{directory} exists already; choose another --out or remove it")
         if self.partial.exists() and not resume:
             raise QtoolError(f"{self.partial} holds an unfinished run; continue it with --resume or remove it")
+        self.continued = self.partial.exists()
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
         self.lock = (self.partial / RUN / LOCK).open("w")
         try:

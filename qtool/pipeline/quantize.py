@@ -18,6 +18,7 @@ from qtool.pipeline import edges
 from qtool.pipeline.blocks import BuiltBlocks, StreamedBlocks
 from qtool.pipeline.job import Job
 from qtool.pipeline.output import Output
+from qtool.pipeline.run_record import RunRecord
 from qtool.recipes import Recipe
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -43,6 +44,8 @@ def quantize(
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
 
+    Beside it goes ``OUT.run.json``, the time and memory the run took.
+
     Args:
         calibration: token batches; needed if the recipe has a method that looks at activations.
         resume: continue an unfinished run of the same job.
@@ -61,6 +64,7 @@ def quantize(
     if output.finished:
         return out
     _require_space(output, specs)
+    record = RunRecord(out, output.identity, torch.device(device), continued=output.continued)
     blocks = StreamedBlocks(source, job) if job.is_plain else BuiltBlocks(
         source, job, calibration.tokens, torch.device(device)
     )  # fmt: skip
@@ -75,6 +79,7 @@ def quantize(
             else:
                 tensors = blocks.tensors(index, spec, notes)
             output.put(shard, spec, tensors, notes)
+            record.shard_written()
         if 1 < shard < len(specs):
             blocks.written(index, output.path(shard))
         if progress:
@@ -82,6 +87,7 @@ def quantize(
     config = job.config | {"quantization_config": job.format.to_dict()}
     if job.unties:
         config["tie_word_embeddings"] = False
+    record.write()
     output.finish(config, _provenance(source, job, calibration), source.side_files())
     return out
 

@@ -15,6 +15,7 @@ from qtool.eval.report import Check, LayerErrors, Report, Size, provenance, qual
 from qtool.pipeline import commands
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.job import native_format
+from qtool.pipeline.run_record import read_run
 from qtool.pipeline.verify import Verified, load_linear, packed_linears, verify
 
 WINDOWS, TOKENS = 4, 512
@@ -64,6 +65,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
         baseline=compare,
         quality=quality(saved.read(directory), saved.identity(directory), source),
         errors=errors,
+        run=read_run(directory, record.get("job", {})),
         **_measured(directory, base, checkpoint.config, device),
     )
 

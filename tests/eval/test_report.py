@@ -203,3 +203,10 @@ def test_refusals(make_model, quantized):
         report(make_model(name="plain"), None, [], out=None, data_dir=None, device="cpu")
     with pytest.raises(QtoolError, match="is no directory"):
         report(quantized, None, [], out=Path("/absent/x.html"), data_dir=None, device="cpu")
+
+
+def test_the_run_is_told_or_said_to_be_unknown(quantized):
+    words = page_of(quantized).words
+    assert "wall time" in words and "peak host memory" in words and "device" in words
+    moved = quantized.rename(quantized.with_name("moved"))
+    assert "moved.run.json" in page_of(moved).words and "peak host memory" not in page_of(moved).words
