@@ -44,6 +44,27 @@ class Compiled:
         return "wgmma.mma_async instructions are serialized" in self.log
 
 
+@dataclass(frozen=True)
+class Build:
+    """One kernel for one architecture, and what its machine code must be; a kernel module lists its ``builds()``.
+
+    Attributes:
+        name: of the kernel and its variant, unique.
+        arch: ``sm_80``, ``sm_89``, ``sm_90a``.
+        definition: source name, prologue and macros, the arguments of :func:`cubin`.
+        threads: a multiprocessor must hold at once, by its registers.
+        instructions: what the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).
+        calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any CALL is a fault.
+    """
+
+    name: str
+    arch: str
+    definition: tuple[str, str, dict[str, int]]
+    threads: int
+    instructions: tuple[str, ...] = ()
+    calls: bool = False
+
+
 def toolchain() -> Any:
     """``cuda.core``'s Program and ProgramOptions and the NVRTC version.
 

@@ -4,6 +4,7 @@ Legend: M tokens, N output channels, K input channels, G level-2 groups of a cha
 """
 
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import cubin
+from qtool.kernels.build import Build, cubin
 from qtool.kernels.launch import launch, load, tensor_map
 from qtool.kernels.tiles import SHARED_PER_BLOCK, Tile
 from qtool.kernels.wgmma import wgmma_source
@@ -58,6 +59,13 @@ def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[st
     }
     prologue = "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntemplate <int N>\nstruct Wgmma;\n"
     return operand.source, prologue + wgmma_source(tile.tokens), defines
+
+
+def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build]:
+    """The kernel of ``operand`` with each tile: wgmma, and registers for all its blocks."""
+    for tile in dict.fromkeys(tiles):
+        source, threads = definition(operand, tile, torch.bfloat16), THREADS * tile.blocks_per_sm
+        yield Build(f"{name} {tile}", "sm_90a", source, threads, (f"IGMMA.64x{tile.tokens}x32.",))
 
 
 @cache

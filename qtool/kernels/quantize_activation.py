@@ -7,7 +7,9 @@ then gathered by ``order``. A fused y is rounded to x's dtype where the unfused 
 """
 
 import struct
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
-from qtool.kernels.build import cubin
+from qtool.kernels.build import Build, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import launch, load
 from qtool.schemes.activation import PER_TOKEN_S8
@@ -67,14 +69,14 @@ def _(
         return codes, scale, total
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
-        if major < 9:
-            raise QtoolError(f"quantize_activation: needs sm_90 or newer, {device} is sm_{major}{minor}")
+        if major < 8:
+            raise QtoolError(f"quantize_activation: needs sm_80 or newer, {device} is sm_{major}{minor}")
         source = definition(k, x.dtype, fusion, order is not None)
         kernel = _kernel(k, x.dtype, fusion, order is not None, f"sm_{major}{minor}", device.index)
         tensors = (x, order, norm, codes, scale, total)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         parameters = struct.pack("<6Q2if4x", *pointers, m, k, epsilon)
-        launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=True)
+        launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=major >= 9)
     return codes, scale, total
 
 
@@ -97,6 +99,13 @@ def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> tuple[s
     pieces = -(-k // (8 * threads))
     defines = {"DTYPE": DTYPES[dtype], "FUSION": FUSIONS[fusion], "GATHER": int(gather)}
     return "quantize_activation", "", defines | {"THREADS": threads, "PIECES": pieces}
+
+
+def builds() -> Iterator[Build]:
+    """Each fusion at a short and a long row, on each architecture."""
+    for arch, fusion, k in product(("sm_80", "sm_89", "sm_90a"), FUSIONS, (64, 4096, MOST_CHANNELS)):
+        source = definition(k, torch.bfloat16, fusion, gather=True)
+        yield Build(f"quantize_activation {fusion} K={k}", arch, source, source[2]["THREADS"], calls=True)
 
 
 def _outputs(x: Tensor, fusion: str) -> tuple[Tensor, Tensor, Tensor]:

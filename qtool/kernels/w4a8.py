@@ -9,14 +9,18 @@ Shapes: x int8 ``[M, K]``, sx float32 ``[M]``, qweight uint8 ``[N/64, K/64, 2048
 parameters uint8 ``[N/64, K/g, 64]`` in the same thread order, s1 ``[N]``, zero uint8 ``[N]``.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from qtool import schemes
 from qtool.errors import QtoolError, suggest
+from qtool.kernels import gemm
+from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
-from qtool.kernels.tiles import choose
+from qtool.kernels.tiles import TABLE, Tile, choose
 from qtool.layouts.dual_mma import DUAL_MMA
 from qtool.schemes.base import int_matmul
 
@@ -31,6 +35,13 @@ def operand(scheme: str, group_size: int | None) -> Operand:
     """What the kernel of a scheme is compiled with, and the bytes of a ring stage (128 x 128 weights)."""
     level2 = 0 if group_size is None else 2 * 2 * 64 * (128 // group_size)
     return Operand("w4a8_gemm", (("SCHEME", SCHEMES[scheme]), ("GROUP", group_size or 128)), 8192 + level2)
+
+
+def builds() -> Iterator[Build]:
+    """LiquidQuant g64 with every tile, the others with the widest and the narrowest."""
+    yield from gemm.builds("w4a8-lqq g64", operand("w4a8-lqq", 64), TABLE)
+    for scheme, group in (("w4a8-lqq", 32), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq", None)):
+        yield from gemm.builds(f"{scheme} g{group}", operand(scheme, group), (Tile(256), Tile(8, split=8)))
 
 
 @torch.library.custom_op("qtool::w4a8_gemm", mutates_args=())

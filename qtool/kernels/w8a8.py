@@ -3,16 +3,25 @@
 v[m, n] = sum_k x[m, k] * weight[n, k]      int32      y = v * sx[m] * scale[n] + bias[n]
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels import gemm
+from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
-from qtool.kernels.tiles import choose
+from qtool.kernels.tiles import Tile, choose
 from qtool.schemes.base import int_matmul
 
 OPERAND = Operand("w8a8_gemm", (), 128 * 128)
+
+
+def builds() -> Iterator[Build]:
+    """The widest and the narrowest tile."""
+    return gemm.builds("w8a8", OPERAND, (Tile(256), Tile(8, split=8)))
 
 
 @torch.library.custom_op("qtool::w8a8_gemm", mutates_args=())

@@ -1,71 +1,48 @@
 """Every kernel compiles without a GPU, and the compiler's report and machine code are what they must be."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from qtool.errors import QtoolError
 from qtool.kernels import build
-from qtool.kernels.bench import operand_of
-from qtool.kernels.gemm import THREADS, definition
-from qtool.kernels.quantize_activation import FUSIONS
-from qtool.kernels.quantize_activation import definition as quantize_definition
-from qtool.kernels.tiles import TABLE, Tile
+from qtool.kernels.compiled import builds
 
-#: one scheme with every tile, the others with the widest and the narrowest
-OTHERS = [("w4a8-lqq", 32), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w8a8", None)]
-KERNELS = [("w4a8-lqq", 64, tile) for tile in TABLE]
-KERNELS += [(*other, tile) for other in OTHERS for tile in (Tile(256), Tile(8, split=8))]
+REGISTERS_PER_SM = 65536
 TINY = 'extern "C" __global__ void tiny(int* p) { *p = VALUE; }'
 
 
-@pytest.fixture
-def toolchain() -> None:
-    pytest.importorskip("cuda.core", reason="the [cuda] extra is not installed")
-    try:
-        build.toolchain()
-    except QtoolError as error:
-        pytest.skip(str(error))
+BUILDS = list(builds())
 
 
-@pytest.mark.usefixtures("toolchain")
-@pytest.mark.parametrize(("scheme", "group", "tile"), KERNELS, ids=str)
-def test_compiles_without_spills(scheme: str, group: int | None, tile: Tile, tmp_path: Path) -> None:
-    compiled = build.compile_source(*definition(operand_of(scheme, group), tile, torch.bfloat16), "sm_90a")
-    assert compiled.local_bytes == 0
+@pytest.mark.parametrize("case", BUILDS, ids=lambda case: f"{case.name} {case.arch}")
+def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Path) -> None:
+    compiled = build.compile_source(*case.definition, case.arch)
+    assert compiled.local_bytes == 0, compiled.log
     assert not compiled.serialized, compiled.log
-    assert compiled.registers * THREADS * tile.blocks_per_sm <= 65536
+    assert compiled.registers * case.threads <= REGISTERS_PER_SM
     sass = disassemble(compiled.cubin, tmp_path)
-    assert sass is None or f"IGMMA.64x{tile.tokens}x32." in sass
-    assert sass is None or ("LDL" not in sass and "STL" not in sass)
+    assert [i for i in case.instructions if i not in sass] == []
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert case.calls or not re.search(r"\bCALL\b", sass)
 
 
-@pytest.mark.usefixtures("toolchain")
-@pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("k", [64, 4096, 28672])
-def test_activation_quantization_compiles_without_spills(k: int, fusion: str) -> None:
-    source = quantize_definition(k, torch.bfloat16, fusion, gather=True)
-    compiled = build.compile_source(*source, "sm_90")
-    assert compiled.local_bytes == 0
-    assert compiled.registers * source[2]["THREADS"] <= 65536
+def test_covers_the_architectures_and_names_each_build_once() -> None:
+    assert {"sm_80", "sm_89", "sm_90a"} <= {case.arch for case in BUILDS}
+    assert len({(case.name, case.arch) for case in BUILDS}) == len(BUILDS)
 
 
-def disassemble(cubin: bytes, folder: Path) -> str | None:
-    """SASS text, or ``None`` where nvdisasm is not installed."""
-    try:
-        import nvidia
-    except ImportError:
-        return None
-    tools = [p for root in nvidia.__path__ for p in Path(root).glob("*/bin/nvdisasm")]
-    if not tools:
-        return None
+def disassemble(cubin: bytes, folder: Path) -> str:
+    """SASS text."""
+    import nvidia
+
     (folder / "k.cubin").write_bytes(cubin)
-    return subprocess.run([tools[0], "-c", folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
+    tool = next(p for root in nvidia.__path__ for p in Path(root).glob("*/bin/nvdisasm"))
+    return subprocess.run([tool, "-c", folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.usefixtures("toolchain")
 def test_cache_is_keyed_and_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "csrc"
     sources.mkdir()

@@ -121,10 +121,18 @@ __device__ __forceinline__ int4 load_remote(u32 address, u32 rank) {
     return v;
 }
 
-// ---- grids that overlap (programmatic dependent launch); no effect on a plain launch ------------
+// ---- grids that overlap (programmatic dependent launch); no effect on a plain launch, none before Hopper ----
 
-__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_release() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void grid_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void grid_release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // ---- warps -------------------------------------------------------------------------------------
 

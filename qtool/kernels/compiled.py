@@ -1,0 +1,19 @@
+"""Every kernel that must compile, on any machine: what the build test walks. A new kernel's module is one more line."""
+
+from collections.abc import Iterator
+
+from qtool.kernels import quantize_activation, w4a8, w8a8
+from qtool.kernels.build import Build
+
+#: modules with a ``builds()``
+MODULES = (
+    quantize_activation,
+    w4a8,
+    w8a8,
+)
+
+
+def builds() -> Iterator[Build]:
+    """Each kernel in each variant and architecture that is compiled in the tests."""
+    for module in MODULES:
+        yield from module.builds()
