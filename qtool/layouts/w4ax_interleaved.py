@@ -19,6 +19,7 @@ What the paper leaves open, and what was fixed:
 - The switch is per 16-bit unit, as figure 7 draws it; putting the pairs together into a register of four
   consecutive inputs is one byte permute each.
 - The tile of 8 rows x 32 columns is the weight fragment of one mma.m16n8k32.
+- Scales are ``[G, N]``: those of one block of input channels lie together, as a main loop over K reads them.
 
 >>> codes = torch.arange(16, dtype=torch.uint8).repeat(8, 2)
 >>> [f"{word & 0xFFFFFFFF:08x}" for word in W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2].tolist()]
@@ -35,4 +36,5 @@ W4AX_INTERLEAVED = DigitLayout(
     k="kt q:2 j:2 c:2 s:2 p:2",
     order="nt row, kt q c j p",
     nibble="s",
+    group_order="g, nt row",
 )
