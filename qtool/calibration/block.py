@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration.stages import stage
 from qtool.errors import QtoolError
 from qtool.models.family import Family, Heads
 from qtool.models.skeleton import recording
@@ -37,6 +38,10 @@ class Batch:
         for part in (slice(None, size // 2), slice(size // 2, None)):
             yield Batch(self.hidden[part], [_sequences(kwargs, part, size) for kwargs in self.kwargs])
 
+    def keep(self, hidden: Tensor) -> None:
+        """``hidden`` takes the place of the hidden states, where those are kept."""
+        self.hidden = hidden.to(self.hidden.device)
+
 
 @dataclass
 class Rounded:
@@ -58,6 +63,7 @@ class Block:
         permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
             the stored columns are in that order and the input is gathered at run time.
         notes: what methods report (errors, choices), written to qtool.json.
+        compute: the 16-bit dtype of forwards on tensor cores, whatever the weights' own; None: the weights'.
     """
 
     index: int
@@ -68,6 +74,7 @@ class Block:
     clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    compute: torch.dtype | None = None
 
     @property
     def heads(self) -> Heads:
@@ -121,7 +128,8 @@ class Block:
             QtoolError: if one sequence alone does not fit.
         """
         try:
-            return self.forward(batch, **extra)
+            with stage("forward"):
+                return self.forward(batch, **extra)
         except torch.OutOfMemoryError:
             if len(batch.hidden) == 1:
                 tokens = batch.hidden.shape[1]
@@ -136,7 +144,9 @@ class Block:
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
         """:meth:`run` with gradients, for methods that learn."""
         kwargs = to_device(batch.kwargs[self.index], self.device)
-        out = self.module(batch.hidden.to(self.device), **(kwargs | extra))
+        hidden = batch.hidden.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, self.compute, enabled=self.compute is not None, cache_enabled=False):
+            out = self.module(hidden, **(kwargs | extra))
         return out[0] if isinstance(out, tuple) else out
 
     @property
@@ -146,7 +156,7 @@ class Block:
     @torch.no_grad()
     def observe(self, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]]) -> None:
         """Run all batches; each observer gets its linear's input ``[tokens, K]``, batch by batch."""
-        with observing(self.module, observers):
+        with observing(self.module, observers, self.compute):
             for batch in batches:
                 self.run(batch)
 
@@ -162,7 +172,7 @@ class Block:
             seen.append(x)
             raise _Reached
 
-        with observing(self.module, {name: take}), suppress(_Reached):
+        with observing(self.module, {name: take}, self.compute), suppress(_Reached):
             self.run(batch)
         return seen[0] if seen else None
 
@@ -170,7 +180,7 @@ class Block:
     def propagate(self, batches: Sequence[Batch]) -> None:
         """Replace every batch's hidden states by the block's output, in place."""
         for batch in batches:
-            batch.hidden = self.run(batch).to(batch.hidden.device)
+            batch.keep(self.run(batch))
 
     def permute(self, name: str, order: Tensor) -> None:
         """Reorder the input channels of linear ``name``: its columns at once, its input as it arrives."""
@@ -183,7 +193,8 @@ class Block:
     def install(self, name: str, rounded: Rounded) -> None:
         """From now on linear ``name`` computes what the quantized one will."""
         linear = self.get(name)
-        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
+        dtype = self.compute or linear.weight.dtype
+        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name), dtype)  # type: ignore[arg-type]
         parent, _, attribute = name.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, quantized)
 
@@ -195,25 +206,34 @@ class _Reached(Exception):
 class SimulatedLinear(nn.Module):
     """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None) -> None:
+    def __init__(
+        self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
-        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
+        weight = scheme.dequantize(rounded.codes, rounded.params).to(dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x[..., self.permutation]
-        return nn.functional.linear(self.scheme.fake_activation(x, self.params), self.weight, self.bias)
+        x = self.scheme.fake_activation(x.to(self.weight.dtype), self.params)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 @contextmanager
-def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
-    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs."""
+def observing(
+    module: nn.Module, observers: dict[str, Callable[[Tensor], None]], compute: torch.dtype | None = None
+) -> Iterator[None]:
+    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs.
+
+    Args:
+        compute: the dtype the submodule will cast its input to; None: it takes it as it comes.
+    """
 
     def hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
-        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
+        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]).to(compute or inputs[0].dtype))
 
     handles = [module.get_submodule(name).register_forward_pre_hook(hook(o)) for name, o in observers.items()]
     try:
@@ -246,14 +266,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def first_inputs(model: "PreTrainedModel", family: Family, tokens: Sequence[Tensor]) -> list[Batch]:
+def first_inputs(
+    model: "PreTrainedModel",
+    family: Family,
+    tokens: Sequence[Tensor],
+    keep: Callable[[Tensor, Sequence[dict[str, Any]]], Batch] = Batch,
+) -> list[Batch]:
     """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
 
-    ``model`` is a skeleton whose embedding is filled; its blocks need no weights.
+    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a batch of both.
     """
     batches = []
     for ids in tokens:
         with recording(model, family) as recorders:
             hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-            batches.append(Batch(hidden, [r.kwargs for r in recorders]))
+            batches.append(keep(hidden, [r.kwargs for r in recorders]))
     return batches

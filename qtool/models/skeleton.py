@@ -30,9 +30,9 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it)."""
+    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it); some may be on ``meta``."""
     module.load_state_dict(weights, strict=True, assign=True)
-    module.to(device)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def release(module: nn.Module) -> None:

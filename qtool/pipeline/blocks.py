@@ -1,13 +1,14 @@
 """The two ways through a block.
 
 Streamed: without transforms and data each weight is read, rounded, packed, written and forgotten by
-itself. Built: the block is a module, rewritten by the transforms and rounded; what was *written* is
-then read back as the block that computes the next one's inputs - so a resumed run, which starts
+itself. Built: the block is a module, rewritten by the transforms and rounded; its *packed* tensors are
+then unpacked as the block that computes the next one's inputs - so a resumed run, which reads them
 from the written blocks, sees the same numbers to the bit.
+
+On CUDA forwards are in the model's 16-bit dtype; the weights of a block stay float32 until they are rounded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from qtool.calibration.block import Batch, Block, Rounded, SimulatedLinear, first_inputs
 from qtool.calibration.kv import kv_scales, quantized_kv
 from qtool.calibration.rtn import round_to_nearest
-from qtool.checkpoint.safetensors import read, read_header
+from qtool.calibration.stages import Stages, stage
 from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline.edges import finite, table
+from qtool.pipeline.activations import Activations, compute_dtype
+from qtool.pipeline.edges import finite, table_rows
 from qtool.pipeline.job import Job
+from qtool.pipeline.prefetch import Prefetch
 
 
 class StreamedBlocks:
@@ -28,7 +31,9 @@ class StreamedBlocks:
     def __init__(self, source: Checkpoint, job: Job) -> None:
         self.source, self.job = source, job
 
-    def tensors(self, index: int, spec: Mapping[str, Tensor], notes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
+    ) -> Iterator[tuple[str, Tensor]]:
         """``(full name, tensor)`` of everything block ``index`` stores, in the order of ``spec``."""
         job = self.job
         for name in job.linears(index):
@@ -43,8 +48,11 @@ class StreamedBlocks:
             if full in self.source:
                 yield full, finite(full, self.source.read(full)).to(job.dtype)
 
-    def written(self, index: int, path: Path) -> None:
-        """Nothing depends on what was written."""
+    def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
+        """Nothing depends on what was stored."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class BuiltBlocks:
@@ -52,76 +60,119 @@ class BuiltBlocks:
 
     Args:
         tokens: calibration token batches ``[B, S]``; empty if no method looks at activations.
+        activations: where the batches are kept. stages: where time is recorded.
     """
 
-    def __init__(self, source: Checkpoint, job: Job, tokens: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        job: Job,
+        tokens: Sequence[Tensor],
+        device: torch.device,
+        activations: Activations,
+        stages: Stages,
+    ) -> None:
         from transformers import AutoConfig
 
-        from qtool.models.skeleton import fill, release, skeleton
+        from qtool.models.skeleton import skeleton
 
         self.source, self.job, self.device = source, job, device
+        self.compute = compute_dtype(job, device)
         self.model = skeleton(AutoConfig.from_pretrained(source.directory))
-        self.batches: list[Batch] = []
-        if tokens and job.needs_data:
-            for name in job.family.tables:
-                rows = torch.cat([rows.float() for _, rows in table(source, job, name)])
-                fill(self.model.get_submodule(name), {"weight": rows}, torch.device("cpu"))
-            self.batches = first_inputs(self.model, job.family, tokens)
-            for name in job.family.tables:
-                release(self.model.get_submodule(name))
+        self.prefetch = Prefetch(source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read"))
+        self.batches = self._first_inputs(tokens, activations) if tokens and job.needs_data else []
 
-    def tensors(self, index: int, spec: Mapping[str, Tensor], notes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Transform and round block ``index``; yields what it stores and fills ``notes``."""
+    def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
+        """The inputs of block 0, from the embedding's rows of the tokens that occur."""
+        from qtool.models.skeleton import release
+
+        job, tables = self.job, self.job.family.tables
+        occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
+        for name in tables:
+            every = torch.arange(self.source.entry(f"{name}.weight").shape[0])
+            rows = table_rows(self.source, job, name, occurring if name == job.family.embedding else every)
+            module = self.model.get_submodule(name)
+            module.padding_idx = None  # type: ignore[assignment]
+            module.weight = torch.nn.Parameter(rows.to(self.device, self.compute or torch.float32), requires_grad=False)
+        places = [torch.searchsorted(occurring, ids).to(self.device) for ids in tokens]
+        batches = first_inputs(self.model, job.family, places, activations.batch)
+        for name in tables:
+            release(self.model.get_submodule(name))
+        return batches
+
+    def tensors(
+        self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Transform and round block ``index``: what it stores, in the order of ``spec``; fills ``notes``.
+
+        Args:
+            following: the block whose weights are read meanwhile.
+        """
         job, prefix = self.job, self.job.full(index, "")
-        names = job.block_shapes(index)
-        module = self._module(index, {n: finite(prefix + n, self.source.read(prefix + n)) for n in names})
+        with stage("read"):
+            module = self._module(index, self.prefetch.block(index, following), torch.float32)
         formats = {n: f for n in job.linears(index) if (f := job.format.of(prefix + n))}
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
-        block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes)
+        block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes,
+                      compute=self.compute)  # fmt: skip
         for transform in job.transforms:
-            transform.apply(block, self.batches)
-        rest = {prefix + n: p.detach().to(job.dtype) for n, p in module.named_parameters() if prefix + n in spec}
+            with stage("search"):
+                transform.apply(block, self.batches)
+        stored = {prefix + n: p.detach().to(job.dtype) for n, p in module.named_parameters() if prefix + n in spec}
         scales = kv_scales(block, job.format.kv, self.batches)
-        with quantized_kv(block, job.format.kv, scales):
+        with quantized_kv(block, job.format.kv, scales), stage("rounding"):
             rounded = job.rounding.round(block, self.batches)
-        for name, linear_format in formats.items():
-            linear_format.scheme_object.check(rounded[name].codes, rounded[name].params)
-            for part, tensor in linear_format.pack(rounded[name].codes, rounded[name].params).items():
-                yield f"{prefix}{name}.{part}", tensor
-            if job.format.is_permuted(prefix + name):
-                order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
-                yield f"{prefix}{name}.permutation", order.to(torch.int32)
-        yield from ((full, rest[full]) for full in spec if full in rest)
-        yield from ((prefix + name, scale) for name, scale in scales.items())
+        stored |= {prefix + name: scale for name, scale in scales.items()}
+        with stage("pack"):
+            for name, linear_format in formats.items():
+                linear_format.scheme_object.check(rounded[name].codes, rounded[name].params)
+                for part, tensor in linear_format.pack(rounded[name].codes, rounded[name].params).items():
+                    stored[f"{prefix}{name}.{part}"] = tensor
+                if job.format.is_permuted(prefix + name):
+                    order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
+                    stored[f"{prefix}{name}.permutation"] = order.to(torch.int32)
+                del rounded[name]
         _empty(module)
+        return [(name, stored[name]) for name in spec]
 
-    def written(self, index: int, path: Path) -> None:
-        """Run the block in ``path`` on every batch: its outputs are the next block's inputs."""
+    def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
+        """Run block ``index`` as ``stored`` (by full name) on every batch: its outputs are the next block's inputs."""
         if not self.batches or index == self.job.blocks - 1:
             return
         job, prefix = self.job, self.job.full(index, "")
-        stored = {name.removeprefix(prefix): read(entry) for name, entry in read_header(path).items()}
+        parts = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()}
         shapes = job.block_shapes(index)
-        module = self._module(index, {n: stored[n] if n in stored else torch.zeros(s) for n, s in shapes.items()})
-        block = Block(index, module, job.block_family(index), self.model.config, {})
-        for name, (n, k) in job.linears(index).items():
-            if linear_format := job.format.of(prefix + name):
-                parts = {p.removeprefix(f"{name}."): t for p, t in stored.items() if p.startswith(f"{name}.")}
-                on_device = {part: tensor.to(self.device) for part, tensor in parts.items()}
-                block.schemes[name] = linear_format.scheme_object
-                if "permutation" in parts:
-                    block.permutations[name] = on_device["permutation"].long()
-                block.install(name, Rounded(*linear_format.unpack(on_device, n, k)))
-        with quantized_kv(block, job.format.kv, stored):
+        with stage("pack"):
+            weights = {n: parts[n] if n in parts else torch.empty(s, device="meta") for n, s in shapes.items()}
+            module = self._module(index, weights, self.compute or torch.float32)
+            block = Block(index, module, job.block_family(index), self.model.config, {}, compute=self.compute)
+            for name, (n, k) in job.linears(index).items():
+                if linear_format := job.format.of(prefix + name):
+                    own = {p.removeprefix(f"{name}."): t for p, t in parts.items() if p.startswith(f"{name}.")}
+                    block.schemes[name] = linear_format.scheme_object
+                    if "permutation" in own:
+                        block.permutations[name] = own["permutation"].long()
+                    block.install(name, Rounded(*linear_format.unpack(own, n, k)))
+        with quantized_kv(block, job.format.kv, parts):
             block.propagate(self.batches)
         _empty(module)
 
-    def _module(self, index: int, weights: Mapping[str, Tensor]) -> torch.nn.Module:
-        """Block ``index`` of the skeleton with float32 ``weights`` (names within the block)."""
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self.prefetch.close()
+
+    def _module(self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype) -> torch.nn.Module:
+        """Block ``index`` of the skeleton with ``weights`` (names within the block; some on ``meta``) in ``dtype``."""
         from qtool.models.skeleton import fill
 
         module: torch.nn.Module = self.model.get_submodule(self.job.family.blocks)[index]  # type: ignore[index]
-        fill(module, {name: weight.float() for name, weight in weights.items()}, self.device)
+        prefix, there = self.job.full(index, ""), {}
+        for name, weight in weights.items():
+            if weight.is_meta:
+                there[name] = weight
+            else:
+                there[name] = finite(prefix + name, weight.to(self.device, non_blocking=True)).to(dtype)
+        fill(module, there, self.device)
         return module
 
 
@@ -131,6 +182,6 @@ def _empty(module: torch.nn.Module) -> None:
         if isinstance(child, SimulatedLinear):
             parent, _, attribute = name.rpartition(".")
             n, k = child.weight.shape
-            plain = torch.nn.Linear(k, n, bias=child.bias is not None, device="meta")
+            plain = torch.nn.Linear(k, n, bias=child.bias is not None, device="meta", dtype=torch.float32)
             setattr(module.get_submodule(parent), attribute, plain)
     module.to("meta")

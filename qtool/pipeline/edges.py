@@ -24,10 +24,23 @@ def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tens
     """``(name, rows)`` of one table of the result, in pieces."""
     name = f"{module}.weight"
     for rows in _rows(source, job, name):
-        changed = rows
-        for transform in job.transforms:
-            changed = transform.embedding(changed)
-        yield name, changed.to(job.dtype)
+        yield name, _embedded(rows, job)
+
+
+def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
+    """Rows ``wanted [n]`` (sorted) of one table of the result, ``[n, H]``: the others are read and dropped."""
+    name, start, found = f"{module}.weight", 0, []
+    for rows in _rows(source, job, name):
+        here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
+        found.append(_embedded(rows[here], job))
+        start += len(rows)
+    return torch.cat(found)
+
+
+def _embedded(rows: Tensor, job: Job) -> Tensor:
+    for transform in job.transforms:
+        rows = transform.embedding(rows)
+    return rows.to(job.dtype)
 
 
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:

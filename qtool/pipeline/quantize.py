@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,11 @@ from torch import Tensor
 import qtool
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
-from qtool.pipeline import edges
-from qtool.pipeline.blocks import BuiltBlocks, StreamedBlocks
 from qtool.pipeline.job import Job
 from qtool.pipeline.output import Output
 from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.shards import Progress, Shards
 from qtool.recipes import Recipe
-
-Progress = Callable[[int, int, Mapping[str, Any]], None]
 
 
 @dataclass
@@ -41,6 +38,7 @@ def quantize(
     device: str = "cpu",
     resume: bool = False,
     progress: Progress | None = None,
+    activations: str = "auto",
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
 
@@ -50,6 +48,7 @@ def quantize(
         calibration: token batches; needed if the recipe has a method that looks at activations.
         resume: continue an unfinished run of the same job.
         progress: called after each shard with (done, total, notes).
+        activations: where they are kept between blocks: ``device``, ``host``, ``disk``, or ``auto``.
 
     Raises:
         QtoolError: anything wrong with the input; nothing that looks whole is left behind.
@@ -64,26 +63,9 @@ def quantize(
     if output.finished:
         return out
     _require_space(output, specs)
-    record = RunRecord(out, output.identity, torch.device(device), continued=output.continued)
-    blocks = StreamedBlocks(source, job) if job.is_plain else BuiltBlocks(
-        source, job, calibration.tokens, torch.device(device)
-    )  # fmt: skip
-    for shard, spec in enumerate(specs, 1):
-        index = shard - 2  # of the block: the first shard is the embedding, the last one the head
-        if shard not in output.records:
-            notes: dict[str, Any] = {}
-            if shard == 1:
-                tensors = edges.tables(source, job)
-            elif shard == len(specs):
-                tensors = edges.head(source, job)
-            else:
-                tensors = blocks.tensors(index, spec, notes)
-            output.put(shard, spec, tensors, notes)
-            record.shard_written()
-        if 1 < shard < len(specs):
-            blocks.written(index, output.path(shard))
-        if progress:
-            progress(shard, len(specs), output.records[shard]["notes"])
+    where = torch.device(device)
+    record = RunRecord(out, output.identity, where, continued=output.continued)
+    Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
     config = job.config | {"quantization_config": job.format.to_dict()}
     if job.unties:
         config["tie_word_embeddings"] = False

@@ -1,0 +1,104 @@
+"""The block loop: every shard that is missing is made and handed to the writer, whose record makes it count.
+
+The two ends of the model, which no block depends on, are written first, beside the first blocks. A block that is
+written already is only run, on what its shard holds, for the inputs of the next one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.stages import Stages, recording, stage
+from qtool.checkpoint.safetensors import read, read_header
+from qtool.checkpoint.source import Checkpoint
+from qtool.pipeline import edges
+from qtool.pipeline.activations import Activations, compute_dtype, place_for
+from qtool.pipeline.blocks import BuiltBlocks, StreamedBlocks
+from qtool.pipeline.job import Job
+from qtool.pipeline.output import RUN, Output
+from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.write_behind import WriteBehind
+
+Progress = Callable[[int, int, Mapping[str, Any]], None]
+
+
+class Shards:
+    """The shards of ``job``: the embedding, one a block, final norm and head.
+
+    Args:
+        progress: called after each shard with (done, total, notes).
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        job: Job,
+        output: Output,
+        device: torch.device,
+        record: RunRecord,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.job, self.output, self.device = source, job, output, device
+        self.record, self.progress = record, progress
+        self.specs, self.stages = job.shards(), Stages(device)
+        self.done = len(output.records)
+
+    def make(self, tokens: Sequence[Tensor], activations: str) -> None:
+        """Make and write what is missing.
+
+        Args:
+            tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
+        """
+        output, last = self.output, len(self.specs)
+        missing = [shard for shard in range(2, last) if shard not in output.records]
+        with (
+            recording(self.stages),
+            closing(self._blocks(tokens, activations)) as blocks,
+            WriteBehind(self._written) as writer,
+        ):
+            for shard, end in ((1, edges.tables), (last, edges.head)):
+                if shard not in output.records:
+                    writer.submit(shard, partial(self._put, shard, end(self.source, self.job), {}))
+            for shard in range(2, max(missing, default=1) + 1):
+                following = next((other for other in missing if other > shard), None)
+                tensors: Iterable[tuple[str, Tensor]] | None = None
+                if shard in missing:
+                    notes: dict[str, Any] = {}
+                    ahead = None if following is None else following - 2
+                    tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
+                    with stage("write"):
+                        writer.submit(shard, partial(self._put, shard, tensors, notes))
+                if following is not None and isinstance(blocks, BuiltBlocks):
+                    blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
+            with stage("write"):
+                writer.wait()
+
+    def _blocks(self, tokens: Sequence[Tensor], activations: str) -> StreamedBlocks | BuiltBlocks:
+        if self.job.is_plain:
+            return StreamedBlocks(self.source, self.job)
+        if activations == "auto":
+            activations = place_for(self.job, tokens, self.device)
+        kept = Activations(activations, compute_dtype(self.job, self.device), self.output.partial / RUN)
+        return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
+
+    def _put(self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]) -> None:
+        with self.stages.thread("write"):
+            self.output.put(shard, self.specs[shard - 1], tensors, notes)
+
+    def _written(self, shard: int) -> None:
+        self.done += 1
+        self.stages.settle()
+        behind = {f"{name}, beside": seconds for name, seconds in self.stages.behind.items()}
+        self.record.session.stages = {**self.stages.seconds, **behind}
+        self.record.shard_written()
+        if self.progress:
+            self.progress(self.done, len(self.specs), self.output.records[shard]["notes"])
+
+
+def _stored(path: Path) -> Iterable[tuple[str, Tensor]]:
+    return ((name, read(entry)) for name, entry in read_header(path).items())
