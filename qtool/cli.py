@@ -198,11 +198,12 @@ def export(directory: Path, target: str, out: Path, tensor_parallel: int) -> Non
 @_command("qtool import TheBloke/Llama-2-7B-GPTQ --out llama-w4a16", name="import")
 @MODEL
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
-def import_model(model: str, out: Path) -> None:
-    """Repack a symmetric GPTQ, AWQ or compressed-tensors W4A16 model as a native one, code for code."""
+@click.option("--layout", help="Packed layout of every linear; by default w4a16's, row-major where it does not fit.")
+def import_model(model: str, out: Path, layout: str | None) -> None:
+    """Repack a symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model as a native one, code for code."""
     from qtool.pipeline import commands
 
-    click.echo(commands.repack(model, out))
+    click.echo(commands.repack(model, out, layout))
 
 
 @_command("qtool report demo-lqq --compare demo --tasks demo,demo_choice")

@@ -123,7 +123,7 @@ class W4A8Fp8(CompressedTensors):
         """What vLLM multiplies: scales in fp8 relative to their channel, each of their sixteen multiples in fp8."""
         affine = read(tensors, n, k)
         scale = affine.scale.float()
-        channel = scale.amax(1, keepdim=True) / E4M3_MAX
+        channel = scale.abs().amax(1, keepdim=True) / E4M3_MAX
         group = _e4m3(_e4m3(scale / channel) / 8)  # [N, G], of the channel scale times 8
         steps = affine.codes.unflatten(1, (scale.shape[1], -1)).float() - 8
         return _e4m3(steps * group[..., None]).mul_(8 * channel[..., None]).flatten(1)

@@ -1,12 +1,13 @@
-"""Reading foreign 4-bit checkpoints: GPTQ, AWQ and compressed-tensors linears as codes, scales and zero points.
+"""Reading foreign 4-bit checkpoints: GPTQ, AWQ, AutoRound and compressed-tensors linears as codes, scales, zero points.
 
-A checkpoint is described once from its ``quantization_config``; what our grid cannot hold (act order, other widths,
-quantized activations) is refused there, with the reason. Zero points are data: the caller looks at them.
+AutoRound stores GPTQ's or AWQ's tensors under a config of its own (``quant_method: auto-round``). A checkpoint is
+described once from its ``quantization_config``; what our grid cannot hold (act order, other widths, quantized
+activations) is refused there, with the reason. Zero points are data: the caller looks at them.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -87,6 +88,19 @@ def _awq(config: Mapping[str, Any]) -> Foreign:
     )
 
 
+def _auto_round(config: Mapping[str, Any]) -> Foreign:
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    _expect({"data_type": config.get("data_type", "int")}, "data_type", "int", "AutoRound", "only integers are read")
+    if int(config.get("act_bits") or 16) < 16:
+        raise QtoolError(f"AutoRound with act_bits={config['act_bits']}: w4a16's activations are not quantized")
+    for name, settings in (config.get("extra_config") or {}).items():
+        if int(settings.get("bits", 16)) < 16:
+            raise QtoolError(f"AutoRound with settings of its own for {name} (extra_config) cannot be imported")
+    if packing not in AUTO_ROUND:
+        raise QtoolError(f"AutoRound packing_format {packing!r} cannot be imported; known: {', '.join(AUTO_ROUND)}")
+    return replace(AUTO_ROUND[packing](config), name=f"AutoRound ({packing})")
+
+
 def _compressed(config: Mapping[str, Any]) -> Foreign:
     groups = config.get("config_groups") or {}
     if not groups:
@@ -118,14 +132,21 @@ def _compressed(config: Mapping[str, Any]) -> Foreign:
 
 
 _NEEDS_ORDER = "qtool's groups are consecutive inputs; quantize the original model"
+#: packing_format -> whose tensors they are: zero points of auto_gptq are stored minus 1, the others' as they are
+AUTO_ROUND: dict[str, Callable[[Mapping[str, Any]], Foreign]] = {
+    "auto_round:auto_gptq": _gptq,
+    "auto_round:auto_awq": _awq,
+    "auto_round:gptqmodel": lambda config: _gptq({**config, "checkpoint_format": "gptq_v2"}),
+}
 _DESCRIBE: dict[Any, Callable[[Mapping[str, Any]], Foreign]] = {
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "compressed-tensors": _compressed,
 }
 
 
-def _expect(config: Mapping[str, Any], key: str, wanted: int, what: str, why: str) -> None:
+def _expect(config: Mapping[str, Any], key: str, wanted: int | str, what: str, why: str) -> None:
     if config.get(key) != wanted:
         raise QtoolError(f"{what} with {key}={config.get(key)} cannot be imported, only {key}={wanted}: {why}")
 

@@ -1,5 +1,6 @@
 """What the commands do, once parsed: names become objects, objects go to the pipeline."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,7 @@ def quantize(
     """Quantize MODEL; returns the output directory.
 
     With ``export_format`` what that format cannot express is refused before any work; the export itself is
-    :func:`export_beside`.
+    :func:`export_beside`. A MODEL that is quantized already is imported as it is, if nothing else is asked for.
     """
     from qtool.pipeline.quantize import quantize as run
 
@@ -109,6 +110,8 @@ def quantize(
     directory = resolve(model)
     source = Checkpoint(directory)
     out = out or _default_out(model, directory, scheme)
+    if "quantization_config" in source.config and _says_nothing_new(chosen, calib, wishes):
+        return repack(model, out, wishes["layout"])
     job = Job.of(source.config, chosen)
     if export_format is not None:
         from qtool.checkpoint import targets
@@ -127,11 +130,17 @@ def export_beside(native: Path, export_format: str) -> "Exported":
     return export(native, export_format, native.with_name(f"{native.name}-{export_format}"))
 
 
-def repack(model: str, out: Path) -> Path:
-    """Import the quantized MODEL (a directory or a hub id); returns the output directory."""
+def repack(model: str, out: Path, layout: str | None = None) -> Path:
+    """Import the quantized MODEL (a directory or a hub id) in ``layout``; returns the output directory."""
     from qtool.pipeline.repack import repack as run
 
-    return run(Checkpoint(resolve(model)), out)
+    return run(Checkpoint(resolve(model)), out, layout)
+
+
+def _says_nothing_new(recipe: Recipe, calib: str | None, wishes: Mapping[str, Any]) -> bool:
+    """Whether ``--scheme w4a16`` stands alone (but for a layout): a quantized model can be that without rounding."""
+    asked = {key for key, value in wishes.items() if value is not None} - {"layout"}
+    return recipe.scheme == "w4a16" and calib is None and not asked
 
 
 def _default_out(model: str, directory: Path, scheme: str) -> Path:

@@ -57,7 +57,7 @@ class Job:
             method = config["quantization_config"].get("quant_method")
             raise QtoolError(
                 f"the model is quantized already (quant_method {method!r}); pass the original checkpoint, or, if it is "
-                "symmetric 4-bit GPTQ, AWQ or compressed-tensors, repack it with `qtool import`"
+                "symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, repack it with `qtool import`"
             )
         family = family_of(config["model_type"])
         settings = family.settings(config)
@@ -182,13 +182,7 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
         return None
     scale_dtype = str(dtype).removeprefix("torch.")
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
-    made = LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
-    if made.layout_object.bits != made.scheme_object.code_bits:
-        raise QtoolError(
-            f"layout {made.layout} holds {made.layout_object.bits}-bit codes, "
-            f"scheme {rule.scheme} has {made.scheme_object.code_bits}-bit ones"
-        )
-    return made
+    return LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
 
 
 def _method(table: dict[str, type[Method]], step: Step, kind: str) -> Method:

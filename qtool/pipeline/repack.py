@@ -1,12 +1,14 @@
-"""Import: a GPTQ, AWQ or compressed-tensors W4A16 checkpoint becomes a native one, code for code.
+"""Import: a GPTQ, AWQ, AutoRound or compressed-tensors W4A16 checkpoint becomes a native one, code for code.
 
-Nothing is quantized: codes and scales are moved into our layout. That needs our grid, ``(c - 8) * s`` in groups of
-consecutive inputs; anything else is refused, before any work, with the reason. The result is a native w4a16
-checkpoint: it verifies, runs, and can be exported to every format that takes w4a16.
+Nothing is quantized: codes and scales are moved into one of our layouts. That needs our grid, ``(c - 8) * s`` in groups
+of consecutive inputs; anything else is refused, before any work, with the reason. The result is a native w4a16
+checkpoint: it verifies, runs, and can be exported to every format that takes w4a16. A killed import continues where
+it was when it is run again.
 """
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,45 +17,63 @@ import torch
 from torch import Tensor
 
 import qtool
+from qtool import recipes
 from qtool.checkpoint.foreign import Foreign, describe, is_quantized, require_consecutive
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import ANY, size_text
 from qtool.errors import CheckFailed, QtoolError
 from qtool.models import family_of
+from qtool.pipeline.job import ROW_MAJOR
 from qtool.pipeline.output import Output
+from qtool.pipeline.run_record import RunRecord
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 
-SCHEME, LAYOUT = "w4a16", "row-major"
+SCHEME = "w4a16"
 
 
-def repack(source: Checkpoint, out: Path) -> Path:
+def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
     """Repack ``source`` into the native directory ``out``.
 
+    Args:
+        layout: of every linear; by default the one that quantizing chooses, row-major where its tile does not fit.
+
     Raises:
-        QtoolError: not a format that can be read, or not our grid (before any work).
-        CheckFailed: a scale that is not finite and positive.
+        QtoolError: not a format that can be read, not our grid, or not the layout's tile (before any work).
+        CheckFailed: a scale that is not finite or is zero.
     """
     foreign = describe(source.config)
     linears = _linears(source, foreign)
-    work = _Import(source, foreign, linears, {name: _format(source, foreign, name, s) for name, s in linears.items()})
+    formats = {name: _format(source, foreign, name, shape, layout) for name, shape in linears.items()}
+    work = _Import(source, foreign, linears, formats)
     checkpoint_format = CheckpointFormat(SCHEME, _rules(source, work.formats))
     shards = work.shards()
-    output = Output(out, {"source model": source.fingerprint(), "import": foreign.name}, len(shards), resume=False)
+    identity = {
+        "source model": source.fingerprint(),
+        "import": {"format": foreign.name, "layouts": dict(Counter(made.layout for made in formats.values()))},
+        "qtool version": qtool.__version__,
+    }
+    output = Output(out, identity, len(shards), resume=True)
+    if output.finished:
+        return out
+    record = RunRecord(out, output.identity, torch.device("cpu"), continued=output.continued)
     try:
         for number, names in enumerate(shards, 1):
-            output.put(number, dict(work.specs(names)), work.tensors(names), {})
-        config = source.config | {"quantization_config": checkpoint_format.to_dict()}
-        provenance = {
-            "format_version": checkpoint_format.version,
-            "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
-            "scheme": SCHEME,
-            "imported from": {"format": foreign.name, "config": source.config["quantization_config"]},
-            "versions": {"qtool": qtool.__version__},
-        }
-        output.finish(config, provenance, source.side_files())
-    except BaseException:
-        shutil.rmtree(output.partial, ignore_errors=True)
+            if number not in output.records:
+                output.put(number, dict(work.specs(names)), work.tensors(names), {})
+                record.shard_written()
+    except QtoolError:
+        shutil.rmtree(output.partial)  # refused for its content: nothing to continue
+        record.path.unlink()
         raise
+    config = source.config | {"quantization_config": checkpoint_format.to_dict()}
+    provenance = {
+        "format_version": checkpoint_format.version,
+        "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
+        "scheme": SCHEME,
+        "imported from": {"format": foreign.name, "config": source.config["quantization_config"]},
+        "versions": {"qtool": qtool.__version__},
+    }
+    output.finish(config, provenance, source.side_files())
     return out
 
 
@@ -81,11 +101,13 @@ def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]
     return linears
 
 
-def _format(source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, int]) -> LinearFormat:
+def _format(
+    source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, int], layout: str | None
+) -> LinearFormat:
     """The native format of a linear, from its scales, zero points and group index.
 
     Raises:
-        QtoolError: a grid that is not ours.
+        QtoolError: a grid that is not ours, or a shape that ``layout`` cannot hold.
     """
     n, k = shape
     scales = source.entry(f"{name}.{foreign.scales}")
@@ -105,7 +127,17 @@ def _format(source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, i
                 f"{name}: {bad} of {zero.numel()} zero points are not 8; {SCHEME} is symmetric, and no scheme of "
                 "qtool has zero points under 16-bit activations: quantize the original model"
             )
-    made = LinearFormat(SCHEME, size, LAYOUT, str(scales.dtype).removeprefix("torch."))
+    dtype = str(scales.dtype).removeprefix("torch.")
+    if layout is not None:
+        return _in_layout(name, size, layout, dtype, n, k)
+    try:
+        return _in_layout(name, size, recipes.load(SCHEME).layers[0].layout, dtype, n, k)
+    except QtoolError:
+        return _in_layout(name, size, ROW_MAJOR[4], dtype, n, k)
+
+
+def _in_layout(name: str, size: int | None, layout: str | None, dtype: str, n: int, k: int) -> LinearFormat:
+    made = LinearFormat(SCHEME, size, layout or ROW_MAJOR[4], dtype)
     made.require(name, n, k)
     return made
 

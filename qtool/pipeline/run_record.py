@@ -90,7 +90,7 @@ class RunRecord:
         session.peak_host_bytes = peak_host_bytes()
         if self.device.type == "cuda":
             session.peak_device_bytes = torch.cuda.max_memory_allocated(self.device)
-        sessions = [*self.earlier, asdict(session)]
+        sessions = [*self.earlier, {**vars(session), "stages": dict(session.stages)}]
         stages: dict[str, float] = {}
         for one in sessions:
             for name, seconds in one["stages"].items():

@@ -52,9 +52,16 @@ class LinearFormat:
 
     def require(self, name: str, n: int, k: int) -> None:
         """Raise QtoolError, naming the linear, unless scheme and layout can hold a weight ``[n, k]``."""
+        layout, scheme = self.layout_object, self.scheme_object
+        if layout.bits != scheme.code_bits:
+            raise QtoolError(
+                f"layout {layout.name} holds {layout.bits}-bit codes, {scheme.name} has {scheme.code_bits}-bit ones"
+            )
+        if layout.name == "marlin-24" and scheme.sparsity is None:
+            raise QtoolError(f"layout {layout.name} stores two of four weights, {scheme.name} has all of them")
         try:
-            self.scheme_object.groups(torch.empty(n, k, device="meta"))
-            self.layout_object.require(n, k)
+            scheme.groups(torch.empty(n, k, device="meta"))
+            layout.require(n, k)
         except QtoolError as error:
             raise QtoolError(f"{name}: {error}") from error
 

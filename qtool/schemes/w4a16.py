@@ -7,12 +7,16 @@ MARLIN sections 3.1 and 3.5. Per group of g input channels, or per output channe
 The paper gives no scale; MARLIN's own quantizer divides by 7.5 (``s *= 2 / maxq``), so that the
 sixteen codes cover -max..max and no weight is more than half a step from its code: +max and -max
 fall on 7.5 and are rounded to 7 and -8. Dividing by 7 would leave code 0 unused.
+
+A scale below 0 is never fitted but is legal: AutoRound gives a group whose largest weight is positive
+``s = -max W / 8``, so that the largest is code 0 (its ``quant_tensor_sym``), and imports keep that.
 """
 
+import torch
 from torch import Tensor
 
 from qtool.schemes.activation import UNQUANTIZED
-from qtool.schemes.base import Params
+from qtool.schemes.base import Params, require
 from qtool.schemes.symmetric import Symmetric
 
 
@@ -26,6 +30,11 @@ class Marlin(Symmetric):
     default_group_size = 128
     activation = UNQUANTIZED
     divisor, zero, low, high = 7.5, 8, 0, 15
+
+    def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
+        scale = params["scale"]
+        require(torch.isfinite(scale) & (scale != 0), "scale finite and not 0")
+        require((low >= self.low) & (high <= self.high), "codes within the legal bounds")
 
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         return x.float() @ self.dequantize(codes, params).t()

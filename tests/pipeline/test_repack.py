@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.checkpoint.source import Checkpoint
+from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.pipeline.export import export
+from qtool.pipeline.inspect import inspect
+from qtool.pipeline.output import Output
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.repack import repack
 from qtool.pipeline.verify import verify
+from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
@@ -54,10 +59,11 @@ def change_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], t
 def test_there_and_back(name: str, size: Any, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
     ours = native(make_model(variant, dtype=torch.bfloat16), w4a16(size))
     foreign = export(ours, name, tmp_path / "foreign").directory
-    back = repack(Checkpoint(foreign), tmp_path / "back")
+    back = repack(Checkpoint(foreign), tmp_path / "back", "row-major")
     expected, found = tensors(ours), tensors(back)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
+    assert layouts(back) == {"row-major"}
     assert [row.problem for row in verify(back)] == [""] * 14
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
 
@@ -68,7 +74,7 @@ def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path)
     up = "model.layers.0.mlp.up_proj"
     for linear in [name.removesuffix(".scales") for name in Checkpoint(foreign).entries if name.endswith(".scales")]:
         change_tensor(foreign, f"{linear}.scales", lambda t: (t.float() * 1.001).half())
-    back = repack(Checkpoint(foreign), tmp_path / "back")
+    back = repack(Checkpoint(foreign), tmp_path / "back", "row-major")
     assert torch.equal(Checkpoint(back).read(f"{up}.scale").t(), Checkpoint(foreign).read(f"{up}.scales"))
     assert not [row.problem for row in verify(back) if row.problem]
 
@@ -80,6 +86,91 @@ def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) ->
     back = repack(Checkpoint(foreign), tmp_path / "back")
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
     assert len(list(verify(back))) == 13
+
+
+def layouts(directory: Path) -> set[str]:
+    return {row.layout for row in inspect(directory) if row.layout}
+
+
+@pytest.mark.parametrize("layout", [None, "row-major", "marlin", "apex4", "compute-aware", "qqq-g128", "qqq"])
+def test_every_layout_holds_the_same_weights(layout: str | None, make_model: MakeModel, tmp_path: Path) -> None:
+    ours = native(make_model(dtype=torch.bfloat16), w4a16(128))
+    foreign = export(ours, "gptq", tmp_path / "foreign").directory
+    back = repack(Checkpoint(foreign), tmp_path / "back", layout)
+    assert layouts(back) == {layout or "marlin"}
+    assert not [row.problem for row in verify(back) if row.problem]
+    expected, found = weights(ours), weights(back)
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], w) for name, w in expected.items())
+
+
+def test_what_a_layout_cannot_hold(make_model: MakeModel, tmp_path: Path) -> None:
+    """By default such a linear is row-major; asked for by name the layout is refused."""
+    small = native(
+        make_model(num_key_value_heads=1, dtype=torch.bfloat16), w4a16(32)
+    )  # k and v have 32 outputs, MARLIN's tile 64
+    foreign = export(small, "gptq", tmp_path / "foreign").directory
+    back = repack(Checkpoint(foreign), tmp_path / "back")
+    assert layouts(back) == {"row-major", "marlin"}
+    assert torch.equal(load(back)(IDS).logits, load(small)(IDS).logits)
+    for layout, message in {
+        "marlin": "does not divide into tiles",
+        "row-major-8": "8-bit codes",
+        "x": "unknown",
+    }.items():
+        with pytest.raises(QtoolError, match=message):
+            repack(Checkpoint(foreign), tmp_path / "refused", layout)
+    assert not list(tmp_path.glob("refused*"))
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: module.dequantize() for name, module in quantized_linears(load(directory)).items()}
+
+
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq", None])
+def test_scales_below_zero_stay(packing: str | None, make_model: MakeModel, tmp_path: Path) -> None:
+    """AutoRound's: a group whose largest weight is positive has a negative scale and that weight at code 0."""
+    ours = native(make_model(dtype=torch.bfloat16), w4a16(32))
+    name = {"auto_round:gptqmodel": "gptq-v2", "auto_round:auto_awq": "awq"}.get(str(packing), "gptq")
+    foreign = export(ours, name, tmp_path / "foreign").directory
+    if packing:
+        config = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "sym": True, "group_size": 32}
+        change_config(foreign, **config)
+    flipped, expected = [name for i, name in enumerate(weights(ours)) if i % 2], weights(ours)
+    for linear in flipped:
+        change_tensor(foreign, f"{linear}.scales", torch.neg)
+        expected[linear] = -expected[linear]
+    back = repack(Checkpoint(foreign), tmp_path / "back")
+    found = weights(back)
+    assert all(torch.equal(found[linear], weight) for linear, weight in expected.items())
+    assert not [row.problem for row in verify(back) if row.problem]
+    again = export(back, "compressed-tensors", tmp_path / "again")
+    assert set(again.errors.values()) == {0.0}
+
+
+def test_quantize_reads_it_too(gptq: Path) -> None:
+    out = gptq.with_name("direct")
+    run = CliRunner().invoke(cli, ["quantize", str(gptq), "--scheme", "w4a16", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert tensors(out).keys() == tensors(repack(Checkpoint(gptq), gptq.with_name("imported"))).keys()
+    for extra in (["--scheme", "w4a8-lqq"], ["--scheme", "w4a16", "--group-size", "64"]):
+        run = CliRunner().invoke(cli, ["quantize", str(gptq), *extra, "--out", str(out.with_name("no"))])
+        assert isinstance(run.exception, QtoolError) and "repack it with `qtool import`" in str(run.exception)
+
+
+def test_a_killed_import_continues(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed, put = repack(Checkpoint(gptq), gptq.with_name("whole")), gptq.with_name("killed"), Output.put
+
+    def once(self: Output, shard: int, *rest: Any) -> None:
+        if shard == 2:
+            raise KeyboardInterrupt
+        put(self, shard, *rest)
+
+    monkeypatch.setattr(Output, "put", once)
+    with pytest.raises(KeyboardInterrupt):
+        repack(Checkpoint(gptq), killed)
+    monkeypatch.undo()
+    repack(Checkpoint(gptq), killed)
+    assert {p.name: p.read_bytes() for p in whole.iterdir()} == {p.name: p.read_bytes() for p in killed.iterdir()}
 
 
 @pytest.fixture
@@ -102,7 +193,11 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
         ({"lm_head": True}, "lm_head is quantized"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' cannot be imported; known: gptq, gptq_v2"),
         ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "per-module settings"),
-        ({"quant_method": "qqq"}, "quant_method 'qqq' cannot be imported; known: gptq, awq, compressed-tensors"),
+        ({"quant_method": "qqq"}, "quant_method 'qqq' cannot be imported; known: gptq, awq, auto-round, compressed"),
+        ({"quant_method": "auto-round", "packing_format": "x"}, "AutoRound packing_format 'x' cannot be imported"),
+        ({"quant_method": "auto-round", "act_bits": 8}, "AutoRound with act_bits=8"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type=mx_fp cannot be imported"),
+        ({"quant_method": "auto-round", "extra_config": {"x": {"bits": 8}}}, "settings of its own for x"),
         ({"quant_method": "qtool"}, "it is a native checkpoint already"),
         ({"checkpoint_format": "gptq_v2"}, "512 of 512 zero points are not 8"),
     ],
@@ -130,7 +225,7 @@ def test_zero_points(gptq: Path, make_model: MakeModel, tmp_path: Path) -> None:
 
 def test_a_bad_scale(gptq: Path) -> None:
     change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", torch.zeros_like)
-    refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and above 0", CheckFailed)
+    refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and not 0", CheckFailed)
 
 
 def test_other_group_sizes(gptq: Path) -> None:
