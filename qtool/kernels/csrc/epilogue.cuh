@@ -3,24 +3,8 @@
 // A thread holds, for each block of 8 tokens, rows q and q + 8 (q = 16 warp + lane / 4) of tokens
 // 2 (lane % 4) and the next: v[0], v[1] are row q, v[2], v[3] row q + 8.
 #pragma once
+#include "convert.cuh"
 #include "params.cuh"
-
-__device__ __forceinline__ float load_as_float(const void* p, int i, int kind) {
-    if (kind == kFloat32) return static_cast<const float*>(p)[i];
-    const u16 h = static_cast<const u16*>(p)[i];
-    float f;
-    if (kind == kBfloat16) f = __uint_as_float(static_cast<u32>(h) << 16);
-    else asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-
-template <int kKind>
-__device__ __forceinline__ u32 pack_pair(float first, float second) {
-    u32 r;
-    if constexpr (kKind == kBfloat16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
-    return r;
-}
 
 // Per-row constants of one thread, read before the main loop so that their latency hides under it.
 struct Rows {

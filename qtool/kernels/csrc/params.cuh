@@ -2,8 +2,6 @@
 #pragma once
 #include "ptx.cuh"
 
-enum Kind { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt32 = 3 };
-
 struct Params {
     TensorMap tokens;   // int8 [M, K]
     TensorMap weights;  // int8 [N, K] (W8A8 only)

@@ -1,0 +1,25 @@
+// The kinds of floating-point numbers that tensors hold, and their conversion from and to float.
+#pragma once
+#include "ptx.cuh"
+
+enum Kind { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt32 = 3 };
+
+__device__ __forceinline__ float half_as_float(u16 h, int kind) {
+    if (kind == kBfloat16) return __uint_as_float(static_cast<u32>(h) << 16);
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ float load_as_float(const void* p, int i, int kind) {
+    if (kind == kFloat32) return static_cast<const float*>(p)[i];
+    return half_as_float(static_cast<const u16*>(p)[i], kind);
+}
+
+template <int kKind>
+__device__ __forceinline__ u32 pack_pair(float first, float second) {
+    u32 r;
+    if constexpr (kKind == kBfloat16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    return r;
+}
