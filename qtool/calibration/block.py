@@ -139,7 +139,15 @@ class Block:
                 ) from None
         self.notes["batches halved for lack of memory"] = self.notes.get("batches halved for lack of memory", 0) + 1
         torch.cuda.empty_cache()
-        return torch.cat([self.run(half, **extra) for half in batch.halves()])
+        outputs, reached = [], None
+        for half in batch.halves():
+            try:
+                outputs.append(self.run(half, **extra))
+            except _Reached as found:
+                reached = found
+        if reached:
+            raise reached
+        return torch.cat(outputs)
 
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
         """:meth:`run` with gradients, for methods that learn."""
@@ -155,10 +163,27 @@ class Block:
 
     @torch.no_grad()
     def observe(self, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]]) -> None:
-        """Run all batches; each observer gets its linear's input ``[tokens, K]``, batch by batch."""
-        with observing(self.module, observers, self.compute):
+        """Run all batches; each observer gets its linear's input ``[tokens, K]``, batch by batch.
+
+        A run ends where the last of the linears is reached.
+        """
+        waiting: set[str] = set()
+
+        def once(name: str, observer: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+            def see(x: Tensor) -> None:
+                observer(x)
+                waiting.discard(name)
+                if not waiting:
+                    raise _Reached
+
+            return see
+
+        begin = self.module.register_forward_pre_hook(lambda *_: waiting.update(observers))
+        with observing(self.module, {name: once(name, o) for name, o in observers.items()}, self.compute):
             for batch in batches:
-                self.run(batch)
+                with suppress(_Reached):
+                    self.run(batch)
+        begin.remove()
 
     @torch.no_grad()
     def inputs(self, batch: Batch, name: str) -> Tensor | None:
@@ -174,7 +199,7 @@ class Block:
 
         with observing(self.module, {name: take}, self.compute), suppress(_Reached):
             self.run(batch)
-        return seen[0] if seen else None
+        return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
 
     @torch.no_grad()
     def propagate(self, batches: Sequence[Batch]) -> None:

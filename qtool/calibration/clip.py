@@ -23,6 +23,7 @@ from torch import Tensor
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect, subset
+from qtool.calibration.tensor_cores import tensor_cores
 from qtool.schemes.base import Clip as Ratio
 from qtool.schemes.base import Scheme
 
@@ -132,7 +133,8 @@ def two_levels(scheme: Scheme, low: Tensor, high: Tensor) -> bool:
 
 def row_error(difference: Tensor, x: Tensor) -> Tensor:
     """``|| x d_n ||^2 [N]`` of the weight error ``difference [N, K]``."""
-    return (x @ difference.mT).square().sum(0)
+    with tensor_cores():
+        return (x @ difference.mT).square().sum(0)
 
 
 def group_error(difference: Tensor, moments: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Gptq(Rounding):
             if (x := block.inputs(batch, name)) is not None:
                 reference = float_block.inputs(batch, name) if float_block else None
                 hessian.add(scheme.fake_activation(x, params), reference)
-        return hessian
+        return hessian.complete()
 
     def observe_experts(
         self, block: Block, batches: Sequence[Batch], inputs: Sequence[Sequence[str]]
@@ -110,7 +110,7 @@ class Gptq(Rounding):
             return lambda x: hessians[name].add(scheme.fake_activation(x, params))
 
         block.observe(batches, {name: observer(name) for name in hessians})
-        return hessians
+        return {name: hessian.complete() for name, hessian in hessians.items()}
 
     def round_linears(self, block: Block, names: list[str], hessian: Hessian) -> dict[str, Rounded]:
         """Round linears of one scheme and one input as one stacked weight."""

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qtool.calibration import group_error_triton
 from qtool.schemes.base import Clip, Params, Scheme
+from qtool.schemes.grid import Grid
 
 
 def fit_groups(
@@ -31,11 +33,17 @@ def fit_groups(
     """
     low, high = scheme.range(weight)
     groups, importance = scheme.groups(weight), scheme.groups(importance[None])  # [N, G, g], [1, G, g]
+    error_of = group_error_triton.group_error if group_error_triton.runs_on(weight) else group_error
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)
     for candidate in ratios:
         grid = scheme.grid(scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio.new_tensor(candidate)))
-        error = (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)
+        error = error_of(groups, importance, grid)
         ratio = torch.where(error < best, candidate, ratio)
         best = torch.minimum(error, best)
     return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)
+
+
+def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+    """``sum_k H_kk (w_k - nearest(w_k))^2 [N, G]`` of ``groups [N, G, g]`` with ``importance [1, G, g]``."""
+    return (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)

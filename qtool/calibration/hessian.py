@@ -6,12 +6,20 @@ the float block is at hand, ``D = 2 (X_fp - X)^T X``. Both are sums: batches and
 Legend: M tokens, N output channels, K input channels.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from qtool.calibration.stages import stage
+from qtool.calibration.tensor_cores import tensor_cores
+
 
 class Hessian:
-    """``h [K, K]`` and, with ``drift``, ``d [K, K]``; float32."""
+    """``h [K, K]`` and, with ``drift``, ``d [K, K]``; float32.
+
+    On tensor cores only the panels of ``h`` that reach the upper triangle are summed; :meth:`complete` mirrors them.
+    """
 
     def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
         self.h = torch.zeros(k, k, device=device)
@@ -20,23 +28,52 @@ class Hessian:
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Count the inputs ``x [M, K]`` and, for the same tokens, the float block's ``reference [M, K]``."""
-        self.h += 2 * gram(x, x)
-        if self.d is not None and reference is not None:
-            self.d += 2 * gram(reference.to(x.dtype) - x, x)
+        with stage("Hessian"):
+            if on_tensor_cores(x):
+                for rows, columns in panels(x.shape[1]):
+                    add_gram(self.h[rows, columns], x[:, rows], x[:, columns])
+            else:
+                self.h += 2 * (x.T.float() @ x.float())
+            if self.d is not None and reference is not None:
+                difference = reference.to(x.dtype) - x
+                if on_tensor_cores(x):
+                    add_gram(self.d, difference, x)
+                else:
+                    self.d += 2 * (difference.T.float() @ x.float())
         self.tokens += len(x)
+
+    def complete(self) -> "Hessian":
+        """Itself, both triangles filled in: call it once, after the last :meth:`add`."""
+        if self.h.is_cuda:
+            for rows, columns in panels(len(self.h)):
+                self.h[columns, rows] = self.h[rows, columns].T.clone()
+        return self
 
     def error(self, weight: Tensor, rounded: Tensor) -> float:
         """``||X (W - V)^T|| / ||X W^T||`` of ``weight`` and ``rounded [N, K]``: the relative output error."""
         difference = weight - rounded
-        lost, all_ = (difference @ self.h * difference).sum(), (weight @ self.h * weight).sum()
+        lost = (difference @ self.h).mul_(difference).sum()
+        with tensor_cores():  # a sum of like magnitudes, which the difference's is not
+            all_ = (weight @ self.h).mul_(weight).sum()
         return float((lost / all_.clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt())
 
 
-def gram(a: Tensor, b: Tensor) -> Tensor:
-    """``a^T b [K, K]`` in float32: on CUDA the tensor cores multiply 16-bit inputs and add in float32."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a.T, b, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
-    return a.T.float() @ b.float()
+def on_tensor_cores(x: Tensor) -> bool:
+    """Whether products of ``x`` run on tensor cores that add in float32."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def panels(k: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of up to 8 panels that cover the upper triangle of ``[K, K]``: all rows above, some columns."""
+    width = max(512, -(-k // 8))
+    for start in range(0, k, width):
+        stop = min(start + width, k)
+        yield slice(0, stop), slice(start, stop)
+
+
+def add_gram(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += 2 a^T b``, 16-bit operands multiplied and added in float32, in place."""
+    torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
 
 
 class Factor:
@@ -59,7 +96,9 @@ class Factor:
         while True:
             diagonal += self.damping * mean - added
             added = self.damping * mean
-            self._lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+            self._lower = hessian.flip(0, 1)
+            failed = torch.empty((), dtype=torch.int32, device=hessian.device)
+            torch.linalg.cholesky_ex(self._lower, out=(self._lower, failed))
             if not int(failed):
                 return
             self.damping = max(self.damping * 10, 1e-6)
@@ -68,7 +107,7 @@ class Factor:
     def feedback(self) -> Tensor:
         """``R diag(R)^-1 - I [K, K]``, strictly upper: the feedback of GPTQ."""
         upper = self._lower.flip(0, 1)
-        return (upper / upper.diagonal()).fill_diagonal_(0)
+        return upper.div_(upper.diagonal().clone()).fill_diagonal_(0)
 
     @property
     def cost(self) -> Tensor:

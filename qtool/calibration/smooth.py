@@ -24,6 +24,7 @@ from qtool.calibration.block import Batch, Block
 from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import Inputs, collect
+from qtool.calibration.tensor_cores import tensor_cores
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Fold, LinearGroup
 from qtool.schemes.base import Scheme
@@ -80,13 +81,15 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
     x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
     problems = [(block.schemes[name], block.weight(name).float()) for name in group.linears if name in block.schemes]
     targets = [inputs.sample @ weight.T for _, weight in problems]
-    best = start = output_error(inputs.sample, problems, targets, None)
+    with tensor_cores():
+        best = start = output_error(inputs.sample, problems, targets, None)
     factor, choice = torch.ones_like(x_amax), (0.0, 0.0)
     exponents = [i / steps for i in range(steps + 1)]
     for alpha in exponents:
         for beta in exponents:
             candidate = smoothing_factor(x_amax, w_amax, alpha, beta)
-            error = output_error(inputs.sample, problems, targets, candidate)
+            with tensor_cores():
+                error = output_error(inputs.sample, problems, targets, candidate)
             if error < best:
                 best, factor, choice = error, candidate, (alpha, beta)
     return factor, {"alpha": choice[0], "beta": choice[1], "error": best, "error_unsmoothed": start}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.schemes import activation_triton
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ class Activation:
 
     def fake(self, x: Tensor) -> Tensor:
         """``x`` quantized and dequantized, in its own dtype."""
-        return x if self.bits == 16 else self.dequantize(*self.quantize(x)).to(x.dtype)
+        if self.bits == 16:
+            return x
+        size = self.group_size or x.shape[-1]
+        if activation_triton.runs_on(x, size) and x.numel() and not x.shape[-1] % size:
+            return activation_triton.fake(x, size, 2 ** (self.bits - 1) - 1)
+        return self.dequantize(*self.quantize(x)).to(x.dtype)
 
 
 def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,17 @@ def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> N
     assert block.notes["batches halved for lack of memory"] == 3
 
 
+def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:
+    block, batch = block_and_batch
+    linear = "mlp.up_proj"
+    whole = block.inputs(batch, linear)
+    limit(block, 1)
+    assert whole is not None and torch.allclose(block.inputs(batch, linear), whole, atol=1e-6)  # type: ignore[arg-type]
+    seen: list[torch.Tensor] = []
+    block.observe([batch], {linear: seen.append})
+    assert torch.allclose(torch.cat(seen), whole, atol=1e-6)
+
+
 def test_one_sequence_that_does_not_fit_is_said(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     limit(block, 0)
