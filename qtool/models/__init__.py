@@ -17,11 +17,14 @@ NEEDED = {
         ("deepseek_v2", "deepseek_v3"),
         "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents",
     ),
-    **dict.fromkeys(("llama4", "llama4_text"), "experts that are stacked on disk too, and a router that scales inputs"),
+    **dict.fromkeys(
+        ("llama4", "llama4_text"),
+        "experts that are stored transposed, a router that scales their inputs, and blocks without positions",
+    ),
     **dict.fromkeys(
         ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl"), "the vision tower; the text model alone is what is supported"
     ),
-    "gpt_oss": "experts with biases that are stacked on disk, and attention sinks",
+    "gpt_oss": "experts with biases, their gate and up rows interleaved, and attention sinks",
 }
 
 

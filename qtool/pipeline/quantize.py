@@ -18,6 +18,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.output import Output
 from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.shards import Progress, Shards
+from qtool.pipeline.source_names import adopt
 from qtool.recipes import Recipe
 
 
@@ -87,10 +88,8 @@ def check_source(source: Checkpoint, job: Job) -> None:
     Raises:
         QtoolError: naming the first tensor that is not as it must be.
     """
+    adopt(source, job)
     expected = job.source_shapes()
-    embedding, head = f"{job.family.embedding}.weight", f"{job.family.head}.weight"
-    if job.tied and embedding not in source and head in source:
-        source.entries[embedding] = source.entries.pop(head)  # one tensor, saved under its other name
     for name, shape in expected.items():
         entry = source.entry(name)
         if entry.shape != shape:

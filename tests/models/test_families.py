@@ -54,7 +54,8 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones() -> None:
     message = refusal({"model_type": "mamba"})
     assert all(name in message for family in FAMILIES for name in family.model_types)
     assert "one declarative file" in message
-    assert "MLA" in refusal({"model_type": "deepseek_v3"})
+    for asked, need in {"deepseek_v3": "MLA", "llama4": "router that scales", "gemma3": "vision tower"}.items():
+        assert need in (message := refusal({"model_type": asked})) and "qwen3_moe" in message
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
