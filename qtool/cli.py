@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 import qtool
+from qtool import watch
 from qtool.errors import CheckFailed, QtoolError
 from qtool.text_table import render
 
@@ -31,16 +33,23 @@ def main() -> None:
     try:
         cli(standalone_mode=False)
     except QtoolError as error:
-        if debug:
-            raise
-        click.echo(f"qtool: {error}", err=True)
-        sys.exit(1 if isinstance(error, CheckFailed) else 2)
+        if watch.fail():
+            if debug:
+                traceback.print_exc()
+            click.echo(f"qtool: {error}", err=True)
+        watch.leave(1 if isinstance(error, CheckFailed) else 2)
     except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        if watch.fail():
+            error.show()
+        watch.leave(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("qtool: interrupted; an unfinished run can be continued with --resume", err=True)
-        sys.exit(130)
+        if watch.fail():
+            click.echo("qtool: interrupted; an unfinished run can be continued with --resume", err=True)
+        watch.leave(130)
+    except Exception:
+        if watch.fail():
+            traceback.print_exc()
+        watch.leave(1)
 
 
 def _command(example: str, **options: Any) -> Callable[[Callable[..., None]], click.Command]:
@@ -95,14 +104,16 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, c
 )
 def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: str, **options: Any) -> None:
     """Quantize MODEL: a local directory, a hub id, or `demo`."""
+    from qtool import ranks
     from qtool.pipeline import commands
     from qtool.pipeline.progress import Progress
 
-    with Progress() as progress:
-        done = commands.quantize(model, scheme, out, resume=resume, device=device, progress=progress, **options)
-    click.echo(done)
-    if options["export_format"]:
-        click.echo(commands.export_beside(done, options["export_format"]))
+    with ranks.joined(device) as own, Progress(silent=ranks.rank() > 0) as progress:
+        done = commands.quantize(model, scheme, out, resume=resume, device=own, progress=progress, **options)
+        if ranks.rank() == 0:
+            click.echo(done)
+            if options["export_format"]:
+                click.echo(commands.export_beside(done, options["export_format"]))
 
 
 @_command("qtool plan meta-llama/Llama-2-70b-hf --scheme w4a8-lqq")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block
 from qtool.schemes.base import Scheme
 
@@ -67,9 +68,10 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
 
 
 def output_error(block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], linears: Sequence[str]) -> float:
-    """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone."""
+    """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone, over all ranks' batches."""
     with rounded_inputs(block, linears):
-        return sum(float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
+        errors = [float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True)]
+    return sum(ranks.in_order(errors))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.block import Batch, Block
 from qtool.calibration.smooth_attention import KeyObserver
+from qtool.calibration.statistics import maximum
 from qtool.errors import QtoolError
 from qtool.runtime.packed_kv import PackedTokens, attention_name, kv_quantizers, kv_tensors
 from qtool.schemes.kv import KV8, KVQuantizer
@@ -62,7 +63,7 @@ def kv_scales(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[st
     observer = KVObserver()
     for batch in batches:
         block.run(batch, past_key_values=observer)
-    keys, values = observer.keys.amax, observer.values.amax
+    keys, values = maximum(observer.keys.amax), maximum(observer.values.amax)
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
     attention = attention_name(block.family)

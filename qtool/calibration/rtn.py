@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.method import Rounding
 from qtool.schemes.base import Clip, Params, Scheme
@@ -25,12 +26,14 @@ class RoundToNearest(Rounding):
     needs_data = False
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        rounded = {}
-        for name, scheme in block.schemes.items():
-            clip, group_clip = block.clips.get(name, (1.0, 1.0))
-            rounded[name] = round_to_nearest(scheme, block.weight(name), clip, group_clip)
-            block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded[name].weight_error}
-        return rounded
+        def nearest(name: str) -> Rounded:
+            return round_to_nearest(block.schemes[name], block.weight(name), *block.clips.get(name, (1.0, 1.0)))
+
+        names = list(block.schemes)
+        found = ranks.spread(nearest, names, cost=lambda name: block.weight(name).numel())
+        for name, rounded in zip(names, found, strict=True):
+            block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded.weight_error}
+        return dict(zip(names, found, strict=True))
 
 
 def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Rounded:

@@ -19,10 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block
 from qtool.calibration.folding import scale_rows
 from qtool.calibration.method import Transform
-from qtool.calibration.statistics import subset
+from qtool.calibration.statistics import maximum, subset
 from qtool.schemes.kv import KV4
 
 
@@ -72,10 +73,10 @@ class SmoothAttention(Transform):
         observer = KeyObserver()
         for batch in batches:
             block.run(batch, past_key_values=observer)
-        if observer.amax is None:
+        if (amax := maximum(observer.amax)) is None:
             return
         shared = shared_norm(block)
-        factors = {alpha: key_factor(observer.amax, alpha, rotary_dim(block), shared) for alpha in (0.0, *self.alphas)}
+        factors = {alpha: key_factor(amax, alpha, rotary_dim(block), shared) for alpha in (0.0, *self.alphas)}
         errors = key_errors(block, subset(batches, self.sequences), factors)
         best = min(errors, key=lambda alpha: errors[alpha])
         fold(block, factors[best])
@@ -83,14 +84,14 @@ class SmoothAttention(Transform):
 
 
 def key_errors(block: Block, batches: Sequence[Batch], factors: dict[float, Tensor]) -> dict[float, float]:
-    """Squared block-output error of 4-bit keys under each factor."""
-    errors = dict.fromkeys(factors, 0.0)
+    """Squared block-output error of 4-bit keys under each factor, over the batches of all ranks."""
+    errors: list[dict[float, float]] = []  # by batch
     for batch in batches:
         exact = block.run(batch)
-        for alpha, factor in factors.items():
-            output = block.run(batch, past_key_values=SmoothedKV4(factor))
-            errors[alpha] += float((output - exact).double().square().sum())
-    return errors
+        outputs = ((alpha, block.run(batch, past_key_values=SmoothedKV4(factor))) for alpha, factor in factors.items())
+        errors.append({alpha: float((output - exact).double().square().sum()) for alpha, output in outputs})
+    of_all = ranks.in_order(errors)
+    return {alpha: sum(of_one[alpha] for of_one in of_all) for alpha in factors}
 
 
 def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:

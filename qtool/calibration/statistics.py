@@ -1,4 +1,7 @@
-"""What transforms look at: the largest input of every channel and a bounded random sample of tokens."""
+"""What transforms look at: the largest input of every channel and a bounded random sample of tokens.
+
+Every rank looks at its own batches; what is found is the same on all of them.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
@@ -21,21 +25,35 @@ class Inputs:
 
 
 class _Collector:
-    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted)."""
+    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all tokens it gets."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions, self.seen = positions, 0
         self.amax: Tensor | None = None
-        self.kept: list[Tensor] = []
+        self.waiting: list[Tensor] = []
+        self.kept: list[list[Tensor]] = []  # by batch
 
     def __call__(self, x: Tensor) -> None:
         if not len(x):
             return
         amax = x.abs().amax(0).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        here = self.positions[(self.positions >= self.seen) & (self.positions < self.seen + len(x))] - self.seen
-        self.kept.append(x[here.to(x.device)].float())
-        self.seen += len(x)
+        self.waiting.append(x)
+
+    @property
+    def new(self) -> int:
+        """Tokens of the batch that was run last."""
+        return sum(map(len, self.waiting))
+
+    def turn(self, tokens: Sequence[int]) -> None:
+        """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
+        start, kept = self.seen + sum(tokens[: ranks.rank()]), []
+        for x in self.waiting:
+            here = self.positions[(self.positions >= start) & (self.positions < start + len(x))] - start
+            kept.append(x[here.to(x.device)].float())
+            start += len(x)
+        self.kept.append(kept)
+        self.waiting, self.seen = [], self.seen + sum(tokens)
 
 
 def collect(
@@ -46,14 +64,28 @@ def collect(
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
     total = count_tokens(batches)
+    linears = list(linears)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     collectors = {name: _Collector(order[:tokens].sort().values) for name in linears}
-    block.observe(batches, dict(collectors))
+    for batch in ranks.rounds(batches):
+        if batch is not None:
+            block.observe([batch], dict(collectors))
+        new = ranks.every([collector.new for collector in collectors.values()])
+        for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
+            collector.turn(tokens_new)
     found = {}
     for name, collector in collectors.items():
-        if saw_enough(block, [name], collector.seen, total) and collector.amax is not None:
-            found[name] = Inputs(collector.amax, torch.cat(collector.kept))
+        amax = maximum(collector.amax)
+        sample = [kept for turn in ranks.in_order(collector.kept) for kept in turn]
+        if saw_enough(block, [name], collector.seen, total) and amax is not None:
+            found[name] = Inputs(amax, torch.cat(sample))
     return found
+
+
+def maximum(own: Tensor | None) -> Tensor | None:
+    """The elementwise largest of what the ranks have; None if none has any."""
+    found = [amax for amax in ranks.every(own) if amax is not None]
+    return torch.stack(found).amax(0) if len(found) > 1 else next(iter(found), None)
 
 
 def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
@@ -66,16 +98,15 @@ def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) ->
 
 
 def count_tokens(batches: Sequence[Batch]) -> int:
-    """The tokens of all batches."""
-    return sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)
+    """The tokens of all batches of all ranks."""
+    return sum(ranks.every(sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)))
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole block."""
-    chosen, held = [], 0
-    for batch in batches:
+    """Of the first batches, as many as hold ``sequences`` sequences, this rank's: for objectives of the whole block."""
+    count = held = 0
+    for size in ranks.in_order([len(batch.hidden) for batch in batches]):
         if held >= sequences:
             break
-        chosen.append(batch)
-        held += batch.hidden.shape[0]
-    return chosen
+        count, held = count + 1, held + size
+    return list(batches[: len(ranks.share(range(count)))])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
@@ -76,7 +77,7 @@ class Activations:
         if self.place == "host":
             return HostBatch(torch.empty_like(hidden, device="cpu", pin_memory=True).copy_(hidden), kwargs)
         self.count += 1
-        path = self.directory / f"activations-{self.count:05d}"
+        path = self.directory / f"activations-{ranks.rank()}-{self.count:05d}"
         return DiskBatch.make(path, hidden, kwargs)
 
 

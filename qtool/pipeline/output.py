@@ -3,7 +3,8 @@
 A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
 record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
 directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
-same job, trusts only shards whose bytes match their record, and makes the rest.
+same job, trusts only shards whose bytes match their record, and makes the rest. Of several ranks the first opens
+and finishes the directory, and each shard has one that writes it; the records say nothing of ranks.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qtool import ranks
 from qtool.checkpoint.safetensors import write, write_json
 from qtool.checkpoint.source import INDEX
 from qtool.errors import QtoolError
@@ -43,23 +45,28 @@ class Output:
         self.directory, self.shards = directory, shards
         self.partial = directory.with_name(directory.name + ".partial")
         self.records: dict[int, dict[str, Any]] = {}
-        self.finished = resume and _finished(directory, identity)
-        if self.finished:
-            return
+        self.identity = json.loads(json.dumps(identity))
+        self.finished = resume and _finished(directory, self.identity)
+        self.continued = self.partial.exists()
+        if ranks.rank() == 0 and not self.finished:
+            self._open(resume)
+        self.finished, self.continued, self.records = ranks.first((self.finished, self.continued, self.records))
+
+    def _open(self, resume: bool) -> None:
+        """Make or take over the directory, lock it and find what is whole in it."""
+        directory = self.directory
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise QtoolError(f"{directory} exists already; choose another --out or remove it")
         if self.partial.exists() and not resume:
             raise QtoolError(f"{self.partial} holds an unfinished run; continue it with --resume or remove it")
-        self.continued = self.partial.exists()
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
         self.lock = (self.partial / RUN / LOCK).open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise QtoolError(f"another run is working on {self.partial}") from None
-        self.identity = json.loads(json.dumps(identity))
         self._claim()
-        for shard in range(1, shards + 1):
+        for shard in range(1, self.shards + 1):
             if record := self._intact(shard):
                 self.records[shard] = record
 
@@ -96,6 +103,10 @@ class Output:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def is_mine(self, shard: int) -> bool:
+        """Whether this rank writes shard ``shard``."""
+        return shard % ranks.size() == ranks.rank()
+
     def path(self, shard: int) -> Path:
         """Where shard ``shard`` is now."""
         return self.partial / self.name(shard)
@@ -113,6 +124,10 @@ class Output:
 
     def finish(self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]) -> None:
         """Write index, config, provenance and the side files; give the directory its name."""
+        for own in ranks.every(self.records):
+            self.records |= own
+        if ranks.rank() > 0:
+            return
         weight_map = {name: self.name(s) for s, r in sorted(self.records.items()) for name in r["tensors"]}
         total = sum(record["bytes"] for record in self.records.values())
         write_json(self.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -137,7 +152,7 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
         done = json.loads((directory / "qtool.json").read_text())
     except (OSError, ValueError):
         return False
-    return bool(done.get("job") == json.loads(json.dumps(identity)))
+    return bool(done.get("job") == identity)
 
 
 def _short(value: Any) -> str:

@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Called after each shard with (done, total, notes); shows ETA, the block's error and peak memory."""
+    """Called after each shard with (done, total, notes); shows ETA, the block's error and peak memory, or is silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent: bool = False) -> None:
+        self.silent = silent
         self.bar: Any = None
         self.started = time.monotonic()
 
@@ -20,6 +21,8 @@ class Progress:
         return self
 
     def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:
+        if self.silent:
+            return
         peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
         errors = [error for note in notes.values() for error in _errors(note)]
         facts = f"peak {peak}" + (f", largest error {max(errors):.4f}" if errors else "")

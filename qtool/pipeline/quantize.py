@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import qtool
+from qtool import ranks
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
@@ -63,7 +64,8 @@ def quantize(
     output = Output(out, _identity(source, job, calibration), len(specs), resume=resume)
     if output.finished:
         return out
-    _require_space(output, specs)
+    if ranks.rank() == 0:
+        _require_space(output, specs)
     where = torch.device(device)
     record = RunRecord(out, output.identity, where, continued=output.continued)
     Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)

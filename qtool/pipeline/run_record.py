@@ -14,8 +14,8 @@ counts up to its last whole shard::
                    "peak_host_bytes": 912000000, "peak_device_bytes": 0, "stages": {"read": 3.1}}]}
 
 Seconds are of wall time, added over sessions; peaks are the largest of any session. Host memory is the process's
-resident set, device memory what torch allocated. Stages are named by the pipeline; those that run side by side may add
-up to more than the whole, those that nobody named to less.
+resident set, device memory what torch allocated, both of the first of several ranks. Stages are
+named by the pipeline; those that run side by side may add up to more than the whole, those that nobody named to less.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from qtool import ranks
 from qtool.checkpoint.safetensors import write_json
 
 FORMAT_VERSION = 1
@@ -84,7 +85,9 @@ class RunRecord:
         self.write()
 
     def write(self) -> None:
-        """Bring the file up to date."""
+        """Bring the file up to date; of several ranks the first does."""
+        if ranks.rank() > 0:
+            return
         session = self.session
         session.seconds = time.monotonic() - self.began
         session.peak_host_bytes = peak_host_bytes()

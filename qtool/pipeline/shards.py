@@ -2,6 +2,8 @@
 
 The two ends of the model, which no block depends on, are written first, beside the first blocks. A block that is
 written already is only run, on what its shard holds, for the inputs of the next one.
+
+Of several ranks each writes every R-th shard. Plain blocks it makes alone, the others all ranks make together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.stages import Stages, recording, stage
 from qtool.checkpoint.safetensors import read, read_header
 from qtool.checkpoint.source import Checkpoint
@@ -47,6 +50,7 @@ class Shards:
         self.record, self.progress = record, progress
         self.specs, self.stages = job.shards(), Stages(device)
         self.done = len(output.records)
+        self.together = not job.is_plain
 
     def make(self, tokens: Sequence[Tensor], activations: str) -> None:
         """Make and write what is missing.
@@ -55,14 +59,14 @@ class Shards:
             tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
         """
         output, last = self.output, len(self.specs)
-        missing = [shard for shard in range(2, last) if shard not in output.records]
+        missing = [s for s in range(2, last) if s not in output.records and (self.together or output.is_mine(s))]
         with (
             recording(self.stages),
-            closing(self._blocks(tokens, activations)) as blocks,
+            closing(self._blocks(ranks.share(tokens), activations)) as blocks,
             WriteBehind(self._written) as writer,
         ):
             for shard, end in ((1, edges.tables), (last, edges.head)):
-                if shard not in output.records:
+                if shard not in output.records and output.is_mine(shard):
                     writer.submit(shard, partial(self._put, shard, end(self.source, self.job), {}))
             for shard in range(2, max(missing, default=1) + 1):
                 following = next((other for other in missing if other > shard), None)
@@ -72,14 +76,15 @@ class Shards:
                     ahead = None if following is None else following - 2
                     tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
                     with stage("write"):
-                        writer.submit(shard, partial(self._put, shard, tensors, notes))
+                        if output.is_mine(shard):
+                            writer.submit(shard, partial(self._put, shard, tensors, notes))
                 if following is not None and isinstance(blocks, BuiltBlocks):
                     blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
             with stage("write"):
                 writer.wait()
 
     def _blocks(self, tokens: Sequence[Tensor], activations: str) -> StreamedBlocks | BuiltBlocks:
-        if self.job.is_plain:
+        if not self.together:
             return StreamedBlocks(self.source, self.job)
         if activations == "auto":
             activations = place_for(self.job, tokens, self.device)
@@ -91,7 +96,7 @@ class Shards:
             self.output.put(shard, self.specs[shard - 1], tensors, notes)
 
     def _written(self, shard: int) -> None:
-        self.done += 1
+        self.done = min(self.done + ranks.size(), len(self.specs))  # the other ranks keep step
         self.stages.settle()
         behind = {f"{name}, beside": seconds for name, seconds in self.stages.behind.items()}
         self.record.session.stages = {**self.stages.seconds, **behind}

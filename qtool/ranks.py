@@ -1,0 +1,279 @@
+"""One run in several processes: torch.distributed under ``torchrun`` or ``accelerate launch``.
+
+Calibration batch i belongs to rank ``i mod R``. What is added up over batches is added in the order of the
+batches, and what is computed once is computed as one process would, so the result does not depend on R. A
+process alone is rank 0 of 1: nothing here then costs anything.
+
+Legend: R ranks.
+"""
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtool import watch
+from qtool.errors import QtoolError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+#: of a collective; a rank that dies is found much earlier (:mod:`qtool.watch`)
+TIMEOUT = timedelta(hours=2)
+#: bytes; tensors that travel together begin at multiples of it
+ALIGNMENT = 16
+
+
+@dataclass
+class World:
+    """This process among all of them; ``device`` is what the collectives of tensors run on."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+
+_world = World()
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return _world.rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return _world.size
+
+
+@contextmanager
+def joined(device: str) -> Iterator[str]:
+    """Be one of the ranks that the launcher started, on the device that it yields: ``cuda`` is cuda:LOCAL_RANK.
+
+    Raises:
+        QtoolError: a device that the ranks cannot share out.
+    """
+    global _world
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield device
+        return
+    device = _own_device(device)
+    store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+    watch.begin(store.clone(), number, count)
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(torch.device(device))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+    _world = World(number, count, device)
+    yield device  # after an error the process ends as it is: a collective may be under way
+    meet()
+    watch.end()
+    _world = World()
+    dist.destroy_process_group()
+
+
+def _own_device(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device != "cuda":
+        raise QtoolError(f"--device {device}: several ranks have a GPU each, pass --device cuda")
+    if local >= there:
+        raise QtoolError(f"--device cuda: rank {local} of this machine has no GPU, it has {there}; start fewer ranks")
+    return f"cuda:{local}"
+
+
+def share(items: Sequence[T]) -> list[T]:
+    """The items of this rank: every R-th."""
+    return list(items[_world.rank :: _world.size])
+
+
+def in_order(own: Sequence[T]) -> list[T]:
+    """What the ranks have of each of their batches, in the order of all batches."""
+    if _world.size == 1:
+        return list(own)
+    lists = every(list(own))
+    return [lists[i % _world.size][i // _world.size] for i in range(sum(map(len, lists)))]
+
+
+def rounds(own: Sequence[T]) -> Iterator[T | None]:
+    """One's own items, then None while another rank has one more: every rank takes the same number of turns."""
+    turns = max(every(len(own)))
+    yield from own
+    yield from [None] * (turns - len(own))
+
+
+def every(value: T) -> list[T]:
+    """``value`` of each rank, by rank; tensors in it go from device to device."""
+    if _world.size == 1:
+        return [value]
+    blob, tensors = _take_apart(value)
+    described = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
+    found: list[Any] = [None] * _world.size
+    with _together():
+        dist.all_gather_object(found, (blob, described))
+    values = []
+    for owner, (its_blob, its_tensors) in enumerate(found):
+        buffer = _pack(tensors, its_tensors) if owner == _world.rank else _buffer(its_tensors)
+        if len(buffer):
+            with _together():
+                dist.broadcast(buffer, owner)
+        values.append(value if owner == _world.rank else _put_together(its_blob, _unpack(buffer, its_tensors)))
+    return values
+
+
+def meet() -> None:
+    """Wait until every rank is here."""
+    every(None)
+
+
+def first(value: T) -> T:
+    """What rank 0 has."""
+    return every(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def spread(function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0) -> list[S]:
+    """``function`` of every item, each computed by one rank and known to all; the dearest are shared out first."""
+    if _world.size == 1:
+        return [function(item) for item in items]
+    owners, loads = [0] * len(items), [0.0] * _world.size
+    for i in sorted(range(len(items)), key=lambda i: -cost(items[i])):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += cost(items[i])
+    own = {i: function(items[i]) for i in range(len(items)) if owners[i] == _world.rank}
+    results: dict[int, S] = {}
+    for part in every(own):
+        results |= part
+    return [results[i] for i in range(len(items))]
+
+
+def rows(count: int) -> slice:
+    """The rows of this rank, of ``count``."""
+    return _rows(count, _world.rank)
+
+
+def _rows(count: int, number: int) -> slice:
+    return slice(count * number // _world.size, count * (number + 1) // _world.size)
+
+
+class Sum:
+    """The sum of one matrix a batch, whichever rank has the batch, in the order of the batches.
+
+    Attributes:
+        tensor: ``[rows, columns]`` zeros, to which a batch's term is added before :meth:`turn`.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(rows, columns, device=device)
+        own = _rows(rows, _world.rank)
+        self._own = torch.zeros(own.stop - own.start, columns, device=device) if _world.size > 1 else None
+
+    def turn(self) -> None:
+        """After a batch: each rank adds the terms of all, in order, to its rows of the sum."""
+        if self._own is None:
+            return
+        height = len(self._own)
+        sent = [(part := _rows(len(self.tensor), r)).stop - part.start for r in range(_world.size)]
+        terms = self.tensor.new_empty(_world.size, height, self.tensor.shape[1])  # [R, rows / R, columns]
+        with _together():
+            dist.all_to_all_single(terms.flatten(0, 1), self.tensor, [height] * _world.size, sent)
+        for term in terms:
+            self._own += term
+        self.tensor.zero_()
+
+    def whole(self) -> Tensor:
+        """The sum, after the last turn."""
+        if self._own is not None:
+            for r in range(_world.size):
+                part = self.tensor[_rows(len(self.tensor), r)]
+                if r == _world.rank:
+                    part.copy_(self._own)
+                with _together():
+                    dist.broadcast(part, r)
+            self._own = None
+        return self.tensor
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """A collective; where it fails because a rank is gone, the message is about that rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        time.sleep(watch.SILENCE + 5)  # the watch ends this process as soon as it knows which
+        raise QtoolError(f"the ranks lost each other: {error}") from error
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+def _take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def _put_together(blob: bytes, tensors: list[Tensor]) -> Any:
+    return _Unpickler(io.BytesIO(blob), tensors).load()
+
+
+Described = list[tuple[tuple[int, ...], torch.dtype, str]]
+
+
+def _places(described: Described) -> list[slice]:
+    """Where the bytes of each tensor lie in the buffer they travel in."""
+    places, start = [], 0
+    for shape, dtype, _ in described:
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        places.append(slice(start, stop))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+def _buffer(described: Described) -> Tensor:
+    places = _places(described)
+    return torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, device=_world.device)
+
+
+def _pack(tensors: list[Tensor], described: Described) -> Tensor:
+    buffer = _buffer(described)
+    for tensor, place in zip(tensors, _places(described), strict=True):
+        buffer[place] = tensor.contiguous().flatten().view(torch.uint8).to(buffer.device)
+    return buffer
+
+
+def _unpack(buffer: Tensor, described: Described) -> list[Tensor]:
+    return [
+        buffer[place].view(dtype).view(shape).to("cpu" if kind == "cpu" else _world.device)
+        for (shape, dtype, kind), place in zip(described, _places(described), strict=True)
+    ]
