@@ -37,3 +37,18 @@ def test_fake_keeps_dtype_and_16_bits_pass() -> None:
 def test_refuses_what_does_not_divide() -> None:
     with pytest.raises(QtoolError, match="100 input channels are not divisible by group size 32"):
         Activation(4, 32).quantize(torch.randn(2, 100))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 128), (4, 32)])
+@pytest.mark.parametrize("k", [128, 4096, 28672])
+def test_fused_fake_quantization_is_the_same_to_the_bit(
+    dtype: torch.dtype, bits: int, group: int | None, k: int
+) -> None:
+    activation = Activation(bits, group)
+    x = torch.randn(3, 5, k, device="cuda").to(dtype)
+    x[0, 0] = 0
+    x[0, 1, 7] = 300
+    assert torch.equal(activation.fake(x), activation.dequantize(*activation.quantize(x)).to(dtype))

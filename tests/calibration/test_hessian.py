@@ -1,0 +1,79 @@
+"""Second moments: the sum of batches, both triangles, whatever computes them; the factor is that of the damped sum."""
+
+import pytest
+import torch
+
+from qtool.calibration.group_fit import group_error
+from qtool.calibration.hessian import Factor, Hessian, panels
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("k", [64, 512, 700, 4096, 14336])
+def test_panels_cover_the_upper_triangle_once(k: int) -> None:
+    columns = torch.zeros(k, dtype=torch.long)
+    for rows, part in panels(k):
+        assert rows == slice(0, part.stop)
+        columns[part] += 1
+    assert (columns == 1).all()
+
+
+def test_batches_add_up() -> None:
+    x = torch.randn(48, 24)
+    whole, parts = Hessian(24, x.device), Hessian(24, x.device)
+    whole.add(x)
+    for part in x.split(20):
+        parts.add(part)
+    torch.testing.assert_close(parts.complete().h, whole.complete().h)
+    torch.testing.assert_close(whole.h, 2 * x.T @ x)
+    assert parts.tokens == whole.tokens == 48
+
+
+def test_the_factor_is_of_the_damped_hessian() -> None:
+    x = torch.randn(96, 32)
+    exact = x.T @ x
+    factor = Factor(exact.clone(), 0.1)
+    damped = exact + 0.1 * exact.diagonal().mean() * torch.eye(32)
+    torch.testing.assert_close(factor.h, damped)
+    upper = (factor.feedback + torch.eye(32)) * factor.cost.sqrt()
+    assert torch.equal(factor.feedback.triu(1), factor.feedback)
+    torch.testing.assert_close(upper @ upper.T, damped, rtol=1e-4, atol=1e-3)
+    right = torch.randn(5, 32)
+    torch.testing.assert_close(factor.solve(right) @ damped, right, rtol=1e-3, atol=1e-3)
+
+
+@CUDA
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", [256, 1400])
+@pytest.mark.parametrize("drift", [False, True])
+def test_tensor_cores_give_the_float32_sums(k: int, drift: bool) -> None:
+    hessian = Hessian(k, torch.device("cuda"), drift)
+    expected, expected_d = (torch.zeros(k, k, dtype=torch.float64) for _ in range(2))
+    for tokens in (100, 333):
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        reference = x + (torch.randn_like(x) / 8)
+        hessian.add(x, reference if drift else None)
+        exact = x.double().cpu()
+        expected += 2 * exact.T @ exact
+        expected_d += 2 * (reference - x).double().cpu().T @ exact
+    hessian.complete()
+    assert torch.equal(hessian.h, hessian.h.T) or (hessian.h - hessian.h.T).norm() < 1e-6 * hessian.h.norm()
+    assert (hessian.h.double().cpu() - expected).norm() < 1e-6 * expected.norm()
+    if hessian.d is not None:
+        assert (hessian.d.double().cpu() - expected_d).norm() < 1e-5 * expected_d.norm()
+
+
+@CUDA
+@pytest.mark.cuda
+@pytest.mark.parametrize(("n", "groups", "size"), [(40, 4, 64), (7, 1, 1500), (3, 2, 128)])
+def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None:
+    from qtool.calibration import group_error_triton
+    from qtool.schemes import get
+
+    scheme = get("w4a8-qoq")
+    weight = torch.randn(n * groups, size, device="cuda")
+    grid = scheme.grid(scheme.fit(weight, clip=0.7))
+    by_group = type(grid)(*(field.view(n, groups).contiguous() for field in vars(grid).values()))
+    shaped, importance = weight.view(n, groups, size), torch.rand(1, groups, size, device="cuda")
+    found = group_error_triton.group_error(shaped, importance, by_group)
+    torch.testing.assert_close(found, group_error(shaped, importance, by_group), rtol=1e-4, atol=1e-6)
