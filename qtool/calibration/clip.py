@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect, subset
@@ -62,12 +63,17 @@ class Clip(Transform):
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         inputs = collect(block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed)
-        for name, scheme in block.schemes.items():
-            if (seen := inputs.get(block.family.group_of(name).linears[0])) is not None:
-                x = scheme.fake_activation(seen.sample, scheme.fit(block.weight(name)))
-                clips, note = search(scheme, block.weight(name).float(), x, self.ratios)
-                block.clips[name] = clips
-                block.notes.setdefault("clip", {})[name] = note
+
+        def searched(name: str) -> tuple[tuple[Ratio, Ratio], dict[str, float]]:
+            scheme, seen = block.schemes[name], inputs[block.family.group_of(name).linears[0]]
+            x = scheme.fake_activation(seen.sample, scheme.fit(block.weight(name)))
+            return search(scheme, block.weight(name).float(), x, self.ratios)
+
+        judged = [name for name in block.schemes if block.family.group_of(name).linears[0] in inputs]
+        found = ranks.spread(searched, judged, cost=lambda name: block.weight(name).numel())
+        for name, (clips, note) in zip(judged, found, strict=True):
+            block.clips[name] = clips
+            block.notes.setdefault("clip", {})[name] = note
         if self.sequences:
             self._choose_by_block(block, subset(batches, self.sequences))
 
@@ -146,15 +152,19 @@ def group_error(difference: Tensor, moments: Tensor) -> Tensor:
 def block_error(
     block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], clips: dict[str, tuple[Ratio, Ratio]]
 ) -> float:
-    """Squared error of the block's output with the linears of ``clips`` rounded on those ranges, the rest exact."""
+    """Squared error of the block's output with the linears of ``clips`` rounded on those ranges, the rest exact.
+
+    Over the batches of all ranks.
+    """
     linears = {name: block.get(name) for name in clips}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)
         params = scheme.fit(weight, clip=clip, group_clip=group_clip)
         block.install(name, Rounded(scheme.quantize(weight, params), params))
     try:
-        return sum(float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
+        errors = [float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True)]
     finally:
         for name, linear in linears.items():
             parent, _, attribute = name.rpartition(".")
             setattr(block.get(parent), attribute, linear)
+    return sum(ranks.in_order(errors))

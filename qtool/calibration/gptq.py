@@ -14,7 +14,8 @@ GPTQ, 14.1 with 3 and the clipping search, 13.1 with 2, 12.7 with ten times the 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"), so
 columns may be visited in the order of falling H_kk. Linears that share an input share H and are
 one problem: their rows are stacked. Groups follow the data flow: each sees the inputs that the
-quantized linears before it produce.
+quantized linears before it produce. Of several ranks each solves whole problems where there are enough (experts),
+else its share of the rows of each: rows do not depend on each other.
 
 Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
 """
@@ -27,17 +28,47 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.group_fit import fit_groups
-from qtool.calibration.hessian import Factor, Hessian
+from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.method import Rounding
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import count_tokens, saw_enough
+from qtool.calibration.tensor_cores import tensor_cores
 from qtool.models.family import LinearGroup
 from qtool.schemes.base import Clip, Params, Scheme
+
+
+@dataclass
+class Problem:
+    """Linears of one scheme and one input, rounded as one stacked weight ``[N, K]``."""
+
+    names: list[str]
+    hessian: Hessian
+
+
+@dataclass
+class Solution:
+    """Codes and parameters of some rows of a problem; ``lost`` and ``power``, ``[n]``: of V's error and of W."""
+
+    codes: Tensor
+    params: Params
+    damping: float
+    lost: Tensor
+    power: Tensor
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Solution"], scheme: Scheme) -> "Solution":
+        """The solution of all rows."""
+        first = parts[0]
+        params = {k: t if k in scheme.shared_params else torch.cat([p.params[k] for p in parts])
+                  for k, t in first.params.items()}  # fmt: skip
+        codes, lost, power = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "lost", "power"))
+        return cls(codes, params, first.damping, lost, power)
 
 
 @dataclass(kw_only=True)
@@ -73,14 +104,16 @@ class Gptq(Rounding):
         tokens = count_tokens(batches)
         for stage in stages(block.family.groups):
             found: dict[str, Rounded] = {}
+            problems: list[Problem] = []
             inputs = [names for group in stage for names in alike(block, group.linears)]
             experts = self.observe_experts(block, batches, inputs) if stage[0].routed else {}
             for names in inputs:
                 hessian = experts.pop(names[0], None) or self.observe(block, float_block, batches, names[0])
                 if saw_enough(block, names, hessian.tokens, tokens):
-                    found |= self.round_linears(block, names, hessian)
+                    problems.append(Problem(names, hessian))
                 else:
                     found |= RoundToNearest().round(replace(block, schemes={n: block.schemes[n] for n in names}), [])
+            found |= self.round_problems(block, problems)
             for name, result in found.items():
                 block.install(name, result)
             rounded |= found
@@ -90,10 +123,11 @@ class Gptq(Rounding):
         """The moments of linear ``name``'s input, as it will see it."""
         scheme, params = block.schemes[name], block.fit(name)
         hessian = Hessian(block.weight(name).shape[1], block.device, drift=float_block is not None)
-        for batch in batches:
-            if (x := block.inputs(batch, name)) is not None:
+        for batch in ranks.rounds(batches):
+            if batch is not None and (x := block.inputs(batch, name)) is not None:
                 reference = float_block.inputs(batch, name) if float_block else None
                 hessian.add(scheme.fake_activation(x, params), reference)
+            hessian.turn()
         return hessian.complete()
 
     def observe_experts(
@@ -109,25 +143,55 @@ class Gptq(Rounding):
             scheme, params = block.schemes[name], block.fit(name)
             return lambda x: hessians[name].add(scheme.fake_activation(x, params))
 
-        block.observe(batches, {name: observer(name) for name in hessians})
+        observers = {name: observer(name) for name in hessians}
+        for batch in ranks.rounds(batches):
+            if batch is not None:
+                block.observe([batch], observers)
+            for hessian in hessians.values():
+                hessian.turn()
         return {name: hessian.complete() for name, hessian in hessians.items()}
 
-    def round_linears(self, block: Block, names: list[str], hessian: Hessian) -> dict[str, Rounded]:
-        """Round linears of one scheme and one input as one stacked weight."""
-        scheme, weights = block.schemes[names[0]], [block.weight(name).float() for name in names]
+    def round_problems(self, block: Block, problems: Sequence[Problem]) -> dict[str, Rounded]:
+        """Round the linears of all ``problems``."""
+
+        def work(problem: Problem) -> float:
+            return sum(block.weight(name).numel() for name in problem.names)
+
+        if len(problems) >= ranks.size():
+            solutions = ranks.spread(lambda problem: self.solve_rows(block, problem), problems, work)
+        else:
+            solutions = [
+                Solution.stacked(ranks.every(self.solve_rows(block, p, share=True)), block.schemes[p.names[0]])
+                for p in problems
+            ]
+        rounded = {}
+        for problem, solution in zip(problems, solutions, strict=True):
+            scheme, params = block.schemes[problem.names[0]], solution.params
+            weights = [block.weight(name) for name in problem.names]
+            for name, part in zip(problem.names, row_ranges(weights), strict=True):
+                own = {key: t if key in scheme.shared_params else t[part] for key, t in params.items()}
+                rounded[name] = Rounded(solution.codes[part], own)
+                error = relative_error(solution.lost[part], solution.power[part])
+                note = {"error": error, "damping": solution.damping, "tokens": problem.hessian.tokens}
+                block.notes.setdefault(self.name, {})[name] = note
+        return rounded
+
+    def solve_rows(self, block: Block, problem: Problem, *, share: bool = False) -> Solution:
+        """Solve a problem, or this rank's share of its rows."""
+        names, hessian, scheme = problem.names, problem.hessian, block.schemes[problem.names[0]]
+        weights = [block.weight(name).float() for name in names]
         groups = scheme.groups(weights[0]).shape[1]
         chosen = [block.clips.get(name, (1.0, 1.0)) for name in names]
-        clip = stacked([channel for channel, _ in chosen], weights)
-        group_clip = stacked([group for _, group in chosen], weights, groups)
-        codes, params, damping = self.solve(scheme, torch.cat(weights), hessian, clip, group_clip)
-        rounded = {}
-        for name, weight, part in zip(names, weights, row_ranges(weights), strict=True):
-            own = {key: t if key in scheme.shared_params else t[part] for key, t in params.items()}
-            rounded[name] = Rounded(codes[part], own)
-            error = hessian.error(weight, scheme.dequantize(codes[part], own))
-            note = {"error": error, "damping": damping, "tokens": hessian.tokens}
-            block.notes.setdefault(self.name, {})[name] = note
-        return rounded
+        weight = torch.cat(weights)
+        part = ranks.rows(len(weight)) if share else slice(None)
+        weight = weight[part]
+        clip = stacked([channel for channel, _ in chosen], weights)[part]
+        group_clip = stacked([group for _, group in chosen], weights, groups)[part]
+        codes, params, damping = self.solve(scheme, weight, hessian, clip, group_clip)
+        lost = hessian.power(weight - scheme.dequantize(codes, params))
+        with tensor_cores():  # a sum of like magnitudes, which the difference's is not
+            power = hessian.power(weight)
+        return Solution(codes, params, damping, lost, power)
 
     def solve(
         self, scheme: Scheme, weight: Tensor, hessian: Hessian, clip: Clip = 1.0, group_clip: Clip = 1.0

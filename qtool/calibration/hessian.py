@@ -1,7 +1,8 @@
 """The second moments of a linear's input, accumulated over batches of any length.
 
 ``H = 2 X^T X`` of the inputs as the quantized linear sees them, and, where an input ``X_fp`` of
-the float block is at hand, ``D = 2 (X_fp - X)^T X``. Both are sums: batches and ranks add up.
+the float block is at hand, ``D = 2 (X_fp - X)^T X``. Both are sums over batches, in the order of the batches
+whatever rank has which.
 
 Legend: M tokens, N output channels, K input channels.
 """
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.stages import stage
-from qtool.calibration.tensor_cores import tensor_cores
 
 
 class Hessian:
@@ -22,8 +23,8 @@ class Hessian:
     """
 
     def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
-        self.h = torch.zeros(k, k, device=device)
-        self.d = torch.zeros(k, k, device=device) if drift else None
+        self.sums = [ranks.Sum(k, k, device) for _ in range(2 if drift else 1)]
+        self.h, self.d = self.sums[0].tensor, self.sums[1].tensor if drift else None
         self.tokens = 0
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
@@ -42,20 +43,29 @@ class Hessian:
                     self.d += 2 * (difference.T.float() @ x.float())
         self.tokens += len(x)
 
+    def turn(self) -> None:
+        """After each batch: what the ranks counted in it is added up."""
+        for part in self.sums:
+            part.turn()
+
     def complete(self) -> "Hessian":
-        """Itself, both triangles filled in: call it once, after the last :meth:`add`."""
+        """Itself, whole on every rank, both triangles filled in: call it once, after the last :meth:`turn`."""
+        for part in self.sums:
+            part.whole()
+        self.tokens = sum(ranks.every(self.tokens))
         if self.h.is_cuda:
             for rows, columns in panels(len(self.h)):
                 self.h[columns, rows] = self.h[rows, columns].T.clone()
         return self
 
-    def error(self, weight: Tensor, rounded: Tensor) -> float:
-        """``||X (W - V)^T|| / ||X W^T||`` of ``weight`` and ``rounded [N, K]``: the relative output error."""
-        difference = weight - rounded
-        lost = (difference @ self.h).mul_(difference).sum()
-        with tensor_cores():  # a sum of like magnitudes, which the difference's is not
-            all_ = (weight @ self.h).mul_(weight).sum()
-        return float((lost / all_.clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt())
+    def power(self, weight: Tensor) -> Tensor:
+        """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``."""
+        return (weight @ self.h).mul_(weight).sum(1)
+
+
+def relative_error(lost: Tensor, power: Tensor) -> float:
+    """``||X (W - V)^T|| / ||X W^T||`` by :meth:`Hessian.power` of ``W - V`` and of W."""
+    return float((lost.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt())
 
 
 def on_tensor_cores(x: Tensor) -> bool:

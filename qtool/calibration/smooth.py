@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block
 from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.method import Transform
@@ -81,17 +82,20 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
     x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
     problems = [(block.schemes[name], block.weight(name).float()) for name in group.linears if name in block.schemes]
     targets = [inputs.sample @ weight.T for _, weight in problems]
-    with tensor_cores():
-        best = start = output_error(inputs.sample, problems, targets, None)
-    factor, choice = torch.ones_like(x_amax), (0.0, 0.0)
     exponents = [i / steps for i in range(steps + 1)]
-    for alpha in exponents:
-        for beta in exponents:
-            candidate = smoothing_factor(x_amax, w_amax, alpha, beta)
-            with tensor_cores():
-                error = output_error(inputs.sample, problems, targets, candidate)
-            if error < best:
-                best, factor, choice = error, candidate, (alpha, beta)
+    grid = [(alpha, beta) for alpha in exponents for beta in exponents]
+
+    def error_of(exponents: tuple[float, float] | None) -> float:
+        factor = None if exponents is None else smoothing_factor(x_amax, w_amax, *exponents)
+        with tensor_cores():
+            return output_error(inputs.sample, problems, targets, factor)
+
+    start, *errors = ranks.spread(error_of, [None, *grid])
+    least = min(range(len(grid)), key=errors.__getitem__)
+    if errors[least] < start:
+        choice, best, factor = grid[least], errors[least], smoothing_factor(x_amax, w_amax, *grid[least])
+    else:
+        choice, best, factor = (0.0, 0.0), start, torch.ones_like(x_amax)
     return factor, {"alpha": choice[0], "beta": choice[1], "error": best, "error_unsmoothed": start}
 
 

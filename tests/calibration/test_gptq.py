@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from qtool.calibration.block import Block, first_inputs
 from qtool.calibration.gptq import Gptq
-from qtool.calibration.hessian import Factor, Hessian
+from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.scales import float_scale
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
@@ -33,7 +33,7 @@ def scale_of(params: dict[str, Tensor]) -> Tensor:
 
 def loss(weight: Tensor, hessian: Hessian, scheme: Scheme, codes: Tensor, params: dict[str, Tensor]) -> float:
     scheme.check(codes, params)
-    return hessian.error(weight, scheme.dequantize(codes, params))
+    return relative_error(hessian.power(weight - scheme.dequantize(codes, params)), hessian.power(weight))
 
 
 @pytest.mark.parametrize("name", DENSE)
