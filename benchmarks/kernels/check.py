@@ -169,7 +169,7 @@ def w8a8(tile: Tile, m: int, n: int, k: int, dtype: torch.dtype) -> str | None:
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
     sx, bias = torch.rand(m, device="cuda") * 0.05 + 1e-4, torch.randn(n, device="cuda")
     out = torch.full((m, n), 0x5A5A5A5A if dtype == torch.int32 else float("nan"), dtype=dtype, device="cuda")
-    run(W8A8, tile, x, sx, Weight(scale, natural=weight), out, bias=bias)
+    run(W8A8, tile, x, sx, Weight(scale, boxed=weight), out, bias=bias)
     sums = (x.double() @ weight.double().t()).long()
     return compare(out, sums, sx, scale, bias)
 

@@ -74,7 +74,7 @@ def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[
     for _ in range(copies(n * k / (1 if scheme == "w8a8" else 2))):
         scale = torch.rand(n, device="cuda") * 1e-3
         if scheme == "w8a8":
-            weights.append(Weight(scale, natural=draw(-127, 128, n, k, dtype=torch.int8)))
+            weights.append(Weight(scale, boxed=draw(-127, 128, n, k, dtype=torch.int8)))
             continue
         qweight = draw(0, 256, n // 64, k // 64, 2048)
         if group_size is None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
-from qtool.kernels import quantize_activation, w4a8, w8a8
+from qtool.kernels import quantize_activation, quantize_activation_groups, w4a8, w4ax, w8a8
 from qtool.kernels.build import Build
 
 #: modules with a ``builds()``
 MODULES = (
     quantize_activation,
+    quantize_activation_groups,
     w4a8,
+    w4ax,
     w8a8,
 )
 

@@ -25,29 +25,38 @@ STAGED_TOKENS = 32
 
 @dataclass(frozen=True)
 class Operand:
-    """The weight operand a kernel is compiled for: source file, its macros, bytes of a ring stage."""
+    """The weight operand a kernel is compiled for: source file, its macros, bytes of a ring stage.
+
+    ``token_bytes`` is what a stage holds of each token beside its 128 codes: scales of groups.
+    """
 
     source: str
     defines: tuple[tuple[str, int], ...]
     stage_bytes: int
+    token_bytes: int = 0
+
+    def stage(self, tokens: int) -> int:
+        """Bytes of a stage beside the tokens' codes, for that many tokens."""
+        return self.stage_bytes + -(-self.token_bytes * tokens // 512) * 512
 
 
 @dataclass(frozen=True)
 class Weight:
     """The tensors behind the operand; absent ones are ``None``."""
 
-    scale1: Tensor
+    scale1: Tensor  # [N], or [G, N] scales of groups
     qweight: Tensor | None = None  # dual-MMA tiles
     scale2: Tensor | None = None
     offset2: Tensor | None = None
     zero1: Tensor | None = None
-    natural: Tensor | None = None  # int8 [N, K]
+    boxed: Tensor | None = None  # codes that are copied by boxes: a matrix of bytes, such as int8 [N, K]
+    box: tuple[int, int] = (64, 128)  # rows and bytes of a box: 64 output channels by 128 inputs
 
 
 def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
     """Source name, generated prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
     item = 4 if out_dtype in (torch.float32, torch.int32) else 2
-    stages = tile.stages(operand.stage_bytes, STAGED_TOKENS * (64 * item + 16))
+    stages = tile.stages(operand.stage(tile.tokens), STAGED_TOKENS * (64 * item + 16))
     defines = dict(operand.defines) | {
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
@@ -102,7 +111,7 @@ def run(
         parameters = struct.pack(
             "<128s128s9Q7i28x",
             tensor_map(x, tile.tokens // tile.rows),
-            tensor_map(weight.natural, 64) if weight.natural is not None else b"",
+            tensor_map(weight.boxed, *weight.box) if weight.boxed is not None else b"",
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(m, n, k),
             KINDS[weight.scale1.dtype],

@@ -39,21 +39,32 @@ def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
     return driver.CUfunction(int(kernel))
 
 
+def resident_blocks(kernel: Any, threads: int, shared_bytes: int) -> int:
+    """How many blocks of a kernel a multiprocessor of the current device holds at once."""
+    return int(check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes)))
+
+
 @lru_cache(maxsize=4096)
-def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> bytes:
+def _tensor_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: int) -> bytes:
     driver = _driver()
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    item = 4 if box_bytes > 256 else 1  # a box has at most 256 elements a row
+    swizzle = {
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }.get(box_bytes, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     encoded = check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT32 if item == 4 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             2,
             address,
-            [u64(columns), u64(rows)],
+            [u64(columns // item), u64(rows)],
             [u64(columns)],
-            [u32(128), u32(box_rows)],
+            [u32(box_bytes // item), u32(box_rows)],
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -61,9 +72,12 @@ def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> bytes:
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
-def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
-    """Descriptor of a row-major int8 matrix for swizzled copies of ``box_rows`` x 128 bytes; zeros beyond it."""
-    return _tensor_map(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], box_rows)
+def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
+    """Descriptor of a row-major matrix of bytes for copies of ``box_rows`` x ``box_bytes``; zeros beyond it.
+
+    Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
+    """
+    return _tensor_map(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], box_rows, box_bytes)
 
 
 def launch(

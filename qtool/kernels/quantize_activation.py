@@ -44,6 +44,12 @@ def quantize_activation(
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
     _require(x, order, norm, fusion)
+    codes, scale = PER_TOKEN_S8.quantize(fused(x, order, norm, fusion, epsilon))
+    return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
+
+
+def fused(x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float) -> Tensor:
+    """What is quantized, ``[M, K]`` in x's dtype, as the unfused model computes it."""
     y = x
     if fusion == "rms-norm":
         assert norm is not None
@@ -52,10 +58,7 @@ def quantize_activation(
     elif fusion == "silu-up":
         gate, up = x.chunk(2, dim=-1)
         y = silu(gate) * up
-    if order is not None:
-        y = y[:, order.long()]
-    codes, scale = PER_TOKEN_S8.quantize(y)
-    return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
+    return y if order is None else y[:, order.long()]
 
 
 @quantize_activation.register_kernel("cuda")
@@ -94,11 +97,16 @@ def _kernel(k: int, dtype: torch.dtype, fusion: str, gather: bool, arch: str, de
 
 
 def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> tuple[str, str, dict[str, int]]:
-    """Source name, prologue and macros of one kernel: a row's values stay in its block's registers, 8 a piece."""
+    """Source name, prologue and macros of one kernel."""
+    return "quantize_activation", "", row_definition(k, dtype, fusion, gather)
+
+
+def row_definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> dict[str, int]:
+    """Macros of csrc/activation_row.cuh: a row's values stay in its block's registers, 8 a piece."""
     threads = next(t for t in (128, 256, 512, 1024) if k <= 32 * t or t == 1024)
     pieces = -(-k // (8 * threads))
     defines = {"DTYPE": DTYPES[dtype], "FUSION": FUSIONS[fusion], "GATHER": int(gather)}
-    return "quantize_activation", "", defines | {"THREADS": threads, "PIECES": pieces}
+    return defines | {"THREADS": threads, "PIECES": pieces}
 
 
 def builds() -> Iterator[Build]:

@@ -4,7 +4,8 @@ A block multiplies 128 output channels by ``tokens`` tokens. A cluster is ``rows
 channels that share the tokens, times ``split`` blocks that share the sum over K.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
@@ -41,22 +42,39 @@ FINISH, ADD = 1.0, 1.25 / 128
 LARGE = tuple(Tile(tokens, split=split) for tokens in STEP for split in (1, 2, 3, 4))
 
 
+#: the same for s4 weights, by the groups of a step that are scaled in the main loop (no registers for 256 tokens there)
+STEP_S4 = {0: STEP, 1: {64: 0.27, 128: 0.42}, 2: {64: 0.35, 128: 0.6}, 4: {64: 0.55, 128: 1.0}}
+
+
 @cache
 def choose(m: int, n: int, k: int) -> Tile:
     """The tile for ``Y [m, n]`` with ``k`` input channels."""
+    return _choose(m, n, k, STEP)
+
+
+@cache
+def choose_s4(m: int, n: int, k: int, group_size: int | None) -> Tile:
+    """The same for s4 weights, where every ``group_size`` input channels have a scale of their own; ``None``: all."""
+    tile = _choose(m, n, k, STEP_S4[0 if group_size is None else max(1, 128 // group_size)])
+    return replace(tile, blocks_per_sm=1) if tile.tokens == 64 else tile
+
+
+def _choose(m: int, n: int, k: int, step_us: Mapping[int, float]) -> Tile:
     row_tiles, steps = -(-n // 128), -(-k // 128)
     if m <= 64:
         tokens = next(size for size in (8, 16, 32, 64) if m <= size)
         split, per_sm = next((choice for most, *choice in SMALL if row_tiles <= most and choice[0] <= steps), MANY)
         return Tile(tokens, split=split, blocks_per_sm=per_sm)
 
+    large = [tile for tile in LARGE if tile.tokens in step_us]
+
     def cost(tile: Tile) -> float:
         waves = -(-row_tiles * -(-m // tile.tokens) // RESIDENT[tile.split])
         if tile.split > 1 and waves > 1:
             return inf  # a cluster holds one tile: the next wave starts cold
-        return waves * (steps / tile.split * STEP[tile.tokens] + FINISH) + ADD * tile.tokens * (tile.split - 1)
+        return waves * (steps / tile.split * step_us[tile.tokens] + FINISH) + ADD * tile.tokens * (tile.split - 1)
 
-    return min(LARGE, key=cost)
+    return min(large, key=cost)
 
 
 #: every tile that :func:`choose` may return
@@ -65,3 +83,5 @@ TABLE = LARGE + tuple(
     for tokens in (8, 16, 32, 64)
     for split, per_sm in (*(choice for _, *choice in SMALL), MANY)
 )
+#: and :func:`choose_s4`; in groups up to 128 tokens
+TABLE_S4 = tuple(tile for tile in TABLE if tile.tokens != 64 or tile.blocks_per_sm == 1)

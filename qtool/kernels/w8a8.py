@@ -54,7 +54,7 @@ def _(x: Tensor, sx: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0:
         return out
-    run(OPERAND, choose(m, n, k), x, sx, Weight(scale, natural=weight), out, bias=bias)
+    run(OPERAND, choose(m, n, k), x, sx, Weight(scale, boxed=weight), out, bias=bias)
     return out
 
 

@@ -83,9 +83,27 @@ def _w8a8(
     return w8a8_gemm(codes, scale, stored["qweight"].view(torch.int8), stored["scale"][:, 0], bias, out_dtype)
 
 
+def _w4ax(
+    x: Tensor,
+    permutation: Tensor | None,
+    stored: Mapping[str, Tensor],
+    bias: Tensor | None,
+    linear_format: LinearFormat,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+    from qtool.kernels.w4ax import w4ax_gemm
+
+    layout, group_size = linear_format.layout, linear_format.group_size
+    blocks = stored.get("eight_bit")
+    codes, scale = quantize_activation_groups(x, permutation, None, blocks, "none", 0.0, group_size, layout)
+    return w4ax_gemm(codes, scale, stored["qweight"], stored["scale"], bias, layout, group_size, out_dtype)
+
+
 HOPPER = frozenset({(9, 0)})
 W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
 W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
+W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
 
 #: by scheme and layout; of several, the first that accepts the weight and the GPU
 KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
@@ -93,6 +111,10 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4a8-qoq", "dual-mma"): (W4A8,),
     ("w4a8-qoq-g128", "dual-mma"): (W4A8,),
     ("w8a8", "row-major-8"): (W8A8,),
+    ("w4a4", "apex4"): (W4AX,),
+    ("w4a4", "w4ax-interleaved"): (W4AX,),
+    ("w4ax-fmpq", "apex4"): (W4AX,),
+    ("w4ax-fmpq", "w4ax-interleaved"): (W4AX,),
 }
 
 

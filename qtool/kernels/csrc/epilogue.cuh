@@ -1,4 +1,5 @@
-// int32 accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16 bytes wide.
+// Accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16 bytes wide. int32 sums
+// are scaled here; the float totals of scaled groups only get the bias.
 //
 // A thread holds, for each block of 8 tokens, rows q and q + 8 (q = 16 warp + lane / 4) of tokens
 // 2 (lane % 4) and the next: v[0], v[1] are row q, v[2], v[3] row q + 8.
@@ -30,8 +31,8 @@ struct Epilogue {
     static constexpr int kStride = 64 * (kWide ? 4 : 2) + 16;  // bytes of a staged token; the 16 spread the banks
     static constexpr int kBytes = kChunk * kStride;            // of one warpgroup
 
-    template <int kBlocks>
-    static __device__ __forceinline__ void store(const Params& p, const int (&acc)[4 * kBlocks], const Rows& rows,
+    template <int kBlocks, class Sum>
+    static __device__ __forceinline__ void store(const Params& p, const Sum (&acc)[4 * kBlocks], const Rows& rows,
                                                  const float* scales, const int* sums, u8* staging, int m, int m_end,
                                                  int n, int first_token, int wg, int t) {
         constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8;
@@ -41,7 +42,7 @@ struct Epilogue {
 #pragma unroll
             for (int j = 0; j < kStep; ++j) {
                 if (base + j >= kBlocks) break;
-                const int* v = acc + 4 * (base + j);
+                const Sum* v = acc + 4 * (base + j);
                 const int token = first_token + 8 * (base + j) + 2 * (lane % 4);
                 const float2 sx = *reinterpret_cast<const float2*>(scales + token);
                 int2 sum = {0, 0};
@@ -76,6 +77,11 @@ struct Epilogue {
         if constexpr (kZero) v -= token_sum * rows.zero[h];
         if constexpr (kOut == kInt32) return __int_as_float(v);
         return fmaf(static_cast<float>(v) * sx, rows.scale[h], rows.bias[h]);
+    }
+
+    static __device__ __forceinline__ float finish(float v, float, int, const Rows& rows, int h) {
+        static_assert(kOut != kInt32, "groups have no bare sums");
+        return v + rows.bias[h];
     }
 
     static __device__ __forceinline__ void write(const Params& p, const u8* staging, int m, int m_end, int n, int tokens, int t) {

@@ -1,4 +1,4 @@
-// The one GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact.
+// The integer GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact.
 //
 // LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer keeps a
 // ring of stages (128 weight rows and kTokens tokens by 128 input channels) full by bulk copies. Each consumer
@@ -7,7 +7,8 @@
 //
 // A cluster is kRows x kSplit blocks. kRows blocks with different weight rows share the tokens: each loads
 // a part and multicasts it. kSplit blocks share the sum over K of the same tile, and add their int32 sums
-// through distributed shared memory: exact, in any order.
+// through distributed shared memory: exact, in any order. Where groups of K have scales of their own,
+// the sums are floats, scaled inside the main loop and added over the cluster in the order of K.
 //
 // Legend: a *row* is an output channel n; a *stage* one ring slot; a *step* 128 input channels; a *block* of
 // sums is 8 tokens by 64 rows, an int4 a thread.
@@ -26,7 +27,8 @@ struct Gemm {
 
     static constexpr int kTokenBytes = kTokens * 128;
     static constexpr int kRing = kStages * (kTokenBytes + Weights::kStageBytes);
-    static constexpr int kSums = kSplit > 1 ? 512 * kTokens : 0;  // int32 sums of the tile, over the ring
+    using Sum = typename Weights::Sum;
+    static constexpr int kSums = kSplit > 1 ? 512 * kTokens : 0;  // sums of the tile, over the ring
     static constexpr int kStagingAt = kRing > kSums ? kRing : kSums;
     static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
     static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
@@ -42,7 +44,7 @@ struct Gemm {
         int m, n, wg, t;
         Rows rows;
         template <int kCount>
-        __device__ __forceinline__ void store(const int (&sums)[4 * kCount], int first_block) const {
+        __device__ __forceinline__ void store(const Sum (&sums)[4 * kCount], int first_block) const {
             Epilogue::template store<kCount>(p, sums, rows, scales, token_sums, staging, m, min(m + kTokens, p.m), n, 8 * first_block, wg, t);
         }
     };
@@ -112,12 +114,18 @@ struct Gemm {
         Place<kStages> place;
         grid_wait();
         for (Segment s; work.next(p, s);) {
-            const int m = token_of(p, s.tile) + row_rank * kPart;
+            const int first = token_of(p, s.tile), m = first + row_rank * kPart;
             for (int step = s.from; step < s.to; ++step) {
                 mbar_wait(empty + 8 * place.slot, place.parity ^ 1);
                 if (elect_one()) {
                     const u32 bar = full + 8 * place.slot, to = tokens + place.slot * kTokenBytes + row_rank * kPart * 128;
-                    mbar_expect(bar, kTokenBytes);
+                    if constexpr (Weights::kGrouped) {
+                        const u32 stage = tokens + kStages * kTokenBytes + place.slot * Weights::kStageBytes;
+                        mbar_expect(bar, kTokenBytes + Weights::kGroups * Weights::token_scale_bytes(p, first));
+                        Weights::load_token_scales(p, stage, step, first, bar);
+                    } else {
+                        mbar_expect(bar, kTokenBytes);
+                    }
                     if constexpr (kRows == 1) tensor_copy(to, &p.tokens, step * 128, m, bar);
                     else tensor_multicast(to, &p.tokens, step * 128, m, bar, ((1 << kRows) - 1) << (split_rank * kRows));
                 }
@@ -149,9 +157,7 @@ struct Gemm {
                 token_sum[i] = valid && p.token_sum ? p.token_sum[m] : 0;
             }
 
-            int acc[kTokens / 2];
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) acc[i] = 0;
+            Sum acc[kTokens / 2] = {};
             Weights::template multiply<kTokens>(acc, ring, s.to - s.from, wg, t);
 
 #pragma unroll
@@ -165,7 +171,7 @@ struct Gemm {
 
     // Each split block adds, over the cluster, the sums of its own share of the tile's tokens, and stores them.
     // One tile per cluster (the host sees to it), so the ring's memory is free for the sums.
-    static __device__ __forceinline__ void add_over_cluster(const int (&acc)[kTokens / 2], const Finish& finish, u8* shared,
+    static __device__ __forceinline__ void add_over_cluster(const Sum (&acc)[kTokens / 2], const Finish& finish, u8* shared,
                                                             u32 row_rank, u32 split_rank) {
         int4* sums = reinterpret_cast<int4*>(shared) + finish.wg * kBlocks * 128 + finish.t;  // [wg][block][thread]
         named_barrier(1, kConsumers);  // both warpgroups have left the ring
@@ -174,7 +180,7 @@ struct Gemm {
         cluster_sync();
         const int first = split_rank * kShare;
         if (first >= kBlocks) return;
-        int total[4 * kShare] = {};
+        Sum total[4 * kShare] = {};
 #pragma unroll
         for (int j = 0; j < kShare; ++j) {
             if (first + j >= kBlocks) break;
@@ -187,11 +193,18 @@ struct Gemm {
         finish.template store<kShare>(total, first);
     }
 
-    static __device__ __forceinline__ int4 block_of(const int (&acc)[kTokens / 2], int j) {
-        return make_int4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    static __device__ __forceinline__ int4 block_of(const Sum (&acc)[kTokens / 2], int j) {
+        return make_int4(bits(acc[4 * j]), bits(acc[4 * j + 1]), bits(acc[4 * j + 2]), bits(acc[4 * j + 3]));
     }
     template <int kCount>
-    static __device__ __forceinline__ void add(int (&total)[kCount], int j, const int4& v) {
-        total[4 * j] += v.x, total[4 * j + 1] += v.y, total[4 * j + 2] += v.z, total[4 * j + 3] += v.w;
+    static __device__ __forceinline__ void add(Sum (&total)[kCount], int j, const int4& v) {
+        const int from[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (Weights::kGrouped) total[4 * j + i] += __int_as_float(from[i]);
+            else total[4 * j + i] += from[i];
+        }
     }
+    static __device__ __forceinline__ int bits(int v) { return v; }
+    static __device__ __forceinline__ int bits(float v) { return __float_as_int(v); }
 };

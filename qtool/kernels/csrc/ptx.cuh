@@ -176,6 +176,13 @@ __device__ __forceinline__ void keep(const u32 (&r)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" ::"r"(r[i]) : "memory");
 }
 
+// Sums that an asynchronous wgmma has written are not read before this point.
+template <int kCount>
+__device__ __forceinline__ void settle(int (&r)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
+}
+
 // Descriptor of a K-major operand in 128-byte rows, swizzled over 128 bytes: 8 rows are 1024 bytes apart.
 __device__ __forceinline__ u64 swizzled_operand(u32 address) {
     const u64 stride = 1024 >> 4, swizzle_128 = 1;

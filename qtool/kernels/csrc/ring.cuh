@@ -24,6 +24,7 @@ struct Ring {
 
     __device__ __forceinline__ void wait_full() const { mbar_wait(full + 8 * place.slot, place.parity); }
     __device__ __forceinline__ const u8* stage() const { return weights + place.slot * Weights::kStageBytes; }
+    __device__ __forceinline__ const u8* previous_stage() const { return weights + previous * Weights::kStageBytes; }
     __device__ __forceinline__ u64 tokens() const { return token_operand + place.slot * (kTokens * 128 / 16); }
     __device__ __forceinline__ void advance() {
         previous = place.slot;

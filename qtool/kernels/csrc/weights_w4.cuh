@@ -18,6 +18,8 @@ enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
 
 template <int kScheme, int kGroup>
 struct Weights4 {
+    using Sum = int;
+    static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
     static constexpr int kPrefetched = 2;  // stages asked for in L2 early; more than a few delay the rest (measured)
     static constexpr int kTile = 2048;                                          // 64 rows x 64 columns

@@ -1,0 +1,221 @@
+"""Are the W4A4 and W4Ax GEMM and the activation quantization by groups right? Part of ``check.py``; alone it is
+
+    python benchmarks/kernels/check_w4a4.py [--fuzz 500] [--small]
+
+Sums of whole channels equal the integers exactly; with unit scales so do the float totals of groups; with random
+scales they are within float32 rounding of float64. One-hot tokens spell out the weight; outputs are poisoned; two runs
+agree bit for bit.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool import layouts
+from qtool.kernels.arrangement import ARRANGEMENTS, arrange
+from qtool.kernels.build import cubin
+from qtool.kernels.gemm import Operand, definition, run
+from qtool.kernels.quantize_activation import FUSIONS
+from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.tiles import Tile
+from qtool.kernels.w4ax import operand, packed_weight, w4ax_gemm
+
+#: layout, group size, dtype of the scales
+KINDS = [
+    ("apex4", 128, torch.float32),
+    ("apex4", 32, torch.float16),
+    ("apex4", 512, torch.bfloat16),
+    ("apex4", None, torch.float32),
+    ("w4ax-interleaved", 128, torch.bfloat16),
+    ("w4ax-interleaved", 64, torch.float32),
+]
+TILES = [
+    Tile(8, 1, 8), Tile(8, 1, 1, 2), Tile(16, 1, 4), Tile(16, 2, 2), Tile(32, 1, 1, 2), Tile(32, 1, 3),
+    Tile(64, 1, 1), Tile(64, 1, 4), Tile(128, 1, 1), Tile(128, 1, 3), Tile(128, 2, 2),
+]  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+@dataclass
+class Case:
+    """A random weight, packed and plain."""
+
+    layout: str
+    group: int | None
+    codes: Tensor  # [N, K] int8
+    scale: Tensor  # [G, N]
+
+    @classmethod
+    def random(cls, layout: str, group: int | None, dtype: torch.dtype, n: int, k: int) -> "Case":
+        codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
+        scale = (torch.rand(k // (group or k), n, device="cuda") + 0.1) * 1e-2
+        return cls(layout, group, codes, scale.to(dtype))
+
+    def run(self, tile: Tile, x: Tensor, sx: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
+        m, n = len(x), len(self.codes)
+        out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
+        out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
+        scales = torch.full((sx.shape[1], (m + 3) // 4 * 4), float("nan"), device="cuda")
+        scales[:, :m] = sx.t()
+        qweight = layouts.get(self.layout).pack(self.codes)["qweight"]
+        weight = packed_weight(self.layout, qweight, scale)
+        kernel = operand(self.layout, self.group, scale.dtype)
+        run(kernel, tile, arrange(x, self.layout), scales, weight, out[:-1], bias=bias)
+        torch.cuda.synchronize()
+        assert (out[-1] == 77).all(), "wrote beyond the last token"
+        return out[:-1]
+
+    def sums(self, x: Tensor) -> Tensor:
+        """``[M, N]`` float64."""
+        return x.double() @ self.codes.double().t()
+
+    def exact(self, tile: Tile, x: Tensor) -> str | None:
+        """The integers themselves: float totals under unit scales, or int32 sums."""
+        ones = torch.ones(len(x), len(self.scale), device="cuda")
+        dtype = torch.float32 if self.group else torch.int32
+        got = self.run(tile, x, ones, torch.ones_like(self.scale), None, dtype)
+        return where(got.double() != self.sums(x), got)
+
+    def rounded(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
+        """Scaled totals within a unit in the last place and float32 rounding of float64; twice the same."""
+        n, k = self.codes.shape
+        groups = len(self.scale)
+        x = tokens(m, k)
+        sx = torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
+        b = torch.randn(n, device="cuda") if bias else None
+        got = self.run(tile, x, sx, self.scale, b, dtype)
+        parts = torch.einsum("mgk,ngk->gmn", *(t.double().unflatten(1, (groups, -1)) for t in (x, self.codes)))
+        parts *= sx.double().t()[:, :, None] * self.scale.double()[:, None]
+        want, size = parts.sum(0), parts.abs().sum(0)
+        if b is not None:
+            want, size = want + b.double(), size + b.double().abs()
+        smallest = torch.finfo(dtype).tiny
+        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[dtype])
+        wrong = where(~((got.double() - want).abs() <= ulp + 2.0**-22 * size), got)
+        if wrong is None and not torch.equal(got, self.run(tile, x, sx, self.scale, b, dtype)):
+            return "two runs differ"
+        return wrong
+
+
+def tokens(m: int, k: int) -> Tensor:
+    """Codes of 8-bit blocks; 4-bit ones are among them."""
+    return torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+
+
+def where(wrong: Tensor, got: Tensor) -> str | None:
+    if not wrong.any():
+        return None
+    first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {first}, got {values}"
+
+
+def quantization(
+    m: int, k: int, dtype: torch.dtype, fusion: str, group: int | None, arrangement: str, mixed: bool
+) -> str | None:
+    """Plain: equal to the CPU's codes and scales. Fused: scales to rounding, codes to one step."""
+    x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
+    x[m // 2] = 0
+    order = torch.randperm(k, device="cuda").int() if mixed else None
+    norm = torch.rand(k, device="cuda").to(dtype) if fusion == "rms-norm" else None
+    blocks = torch.randint(0, 2, (k // (group or k),), dtype=torch.uint8, device="cuda") if mixed else None
+    given = (x, order, norm, blocks)
+    codes, scale = (t.cpu() for t in quantize_activation_groups(*given, fusion, 1e-5, group, arrangement))
+    here = [None if t is None else t.cpu() for t in given]
+    want_codes, want_scale = quantize_activation_groups(*here, fusion, 1e-5, group, arrangement)  # type: ignore[arg-type]
+    if fusion == "none":
+        return None if torch.equal(codes, want_codes) and torch.equal(scale, want_scale) else "differs from the CPU"
+    if not torch.allclose(scale, want_scale, rtol=2 * torch.finfo(dtype).eps):
+        return f"scale off by {(scale / want_scale - 1).abs().max():.1e}"
+    return None if (codes.int() - want_codes.int()).abs().max() <= 1 + (dtype != torch.float32) else "codes differ"
+
+
+def graph_capture() -> str | None:
+    """Both ops inside a CUDA graph, replayed on new activations."""
+    case = Case.random("apex4", 128, torch.float32, 512, 1024)
+    qweight = layouts.get("apex4").pack(case.codes)["qweight"]
+    x = torch.zeros(5, 1024, device="cuda")
+
+    def forward() -> Tensor:
+        codes, sx = quantize_activation_groups(x, None, None, None, "none", 0.0, 128, "apex4")
+        return w4ax_gemm(codes, sx, qweight, case.scale, None, "apex4", 128, torch.float32)
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    x.normal_()
+    graph.replay()
+    return None if torch.equal(out, forward()) and out.any() else "replay differs"
+
+
+def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
+    cubin(*definition(*job), "sm_90a")
+
+
+def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
+    """(name, None or what is wrong) of every check; ``small``: few launches, for compute-sanitizer."""
+    if small:
+        for kind in KINDS:
+            for tile in TILES[::3]:
+                case = Case.random(*kind, 192, 1024)
+                yield f"w4ax {kind} {tile}", case.rounded(tile, 5, torch.bfloat16, True)
+        for fusion in FUSIONS:
+            yield f"quantize groups {fusion}", quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True)
+        return
+    jobs = [(kind, tile, dtype) for kind in KINDS for tile in TILES for dtype in DTYPES]
+    work = [(operand(*kind), tile, dtype) for kind, tile, dtype in jobs]
+    work += [(operand(*kind), tile, torch.int32) for kind in KINDS if kind[1] is None for tile in TILES]
+    with ProcessPoolExecutor(16) as pool:
+        list(pool.map(compile_one, work))
+    for kind in KINDS:
+        for tile in TILES:
+            case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)
+            found = [case.exact(tile, tokens(m, case.codes.shape[1])) for m in (1, 7, tile.tokens, tile.tokens + 3)]
+            yield f"exact {kind} {tile}", next(filter(None, found), None)
+            yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
+        case = Case.random(*kind, 256, 1024)
+        eye = torch.eye(1024, dtype=torch.int8, device="cuda")
+        yield f"one-hot tokens {kind}", case.exact(TILES[-3], eye)
+    for dtype, fusion, arrangement in itertools.product((torch.bfloat16, torch.float32), FUSIONS, ARRANGEMENTS):
+        for k, group, mixed in ((4096, 128, True), (14336, 32, False), (1024, 512, True), (11008, None, False)):
+            name = f"quantize groups K={k} g{group} {dtype} {fusion} {arrangement}"
+            yield name, quantization(5, k, dtype, fusion, group, arrangement, mixed)
+    yield "CUDA graph w4ax", graph_capture()
+    for i in range(fuzz):
+        kind, tile, dtype = random.choice(jobs)
+        step = max(64, kind[1] or 0)
+        n, k = 64 * random.randint(1, 20), step * random.randint(1, 1536 // step)
+        m = random.choice([random.randint(1, 2 * tile.tokens), random.randint(1, 300)])
+        case = Case.random(*kind, n, k)
+        name = f"fuzz {i} {kind} M={m} N={n} K={k} {tile} {dtype}"
+        wrong = case.rounded(tile, m, dtype, random.random() < 0.5)
+        yield name, wrong or (case.exact(tile, tokens(m, k)) if dtype == torch.float32 else None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fuzz", type=int, default=500)
+    parser.add_argument("--small", action="store_true", help="few launches, for compute-sanitizer")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    random.seed(0)
+    failures = total = 0
+    for name, wrong in checks(args.fuzz, args.small):
+        total, failures = total + 1, failures + (wrong is not None)
+        if wrong:
+            print(f"FAIL {name}: {wrong}", flush=True)
+    print(f"{total} checks; {failures} failures")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
