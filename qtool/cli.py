@@ -79,6 +79,17 @@ KV = click.option("--kv", help="KV-cache quantizer: kv8, kv4, kv4-channel.")
 DATA_DIR = click.option("--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+SAMPLES = click.option("--samples", default=128, show_default=True, help="Calibration windows.")
+SEQLEN = click.option(
+    "--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context."
+)
+ACTIVATIONS = click.option(
+    "--activations",
+    type=click.Choice(["auto", "device", "host", "disk"]),
+    default="auto",
+    show_default=True,
+    help="Where calibration activations are between blocks; auto: the first with room.",
+)
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 
 
@@ -94,9 +105,10 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, c
 @click.option("--out", type=click.Path(path_type=Path), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
 @click.option("--calib", help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file.")
 @DATA_DIR
-@click.option("--samples", default=128, show_default=True, help="Calibration windows.")
-@click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
+@SAMPLES
+@SEQLEN
 @click.option("--seed", default=0, show_default=True, help="Of the choice of calibration windows.")
+@ACTIVATIONS
 @DEVICE
 @click.option("--resume", is_flag=True, help="Continue an unfinished run.")
 @click.option(
@@ -239,12 +251,50 @@ def schemes() -> None:
     click.echo(render(("scheme", "recipes", "what it is"), recipes.overview()))
 
 
-@_command("qtool bench gemm --models llama-3-8b --tokens 1,16,64")
-@click.argument("what", type=click.Choice(["gemm"]))
+@cli.group(context_settings=CONTEXT)
+def bench() -> None:
+    """Measure: the kernels' GEMMs, or a whole run of the quantizer."""
+
+
+@bench.command(
+    "gemm", context_settings=CONTEXT, epilog="Example: qtool bench gemm --models llama-3-8b --tokens 1,16,64"
+)
 @click.option("--models", default="llama-3-8b", show_default=True, help="Layer shapes: llama-2-7b, llama-3-8b, ...")
 @click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M of a call.")
-def bench(what: str, models: str, tokens: str) -> None:
+def bench_gemm(models: str, tokens: str) -> None:
     """Time the packed GEMMs on this GPU beside their floor and torch's own matmuls."""
     from qtool.pipeline import commands
 
     click.echo(commands.bench_gemm(models.split(","), tokens.split(",")))
+
+
+@bench.command(
+    "quantize",
+    context_settings=CONTEXT,
+    epilog="Example: qtool bench quantize llama-3-8b --layers 4 --scheme w4a8-lqq --recipe paper --device cuda",
+)
+@MODEL
+@SCHEME
+@RECIPE
+@click.option("--layers", type=int, help="Blocks of a random checkpoint; the shape's own by default.")
+@SAMPLES
+@SEQLEN
+@ACTIVATIONS
+@click.option(
+    "--work", type=click.Path(path_type=Path), default="bench", show_default=True, help="Directory for files."
+)
+@click.option("--keep", is_flag=True, help="Keep the result; a random checkpoint is kept anyway.")
+@DEVICE
+@JSON
+def bench_quantize(as_json: bool, **options: Any) -> None:
+    """Quantize MODEL, or a random checkpoint of a known shape (llama-3-8b, llama-2-70b, ...), and time every stage.
+
+    Calibration is on random tokens. The table sets each stage beside its floor: bytes by the disk's rate, operations by
+    the measured rates of this device.
+    """
+    from qtool.pipeline import commands
+    from qtool.pipeline.progress import Progress
+
+    with Progress() as progress:
+        measured = commands.bench_quantize(progress=progress, **options)
+    click.echo(json.dumps(measured.as_dict(), indent=2) if as_json else measured.table())

@@ -1,5 +1,6 @@
 """What the commands do, once parsed: names become objects, objects go to the pipeline."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from qtool.schemes import hardware
 from qtool.schemes.kv import KV_QUANTIZERS
 
 if TYPE_CHECKING:
+    from qtool.pipeline.bench import Measured
     from qtool.pipeline.export import Exported
 
 
@@ -96,6 +98,7 @@ def quantize(
     device: str,
     resume: bool,
     progress: Any,
+    activations: str = "auto",
     export_format: str | None = None,
     **wishes: Any,
 ) -> Path:
@@ -120,7 +123,8 @@ def quantize(
         exported_formats(targets.get(export_format), job.format, source.config)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
     calibration = _calibration(source, text, data_dir, samples, seqlen, seed) if job.needs_data else None
-    return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress)
+    return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress,
+               activations=activations)  # fmt: skip
 
 
 def export_beside(native: Path, export_format: str) -> "Exported":
@@ -197,6 +201,38 @@ def evaluate(
         return Results([result for one in asked for result in one.answer(loaded)])
 
     return run(model), run(compare) if compare else None
+
+
+def bench_quantize(
+    model: str,
+    scheme: str,
+    *,
+    recipe: str | None,
+    layers: int | None,
+    work: Path,
+    keep: bool,
+    **options: Any,
+) -> "Measured":
+    """One measured run of MODEL, or of a random checkpoint if MODEL names a shape; files go to ``work``.
+
+    Raises:
+        QtoolError: neither a model nor a shape.
+    """
+    from qtool.pipeline import bench, random_checkpoint
+
+    work.mkdir(parents=True, exist_ok=True)
+    if model in random_checkpoint.SHAPES:
+        config = random_checkpoint.config_of(model, layers)
+        source = work / f"{model}-{config['num_hidden_layers']}"
+        if not (source / "config.json").exists():
+            random_checkpoint.make(config, source)
+    else:
+        source = resolve(model)
+    out = work / f"{source.name}-{scheme}"
+    measured = bench.run(source, Wishes(recipe=recipe).of(scheme), out, **options)
+    if not keep:
+        shutil.rmtree(out)
+    return measured
 
 
 def bench_gemm(models: list[str], tokens: list[str]) -> str:
