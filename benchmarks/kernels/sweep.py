@@ -6,12 +6,11 @@ python benchmarks/kernels/sweep.py [--models llama-3-8b] [--tokens 16,64] [--jso
 import argparse
 import itertools
 import json
-import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from qtool.kernels.bench import MODELS, floor_us, graph_us, kernel_calls, operand_of, random_weights
+from qtool.kernels.bench import MODELS, S4_LAYOUTS, Column, floor_us, graph_us, kernel_calls, random_weights
 from qtool.kernels.build import cubin
 from qtool.kernels.gemm import definition
 from qtool.kernels.tiles import Tile
@@ -21,12 +20,16 @@ SMALL = [(1, s, 2) for s in (1, 2, 4, 5, 6, 7)] + [(1, s, 1) for s in (1, 2, 3)]
 LARGE = [(1, s, 1) for s in (1, 2, 3)]
 
 
-def tiles(m: int) -> list[Tile]:
-    """Tiles worth trying for ``m`` tokens."""
-    exact = next((size for size in (8, 16, 32, 64, 128) if m <= size), 256)
+def tiles(m: int, s4_groups: bool) -> list[Tile]:
+    """Tiles worth trying for ``m`` tokens; groups of s4 weights leave few registers."""
+    exact = next((size for size in (8, 16, 32, 64, 128) if m <= size), 128 if s4_groups else 256)
     widths = {exact} | ({exact // 2} if m >= 64 else set())
     pairs = itertools.chain.from_iterable(((w, c) for c in (SMALL if w <= 64 else LARGE)) for w in sorted(widths))
-    return [Tile(w, *c) for w, c in pairs]
+    return [
+        tile
+        for tile in (Tile(w, *c) for w, c in pairs)
+        if not s4_groups or tile.tokens * tile.blocks_per_sm < 128 or tile.blocks_per_sm == 1
+    ]
 
 
 def describe(tile: Tile, overlap: bool) -> str:
@@ -35,7 +38,7 @@ def describe(tile: Tile, overlap: bool) -> str:
 
 def compile_one(job: tuple[str, int | None, Tile]) -> None:
     scheme, group, tile = job
-    cubin(*definition(operand_of(scheme, group), tile, torch.bfloat16), "sm_90a")
+    cubin(*definition(Column(scheme, group, 4.0).operand(), tile, torch.bfloat16), "sm_90a")
 
 
 def main() -> None:
@@ -48,7 +51,8 @@ def main() -> None:
     parser.add_argument("--both", action="store_true", help="also without overlapping launches")
     args = parser.parse_args()
     sizes = [int(m) for m in args.tokens.split(",")]
-    wanted = sorted({t for m in sizes for t in tiles(m)}, key=str)
+    s4_groups = args.scheme in S4_LAYOUTS and args.group is not None
+    wanted = sorted({t for m in sizes for t in tiles(m, s4_groups)}, key=str)
     with ProcessPoolExecutor(16) as pool:
         list(pool.map(compile_one, [(args.scheme, args.group, t) for t in wanted]))
     results = []
@@ -57,8 +61,10 @@ def main() -> None:
             weights = random_weights(args.scheme, args.group, n, k)
             for m in sizes:
                 rows = []
-                for tile, overlap in itertools.product(tiles(m), (True, False) if args.both else (True,)):
-                    calls = kernel_calls(operand_of(args.scheme, args.group), weights, m, n, k, tile, overlap)
+                for tile, overlap in itertools.product(tiles(m, s4_groups), (True, False) if args.both else (True,)):
+                    calls = kernel_calls(
+                        Column(args.scheme, args.group, 4.0).operand(), weights, m, n, k, tile, overlap
+                    )
                     us = graph_us(calls, replays=7)
                     rows.append((us, tile, overlap))
                     results.append([model, name, m, n, k, str(tile), overlap, us])
@@ -71,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,10 +11,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from qtool.kernels import w4a8, w8a8
+from qtool.kernels import w4a8, w4ax, w8a8
 from qtool.kernels.gemm import Operand, Weight, run
 from qtool.kernels.quantize_activation import quantize_activation
-from qtool.kernels.tiles import Tile, choose
+from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.tiles import Tile, choose, choose_s4
 
 #: output channels and input channels of a layer's linears
 MODELS = {
@@ -65,7 +66,7 @@ def copies(bytes_each: float) -> int:
 
 
 def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:
-    """Random weights ``[n, k]``, as many as are rotated; ``w8a8`` or a W4A8 scheme, whose level 2 is legal."""
+    """Random weights ``[n, k]`` of a scheme whose GEMM is csrc/gemm.cuh, as many as are rotated; level 2 is legal."""
 
     def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, shape, dtype=dtype, device="cuda")
@@ -75,6 +76,11 @@ def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[
         scale = torch.rand(n, device="cuda") * 1e-3
         if scheme == "w8a8":
             weights.append(Weight(scale, boxed=draw(-127, 128, n, k, dtype=torch.int8)))
+            continue
+        if scheme in S4_LAYOUTS:
+            scale = (torch.rand(k // (group_size or k), n, device="cuda") * 1e-3).bfloat16()
+            shape = (k // 32, n, 16) if scheme == "w4a4" else (n, k // 2)
+            weights.append(w4ax.packed_weight(S4_LAYOUTS[scheme], draw(0, 256, *shape), scale))
             continue
         qweight = draw(0, 256, n // 64, k // 64, 2048)
         if group_size is None:
@@ -87,17 +93,16 @@ def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[
 
 
 def kernel_calls(
-    operand: Operand, weights: Sequence[Weight], m: int, n: int, k: int, tile: Tile | None = None, overlap: bool = True
+    operand: Operand, weights: Sequence[Weight], m: int, n: int, k: int, tile: Tile, overlap: bool = True
 ) -> list[Callable[[], object]]:
     """One launch per weight, for ``m`` random tokens, bf16 out."""
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
-    sx = torch.rand(m, device="cuda")
+    sx = torch.rand(max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda")  # [G, M4]
     token_sum = x.sum(1, dtype=torch.int32)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-    chosen = tile or choose(m, n, k)
 
     def call(weight: Weight) -> Callable[[], object]:
-        return lambda: run(operand, chosen, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
+        return lambda: run(operand, tile, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
 
     return [call(weight) for weight in weights]
 
@@ -124,35 +129,46 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
     return calls
 
 
-#: the columns of the table, and the weight bits of their floor
+#: the stored layout of schemes with s4 weights and s4 tokens
+S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A kernel in the table: scheme and group size, and the stored bits of a weight, scales included."""
+
+    scheme: str
+    group_size: int | None
+    bits: float
+
+    def operand(self) -> Operand:
+        """What the kernel is compiled with."""
+        if self.scheme in S4_LAYOUTS:
+            return w4ax.operand(S4_LAYOUTS[self.scheme], self.group_size, torch.bfloat16)
+        return w8a8.OPERAND if self.scheme == "w8a8" else w4a8.operand(self.scheme, self.group_size)
+
+    def tile(self, m: int, n: int, k: int) -> Tile:
+        """The tile that the op would choose."""
+        return choose_s4(m, n, k, self.group_size) if self.scheme in S4_LAYOUTS else choose(m, n, k)
+
+
 COLUMNS = {
-    "w4a8-lqq g64": 4.25,
-    "w4a8-qoq-g128": 4.125,
-    "w4a8-qoq": 4.0,
-    "w8a8": 8.0,
-    "torch bf16": 16.0,
-    "torch fp8": 8.0,
-    "torch int8": 8.0,
+    "w4a8-lqq g64": Column("w4a8-lqq", 64, 4.25),
+    "w4a8-qoq-g128": Column("w4a8-qoq-g128", 128, 4.125),
+    "w4a8-qoq": Column("w4a8-qoq", None, 4.0),
+    "w8a8": Column("w8a8", None, 8.0),
+    "w4a4-g128": Column("w4a4", 128, 4.125),
+    "w4a4-g32": Column("w4a4", 32, 4.5),
+    "w4a4": Column("w4a4", None, 4.0),
+    "w4ax-fmpq": Column("w4ax-fmpq", 128, 4.125),
 }
-
-
-#: scheme and group size of this project's columns
-KERNELS: dict[str, tuple[str, int | None]] = {
-    "w4a8-lqq g64": ("w4a8-lqq", 64),
-    "w4a8-qoq-g128": ("w4a8-qoq-g128", 128),
-    "w4a8-qoq": ("w4a8-qoq", None),
-    "w8a8": ("w8a8", None),
-}
-
-
-def operand_of(scheme: str, group_size: int | None) -> Operand:
-    """What the kernel of a column is compiled with."""
-    return w8a8.OPERAND if scheme == "w8a8" else w4a8.operand(scheme, group_size)
+DEFAULT_COLUMNS = ("w4a8-lqq g64", "w4a8-qoq-g128", "w4a8-qoq", "w8a8")
+REFERENCES = ("bf16", "fp8", "int8")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One linear at one number of tokens: microseconds by column of :data:`COLUMNS`, and of quantizing its input."""
+    """One linear at one number of tokens: microseconds by column, and of quantizing its input for the first one."""
 
     model: str
     layer: str
@@ -162,44 +178,57 @@ class Measurement:
     us: dict[str, float]
     quantize_us: float
 
-    @property
-    def floor(self) -> float:
-        """Least microseconds for LiquidQuant at group size 64."""
-        return floor_us(self.m, self.n, self.k, COLUMNS["w4a8-lqq g64"])
+    def floor(self, column: str) -> float:
+        """Least microseconds of a column of :data:`COLUMNS`."""
+        return floor_us(self.m, self.n, self.k, COLUMNS[column].bits)
 
 
-def gemm_table(models: Iterable[str] = MODELS, tokens: Iterable[int] = TOKENS) -> list[Measurement]:
-    """Measure every column on every layer of ``models`` (names in :data:`MODELS`) and every number of tokens."""
+def quantize_call(column: Column, m: int, k: int) -> Callable[[], object]:
+    """The quantization of a random input for a column."""
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    if column.scheme not in S4_LAYOUTS:
+        return lambda: quantize_activation(x, None, None, "none", 0.0)
+    layout = S4_LAYOUTS[column.scheme]
+    blocks = (torch.arange(k // 128, device="cuda") % 8 == 0).to(torch.uint8) if column.scheme == "w4ax-fmpq" else None
+    return lambda: quantize_activation_groups(x, None, None, blocks, "none", 0.0, column.group_size, layout)
+
+
+def gemm_table(
+    models: Iterable[str] = MODELS, tokens: Iterable[int] = TOKENS, columns: Sequence[str] = DEFAULT_COLUMNS
+) -> list[Measurement]:
+    """Measure ``columns`` on every layer of ``models`` (names in :data:`MODELS`) and every number of tokens."""
     results = []
     for model in models:
         for layer, (n, k) in MODELS[model].items():
-            weights = {column: random_weights(*scheme, n, k) for column, scheme in KERNELS.items()}
+            made = {name: random_weights(COLUMNS[name].scheme, COLUMNS[name].group_size, n, k) for name in columns}
             for m in tokens:
-                us = {
-                    column: graph_us(kernel_calls(operand_of(*KERNELS[column]), made, m, n, k))
-                    for column, made in weights.items()
-                }
-                for kind in ("bf16", "fp8", "int8"):
+                us = {}
+                for name, weights in made.items():
+                    column = COLUMNS[name]
+                    us[name] = graph_us(kernel_calls(column.operand(), weights, m, n, k, column.tile(m, n, k)))
+                for kind in REFERENCES:
                     us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
-                x = torch.randn(m, k, device="cuda").bfloat16()
-                quantize_us = graph_us([lambda x=x: quantize_activation(x, None, None, "none", 0.0)] * 16)  # type: ignore[misc]
+                quantize_us = graph_us([quantize_call(COLUMNS[columns[0]], m, k)] * 16)
                 results.append(Measurement(model, layer, m, n, k, us, quantize_us))
     return results
 
 
 def markdown(results: Sequence[Measurement]) -> str:
-    """Sums over each model's layers, one row per number of tokens: microseconds, and ratios of LiquidQuant's time."""
-    head = ["model", "M", "floor", *COLUMNS, "x floor", "vs fp8", "vs int8", "quantize x"]
+    """Sums over each model's layers, one row per number of tokens: microseconds; "vs" divides by the first column."""
+    names = [name for name in results[0].us if name in COLUMNS]
+    head = ["model", "M", "floor"]
+    for name in names:
+        head += [name, "x floor"]
+    head += [*(f"torch {kind}" for kind in REFERENCES), "vs fp8", "vs int8", "quantize x"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for model, m in dict.fromkeys((r.model, r.m) for r in results):
         rows = [r for r in results if (r.model, r.m) == (model, m)]
-        us = {column: sum(r.us[column] for r in rows) for column in COLUMNS}
-        ours, floor = us["w4a8-lqq g64"], sum(r.floor for r in rows)
-        cells = [f"{floor:.0f}", *(f"{us[column]:.1f}" for column in COLUMNS), f"{ours / floor:.2f}"]
-        cells += [
-            f"{us['torch fp8'] / ours:.2f}",
-            f"{us['torch int8'] / ours:.2f}",
-            f"{sum(r.quantize_us for r in rows):.1f}",
-        ]
-        lines.append(f"| {model} | {m} | {' | '.join(cells)} |")
+        us = {column: sum(r.us[column] for r in rows) for column in rows[0].us}
+        floors = {name: sum(r.floor(name) for r in rows) for name in names}
+        cells = [f"{floors[names[0]]:.0f}"]
+        for name in names:
+            cells += [f"{us[name]:.1f}", f"{us[name] / floors[name]:.2f}"]
+        cells += [f"{us[f'torch {kind}']:.1f}" for kind in REFERENCES]
+        cells += [f"{us[f'torch {kind}'] / us[names[0]]:.2f}" for kind in ("fp8", "int8")]
+        lines.append(f"| {model} | {m} | {' | '.join(cells)} | {sum(r.quantize_us for r in rows):.1f} |")
     return "\n".join(lines)
