@@ -1,0 +1,182 @@
+"""The 16-bit GEMMs (marlin, marlin-24) on this GPU against float64: part of ``check.py``.
+
+One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are fuzzed. Random sums may
+be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by the rounding of the output.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.kernels.build import cubin
+from qtool.kernels.half_gemm import ARCHITECTURES, HalfWeight, Variant, definition, run
+from qtool.kernels.half_tiles import HalfTile
+from qtool.kernels.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
+from qtool.layouts.marlin import MARLIN
+from qtool.layouts.marlin_24 import MARLIN_24
+
+#: of sum |x| |w|: tensor cores truncate up to 128 terms, then float32 additions of the groups
+TOLERANCE = 2.0**-20
+TILES = [
+    HalfTile(8, 4, teams=2, split=4, blocks_per_sm=2), HalfTile(16, 4, teams=2, split=4, blocks_per_sm=2),
+    HalfTile(16, 2, teams=4, split=3, blocks_per_sm=2), HalfTile(16, 4, teams=4), HalfTile(8, 1, teams=8, split=8),
+    HalfTile(32, 2, token_warps=4), HalfTile(32, 2, token_warps=2, teams=2, split=2), HalfTile(32, 4, teams=2, step=128),
+    HalfTile(16, 2, teams=2, split=2, step=128),
+]  # fmt: skip
+GROUPS = (32, 64, 128, 0)
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CAPABILITY = (9, 0)
+
+
+@dataclass
+class Case:
+    """One weight in both forms: packed, and as the exact float64 matrix ``[N, K]``."""
+
+    weight: HalfWeight
+    exact: Tensor
+
+    @classmethod
+    def make(cls, codes: Tensor, scale: Tensor, sparse: bool) -> "Case":
+        layout = MARLIN_24 if sparse else MARLIN
+        packed = layout.pack(codes)
+        weight = HalfWeight(packed["qweight"], layout.pack_group(scale).contiguous(), packed.get("metadata"))
+        wide = scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+        return cls(weight, (codes.double() - 8) * wide)
+
+    @classmethod
+    def random(cls, sparse: bool, group: int, n: int, k: int, dtype: torch.dtype) -> "Case":
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        scale = (torch.rand(n, k // group if group else 1, device="cuda") + 0.1).mul(0.01).to(dtype)
+        return cls.make(prune(codes) if sparse else codes, scale, sparse)
+
+    def run(self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, cluster: bool) -> Tensor:
+        out = torch.full((len(x) + 1, len(self.exact)), 77.0, dtype=out_dtype, device="cuda")
+        out[:-1] = float("nan")
+        run(tile, x, self.weight, out[:-1], bias, cluster=cluster)
+        assert (out[-1] == 77).all(), "wrote beyond the last token"
+        return out[:-1]
+
+    def verify(
+        self, tile: HalfTile, m: int, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, cluster: bool
+    ) -> str | None:
+        """None, or what is wrong."""
+        n, k = self.exact.shape
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        b = torch.randn(n, device="cuda").to(dtype) if bias else None
+        got = self.run(tile, x, b, out_dtype, cluster)
+        want = x.double() @ self.exact.t() + (0 if b is None else b.double())
+        terms = x.double().abs() @ self.exact.abs().t() + (0 if b is None else b.double().abs())
+        wrong = ~((got.double() - want).abs() <= TOLERANCE * terms + torch.finfo(out_dtype).eps * want.abs())
+        if not torch.equal(got, self.run(tile, x, b, out_dtype, cluster)):
+            return "a second run differs"
+        return _describe(wrong, got)
+
+
+def prune(codes: Tensor) -> Tensor:
+    """Two random codes of each four set to 8."""
+    noise = torch.rand(codes.shape[0], codes.shape[1] // 4, 4, device=codes.device)
+    dropped = noise.argsort(-1)[..., :2]
+    return codes.view(noise.shape).scatter(-1, dropped, 8).view(codes.shape)
+
+
+def _describe(wrong: Tensor, got: Tensor) -> str | None:
+    if not wrong.any():
+        return None
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}, got {got[wrong][:3].tolist()}"
+
+
+def one_hot(sparse: bool, group: int, tile: HalfTile, dtype: torch.dtype, scale_dtype: torch.dtype) -> str | None:
+    """Every code under many scales, read out by one-hot tokens: the output is the weight itself."""
+    n, k = 384, 1024
+    scale = torch.exp2(torch.randint(-8, 3, (n, k // group if group else 1), device="cuda").float())
+    scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(scale_dtype)
+    codes = (torch.arange(n, device="cuda")[:, None] * 5 + torch.arange(k, device="cuda") * 3) % 16
+    if sparse:
+        pairs = torch.tensor(list(itertools.combinations(range(4), 2)), device="cuda")  # every pair of positions
+        kept = pairs[torch.randint(0, len(pairs), (n, k // 4), device="cuda")]
+        codes = torch.full((n, k // 4, 4), 8, device="cuda").scatter(-1, kept, codes.view(n, -1, 4)[..., :2]).view(n, k)
+    case = Case.make(codes.to(torch.uint8), scale, sparse)
+    got = case.run(tile, torch.eye(k, dtype=dtype, device="cuda"), None, torch.float32, True)
+    return _describe(got.double() != case.exact.t(), got)
+
+
+def op_under_graph_and_compile(sparse: bool) -> str | None:
+    """The op inside a CUDA graph replayed on new tokens, under torch.compile, and checked by opcheck."""
+    case = Case.random(sparse, 128, 256, 512, torch.bfloat16)
+    w = case.weight
+    op = w4a16_24_gemm if sparse else w4a16_gemm
+    packed = (w.qweight, w.metadata) if sparse else (w.qweight,)
+
+    def call(x: Tensor) -> Tensor:
+        return op(x, *packed, w.scale, None, torch.float32)
+
+    x = torch.randn(3, 512, device="cuda").bfloat16()
+    call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(x)
+    x.normal_()
+    graph.replay()
+    torch.library.opcheck(op, (x, *packed, w.scale, None, torch.float32))
+    if not torch.equal(out, call(x)):
+        return "replay differs from a plain call"
+    return None if torch.equal(torch.compile(call, fullgraph=True)(x), out) else "compiled differs from a plain call"
+
+
+def _compile(job: tuple[Variant, HalfTile, bool]) -> None:
+    variant, tile, cluster = job
+    cubin(*definition(variant, tile, CAPABILITY, cluster=cluster), ARCHITECTURES[CAPABILITY][0])
+
+
+def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
+    """Each check's name, and None or what is wrong; ``small`` is a few launches for compute-sanitizer."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    if small:
+        for tile, sparse in itertools.product(TILES, (False, True)):
+            case = Case.random(sparse, 128, 256, 512, bf16)
+            yield f"small sparse={sparse} {tile}", case.verify(tile, 5, bf16, bf16, True, tile.step == 64)
+        return
+    rng = random.Random(0)
+    fuzzed = []
+    for _ in range(fuzz):
+        variant = Variant(
+            rng.random() < 0.5, rng.choice(GROUPS), rng.choice(HALF), rng.choice(SCALE_DTYPES), rng.choice((*HALF, f32))
+        )
+        fuzzed.append((variant, rng.choice(TILES), rng.random() < 0.7))
+    jobs = [(Variant(s, g, d, e, f32), t, True) for s in (False, True) for g in GROUPS for d in HALF for e in SCALE_DTYPES for t in TILES[1:6:4]]
+    jobs += [(Variant(s, 128, bf16, bf16, bf16), t, c) for s in (False, True) for t in TILES for c in (False, True)]
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(_compile, dict.fromkeys(jobs + fuzzed), chunksize=8))
+    for sparse, group, dtype, scale_dtype in itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES):
+        for tile in TILES[1:6:4]:
+            name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
+            yield name, one_hot(sparse, group, tile, dtype, scale_dtype)
+    for tile, sparse, cluster in itertools.product(TILES, (False, True), (True, False)):
+        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
+        for m in (1, tile.block_tokens, tile.block_tokens + 3):
+            wrong = case.verify(tile, m, bf16, bf16, True, cluster)
+            yield f"sums M={m} sparse={sparse} cluster={cluster} {tile}", wrong
+    for sparse in (False, True):
+        yield f"CUDA graph, torch.compile, opcheck sparse={sparse}", op_under_graph_and_compile(sparse)
+    for i, (variant, tile, cluster) in enumerate(fuzzed):
+        n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
+        m = rng.choice([rng.randint(1, 2 * tile.block_tokens), rng.randint(1, 300)])
+        case = Case.random(variant.sparse, variant.group, n, k, variant.scale)
+        wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, cluster)
+        yield f"fuzz {i} M={m} N={n} K={k} cluster={cluster} {variant} {tile}", wrong
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.manual_seed(0)
+    results = list(checks(int(sys.argv[1]), False))
+    for name, wrong in results:
+        if wrong:
+            print("FAIL", name, wrong)
+    print(len(results), "checks", sum(w is not None for _, w in results), "failures")

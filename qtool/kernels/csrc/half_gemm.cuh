@@ -1,0 +1,241 @@
+// Y^T = W X^T for 4-bit weights and 16-bit tokens on mma.sync (sm_80 and newer), float32 sums in a fixed order.
+//
+// A block multiplies kColumnWarps * 64 output channels by kTokens * kTokenWarps tokens. Its kTeams teams of warps
+// share the sum over K, and so do kSplit blocks: each of these units takes a run of 128s of input channels, through
+// its own ring of stages (kStep channels) filled by cp.async. A team waits for nobody but itself until the end, when all units put
+// their sums into shared memory and each thread adds, in the order of K, those it stores.
+//
+// Exact products: the operand is code - 8, which 16 bits hold exactly. A group's sum is scaled in float32 and added
+// to the total (without groups: every 128 inputs, unscaled), so that no weight is rounded and the tensor cores'
+// truncating additions stay within 128 terms.
+//
+// Legend: a *column* is an output channel n, a *block of sums* 8 tokens by 64 columns of one warp.
+#pragma once
+#include "weights_marlin.cuh"
+
+struct HalfParams {
+    const u8* x;         // [M, K], 16 bit
+    const u8* qweight;   // rows of [N/64] tiles of 512 bytes
+    const u8* metadata;  // rows of [N/64] tiles of 256 bytes (2:4), or null
+    const u8* scale;     // [G, N] of SCALE, each 64 in the lanes' order; [1, N] in the layout's channel order
+    const void* bias;    // [N] of `bias_kind`, or null
+    void* out;           // [M, N]
+    float* workspace;    // [kSplit, M, N] where no cluster adds the units
+    int m, n, k;
+    int bias_kind, token_tiles;
+};
+
+// kGroup: input channels that share a scale (32, 64, 128), 0 for all. kCluster: the split blocks are a cluster (sm_90).
+template <class Weights, int kKind, int kScale, int kOut, int kGroup, int kTokens, int kTokenWarps, int kColumnWarps, int kTeams,
+          int kSplit, int kStep, int kStages, bool kCluster>
+struct HalfGemm {
+    static constexpr int kTeamThreads = 32 * kColumnWarps * kTokenWarps, kThreads = kTeams * kTeamThreads;
+    static constexpr int kColumns = 64 * kColumnWarps, kTileTokens = kTokens * kTokenWarps, kBlocks = kTokens / 8;
+
+    static constexpr int kSteps = 128 / kStep, kPairs = kStep / 32;  // steps of 128 inputs; pairs of 16 inputs in a step
+    static constexpr int kRows = kStep / Weights::kInputs, kMetadataRows = Weights::kSparse ? kRows : 0;
+    static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2;
+    static constexpr int kGroups = kGroup ? (kStep > kGroup ? kStep / kGroup : 1) : 0;   // whose scales a stage holds
+    static constexpr int kGroupSteps = kGroup > kStep ? kGroup / kStep : 1;              // the last of which has them
+    static constexpr int kGroupPairs = kGroup ? kGroup / 32 : 4;                         // added up before they are scaled
+
+    static constexpr int kUnrolled = kGroupPairs > kPairs ? kGroupPairs / kPairs : 1;    // steps of a group
+
+    static constexpr int kTokenBytes = kStep * 2;
+    static constexpr int kCodesAt = kTileTokens * kTokenBytes;
+    static constexpr int kMetadataAt = kCodesAt + kRows * 512 * kColumnWarps;
+    static constexpr int kScalesAt = kMetadataAt + kMetadataRows * 256 * kColumnWarps;
+    static constexpr int kStageBytes = kScalesAt + kGroups * kColumns * kScaleBytes;
+    static constexpr int kRingBytes = kStages * kStageBytes;
+
+    static constexpr int kStride = kColumns + 4;  // floats of a token's sums; the 4 spread the banks
+    static constexpr int kSumsBytes = kTileTokens * kStride * 4;
+    static_assert(kStages >= 2, "one stage is filled while another is read");
+    static_assert(kTeams * (kRingBytes > kSumsBytes ? kRingBytes : kSumsBytes) <= SHARED_BYTES, "too little shared memory reserved");
+
+    static __device__ __forceinline__ void run(const HalfParams& p) {
+        grid_release();
+        extern __shared__ __align__(1024) u8 shared[];
+        const int rank = kSplit > 1 ? blockIdx.x % kSplit : 0, tile = blockIdx.x / kSplit;
+        const int m = tile % p.token_tiles * kTileTokens, n = tile / p.token_tiles * kColumns;
+        const int team = uniform(threadIdx.x / kTeamThreads), t = threadIdx.x % kTeamThreads;
+        const int runs = p.k / 128, unit = rank * kTeams + team, units = kSplit * kTeams;
+
+        float acc[kBlocks][4][4] = {};
+        grid_wait();
+        accumulate(acc, p, shared + team * kRingBytes, m, n, runs * unit / units * kSteps, runs * (unit + 1) / units * kSteps, team, t);
+
+        __syncthreads();  // all teams have left their rings
+        float* sums = reinterpret_cast<float*>(shared) + team * (kSumsBytes / 4);
+        const int warp = t / 32, q = t % 4;
+        float* mine = sums + (warp / kColumnWarps * kTokens + 2 * q) * kStride + warp % kColumnWarps * 64;
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+            for (int second = 0; second < 2; ++second) Weights::put(mine + (8 * i + second) * kStride, acc[i], second);
+        if constexpr (kCluster && kSplit > 1) cluster_sync();
+        else __syncthreads();
+        finish(p, shared, m, n, rank);
+        if constexpr (kCluster && kSplit > 1) cluster_sync();  // nobody reads this block's sums any more
+    }
+
+    // The sums of steps [from, to) for tokens m.. and columns n.. .
+    static __device__ __forceinline__ void accumulate(float (&acc)[kBlocks][4][4], const HalfParams& p, u8* ring, int m, int n, int from,
+                                                      int to, int team, int t) {
+        const int lane = t % 32, warp = t / 32, column_warp = warp % kColumnWarps, row = warp / kColumnWarps * kTokens + lane % 8;
+        const u32 tokens_at = row * kTokenBytes, swizzled = (lane / 8 ^ lane % 8) * 16;
+        const u64 once = evict_first();
+        int slot = 0, filled = 0;
+#pragma unroll
+        for (; filled < kStages - 1; ++filled) {
+            if (from + filled < to) load(p, smem_address(ring) + filled * kStageBytes, m, n, from + filled, t, once);
+            copy_commit();
+        }
+        float part[kBlocks][4][4];
+        for (int first = from; first < to; first += kUnrolled)
+#pragma unroll
+        for (int s = 0; s < kUnrolled; ++s) {
+            copy_wait<kStages - 2>();
+            named_barrier(1 + team, kTeamThreads);  // the stage is here, and nobody reads the one before
+            const int next = first + s + kStages - 1;
+            if (next < to) load(p, smem_address(ring) + filled * kStageBytes, m, n, next, t, once);
+            copy_commit();
+            const u8* stage = ring + slot * kStageBytes;
+            const u32 tokens = smem_address(stage) + tokens_at;
+            const u8* codes = stage + kCodesAt + column_warp * 512 + lane * 16;
+            const u8* metadata = stage + kMetadataAt + column_warp * 256 + lane * 4;
+            const u8* scales = stage + kScalesAt + (column_warp * 64 + lane / 4 * 8) * kScaleBytes;
+#pragma unroll(kGroup == 32 ? 1 : kPairs)  // else some of its variants spill
+            for (int pair = 0; pair < kPairs; ++pair) {
+                const int in_group = (s * kPairs + pair) % kGroupPairs;
+                if (in_group == 0) clear(part);
+                u32 b[kBlocks][4];
+#pragma unroll
+                for (int i = 0; i < kBlocks; ++i) load_matrices(b[i], tokens + i * 8 * kTokenBytes + (swizzled ^ pair * 64));
+                Weights::multiply(part, b, codes, 512 * kColumnWarps, metadata, 256 * kColumnWarps, pair);
+                if (in_group == kGroupPairs - 1) promote(acc, part, scales + pair / kGroupPairs * kColumns * kScaleBytes);
+            }
+            slot = slot + 1 == kStages ? 0 : slot + 1;
+            filled = filled + 1 == kStages ? 0 : filled + 1;
+        }
+        copy_wait<0>();
+    }
+
+  private:
+    static __device__ __forceinline__ void clear(float (&part)[kBlocks][4][4]) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) part[i][j][r] = 0.f;
+    }
+
+    // acc += scale * part; the lane's eight scales are those of its rows c, c + 8 of the four fragments.
+    static __device__ __forceinline__ void promote(float (&acc)[kBlocks][4][4], const float (&part)[kBlocks][4][4], const u8* scales) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float2 scale = make_float2(1.f, 1.f);
+            if constexpr (kGroup && kScale == kFloat32) {
+                scale = reinterpret_cast<const float2*>(scales)[j];
+            } else if constexpr (kGroup != 0) {
+                const u32 both = reinterpret_cast<const u32*>(scales)[j];
+                scale = make_float2(half_as_float(both & 0xFFFF, kScale), half_as_float(both >> 16, kScale));
+            }
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) acc[i][j][r] = fmaf(part[i][j][r], r < 2 ? scale.x : scale.y, acc[i][j][r]);
+        }
+    }
+
+    // Starts this thread's copies of one step. Tokens beyond M and columns beyond N stay what they were: their sums are
+    // not stored.
+    static __device__ __forceinline__ void load(const HalfParams& p, u32 stage, int m, int n, int step, int t, u64 once) {
+        constexpr int kChunks = 32 * kColumnWarps;  // 16-byte chunks of a row of codes
+        const int chunk = t % kChunks;
+        if (n + chunk / 32 * 64 < p.n) {
+            const u8* from = p.qweight + (static_cast<u64>(step) * kRows * p.n + n) * 8 + chunk * 16;
+#pragma unroll
+            for (int r = 0; r < kRows; r += kTokenWarps) {
+                const int row = r + t / kChunks;
+                if (kRows % kTokenWarps == 0 || row < kRows)
+                    copy_async_once(stage + kCodesAt + (row * kChunks + chunk) * 16, from + static_cast<u64>(row) * p.n * 8, once);
+            }
+        }
+        copy_rows<kMetadataRows, 16 * kColumnWarps>(
+            stage + kMetadataAt, p.metadata + (static_cast<u64>(step) * kMetadataRows * p.n + n) * 4, p.n * 4, (p.n - n) / 4, t, once);
+        if (step % kGroupSteps == kGroupSteps - 1)
+            copy_rows<kGroups, kColumns * kScaleBytes / 16>(
+                stage + kScalesAt, p.scale + (static_cast<u64>(step / kGroupSteps) * kGroups * p.n + n) * kScaleBytes,
+                p.n * kScaleBytes, (p.n - n) * kScaleBytes / 16, t, once);
+        constexpr int kPieces = kTokenBytes / 16;
+#pragma unroll
+        for (int i = t; i < kTileTokens * kPieces; i += kTeamThreads) {
+            const int token = i / kPieces, piece = i % kPieces;
+            if (m + token < p.m)
+                copy_async(stage + token * kTokenBytes + (piece ^ token % 8) * 16,
+                           p.x + (static_cast<u64>(m + token) * p.k + step * kStep) * 2 + piece * 16);
+        }
+    }
+
+    // kCount rows of up to kChunks 16-byte chunks, of which the first `valid` exist.
+    template <int kCount, int kChunks>
+    static __device__ __forceinline__ void copy_rows(u32 to, const u8* from, int row_bytes, int valid, int t, u64 once) {
+#pragma unroll
+        for (int i = t; i < kCount * kChunks; i += kTeamThreads)
+            if (i % kChunks < valid) copy_async_once(to + i * 16, from + static_cast<u64>(i / kChunks) * row_bytes + i % kChunks * 16, once);
+    }
+
+    // Adds the units' sums in the order of K and stores them; a cluster's blocks share the work.
+    static __device__ __forceinline__ void finish(const HalfParams& p, const u8* shared, int m, int n, int rank) {
+        constexpr int kFours = kColumns / 4, kBlocksHere = kCluster ? kSplit : 1;
+        const int items = min(kTileTokens, p.m - m) * kFours;
+        for (int i = (kCluster ? rank * kThreads : 0) + threadIdx.x; i < items; i += kBlocksHere * kThreads) {
+            const int token = i / kFours, column = i % kFours * 4;
+            if (n + column >= p.n) continue;
+            float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int unit = 0; unit < kBlocksHere * kTeams; ++unit) {
+                const u8* at = shared + unit % kTeams * kSumsBytes + (token * kStride + column) * 4;
+                if constexpr (kBlocksHere == 1) {
+                    add(total, *reinterpret_cast<const float4*>(at));
+                } else {
+                    const int4 v = load_remote(smem_address(at), unit / kTeams);
+                    add(total, make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w)));
+                }
+            }
+            if constexpr (kSplit > 1 && !kCluster)
+                *reinterpret_cast<float4*>(p.workspace + (static_cast<u64>(rank) * p.m + m + token) * p.n + n + column) = total;
+            else store(p, total, m + token, n + column);
+        }
+    }
+
+    static __device__ __forceinline__ void add(float4& total, const float4& v) {
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+    }
+
+    static __device__ __forceinline__ void store(const HalfParams& p, const float4& total, int m, int n) {
+        float y[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float scale = kGroup ? 1.f : load_as_float(p.scale, Weights::channel(n + i), kScale);
+            y[i] = fmaf(y[i], scale, p.bias ? load_as_float(p.bias, n + i, p.bias_kind) : 0.f);
+        }
+        const u64 at = static_cast<u64>(m) * p.n + n;
+        if constexpr (kOut == kFloat32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(y[0], y[1], y[2], y[3]);
+        else *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + at) = make_uint2(pack_pair<kOut>(y[0], y[1]), pack_pair<kOut>(y[2], y[3]));
+    }
+
+  public:
+    // The second pass where the split blocks are no cluster: adds their sums in the order of K.
+    static __device__ __forceinline__ void add_splits(const HalfParams& p) {
+        const u64 items = static_cast<u64>(p.m) * p.n / 4, i = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
+        grid_release();
+        grid_wait();
+        if (i >= items) return;
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int split = 0; split < kSplit; ++split) add(total, *reinterpret_cast<const float4*>(p.workspace + (split * items + i) * 4));
+        store(p, total, i * 4 / p.n, i * 4 % p.n);
+    }
+};

@@ -1,0 +1,141 @@
+"""The host side of ``csrc/half_gemm.cuh``: compile for a tile, pack the parameters, launch.
+
+Legend: M tokens, N output channels, K input channels, G groups of a channel.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.build import cubin
+from qtool.kernels.gemm import KINDS
+from qtool.kernels.half_tiles import HalfTile
+from qtool.kernels.launch import launch, load
+
+#: architectures these kernels are compiled for, and the shared memory of a multiprocessor that blocks may have
+ARCHITECTURES = {(8, 0): ("sm_80", 163), (8, 6): ("sm_86", 99), (8, 9): ("sm_89", 99), (9, 0): ("sm_90a", 227)}
+ADD_THREADS = 256
+
+
+@dataclass(frozen=True)
+class HalfWeight:
+    """A packed weight: codes int32, scales ``[G, N]``, and the positions of a 2:4 sparse one."""
+
+    qweight: Tensor
+    scale: Tensor
+    metadata: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K: both layouts store two words a row for each output channel."""
+        rows, words = self.qweight.shape
+        return words // 2, rows * (16 if self.metadata is None else 32)
+
+    @property
+    def group(self) -> int:
+        """Input channels a scale; 0 where it is the whole channel's."""
+        groups = self.scale.shape[0]
+        return 0 if groups == 1 else self.shape[1] // groups
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for beside its tile."""
+
+    sparse: bool
+    group: int
+    x: torch.dtype
+    scale: torch.dtype
+    out: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, weight: HalfWeight, out_dtype: torch.dtype) -> "Variant":
+        return cls(weight.metadata is not None, weight.group, x.dtype, weight.scale.dtype, out_dtype)
+
+    def stage_bytes(self, tile: HalfTile) -> int:
+        """Of one team's ring slot: tokens, codes, positions and scales of ``tile.step`` input channels."""
+        codes = tile.step * (24 if self.sparse else 32)
+        scales = 64 * self.scale.itemsize * (max(1, tile.step // self.group) if self.group else 0)
+        return tile.block_tokens * tile.step * 2 + tile.column_warps * (codes + scales)
+
+
+def definition(
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], *, cluster: bool
+) -> tuple[str, str, dict[str, int]]:
+    """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`.
+
+    Args:
+        cluster: the blocks that split K add their sums through distributed shared memory (sm_90).
+    """
+    return (
+        "w4a16_24_gemm" if variant.sparse else "w4a16_gemm",
+        "",
+        {
+            "GROUP": variant.group,
+            "KIND": KINDS[variant.x],
+            "SCALE": KINDS[variant.scale],
+            "OUT": KINDS[variant.out],
+            "TOKENS": tile.tokens,
+            "TOKEN_WARPS": tile.token_warps,
+            "COLUMN_WARPS": tile.column_warps,
+            "TEAMS": tile.teams,
+            "SPLIT": tile.split,
+            "STEP": tile.step,
+            "STAGES": tile.stages(variant.stage_bytes(tile), shared_bytes(tile, capability)),
+            "BLOCKS_PER_SM": tile.blocks_per_sm,
+            "CLUSTER": int(cluster),
+            "SHARED_BYTES": shared_bytes(tile, capability),
+        },
+    )
+
+
+def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
+    """What a block may use: its share of the multiprocessor's, less the kilobyte the system keeps for each block."""
+    return (ARCHITECTURES[capability][1] + 1) // tile.blocks_per_sm * 1024 - 1024
+
+
+@cache
+def _kernels(variant: Variant, tile: HalfTile, capability: tuple[int, int], cluster: bool, device: int) -> tuple[Any, Any]:
+    source = definition(variant, tile, capability, cluster=cluster)
+    code = cubin(*source, ARCHITECTURES[capability][0])
+    main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device)
+    return main, None if cluster or tile.split == 1 else load(code, "qtool_add_splits", 0, device)
+
+
+def run(
+    tile: HalfTile, x: Tensor, weight: HalfWeight, out: Tensor, bias: Tensor | None, *, cluster: bool | None = None
+) -> None:
+    """Launch ``out [M, N] = x [M, K] W^T``. All checks were made by the op.
+
+    Args:
+        cluster: see :func:`definition`; by default wherever the GPU has clusters.
+    """
+    device = x.device
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in ARCHITECTURES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
+        raise QtoolError(f"this kernel is written for {known}, {device} is sm_{capability[0]}{capability[1]}")
+    overlap = capability[0] >= 9
+    cluster = overlap if cluster is None else cluster
+    (m, k), n = x.shape, out.shape[1]
+    with torch.cuda.device(device):
+        main, add = _kernels(Variant.of(x, weight, out.dtype), tile, capability, cluster, device.index)
+        token_tiles = -(-m // tile.block_tokens)
+        grid = tile.split * token_tiles * -(-n // tile.columns)
+        workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
+        tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
+        parameters = struct.pack(
+            "<7Q5i4x",
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(m, n, k),
+            0 if bias is None else KINDS[bias.dtype],
+            token_tiles,
+        )
+        launch(main, grid, tile.threads, shared_bytes(tile, capability), parameters, device, overlap=overlap)
+        if add is not None:
+            launch(add, -(-m * n // (4 * ADD_THREADS)), ADD_THREADS, 0, parameters, device, overlap=overlap)
