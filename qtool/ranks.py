@@ -167,6 +167,13 @@ def _rows(count: int, number: int) -> slice:
     return slice(count * number // _world.size, count * (number + 1) // _world.size)
 
 
+def add_up(tensor: Tensor) -> None:
+    """The sum over the ranks, in place: the same on all of them, though its last bits depend on how many they are."""
+    if _world.size > 1:
+        with _together():
+            dist.all_reduce(tensor)
+
+
 class Sum:
     """The sum of one matrix a batch, whichever rank has the batch, in the order of the batches.
 
@@ -219,12 +226,15 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # by id: a tensor that occurs often travels once
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        self.tensors.append(value.detach())
-        return len(self.tensors) - 1
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value.detach())
+        return self.numbers[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):

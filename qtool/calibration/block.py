@@ -36,7 +36,12 @@ class Batch:
         """The first and the second half of the sequences."""
         size = len(self.hidden)
         for part in (slice(None, size // 2), slice(size // 2, None)):
-            yield Batch(self.hidden[part], [_sequences(kwargs, part, size) for kwargs in self.kwargs])
+            yield self.part(part)
+
+    def part(self, sequences: slice) -> "Batch":
+        """Some of the sequences."""
+        size = len(self.hidden)
+        return Batch(self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs])
 
     def keep(self, hidden: Tensor) -> None:
         """``hidden`` takes the place of the hidden states, where those are kept."""

@@ -10,6 +10,9 @@ Adam learns every linear's weight and float scale through the straight-through e
 :mod:`qtool.calibration.learned_linear`, from the codes of another rounding. A share of the samples is
 held out: the block keeps the epoch with the least loss there, epoch 0 (the start) included, so it never ends
 worse than it began.
+
+Of several ranks each takes its share of the sequences of every batch, and the gradients are added up: the steps are
+those of one rank up to the last bits of a sum.
 """
 
 import copy
@@ -19,11 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.method import Rounding
 from qtool.calibration.rtn import RoundToNearest
+from qtool.calibration.statistics import subset
 from qtool.errors import QtoolError, suggest
 
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
@@ -67,23 +72,28 @@ class Distill(Rounding):
             raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        used = first_samples(batches, self.samples)
-        targets = [block.run(batch) for batch in used]
+        used = own_sequences(subset(batches, self.samples))
+        targets = [None if batch is None else block.run(batch) for batch in used]
+        weights = self.weights(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
         held_out = max(1, round(len(used) * self.held_out)) if len(used) > 1 else 0
         taught, judged = range(len(used) - held_out), range(len(used) - held_out if held_out else 0, len(used))
 
         def loss_of(i: int) -> Tensor:
+            batch, target = used[i], targets[i]
+            if batch is None or target is None:
+                return torch.zeros((), device=block.device, requires_grad=True)
             with torch.autocast(block.device.type, torch.bfloat16, enabled=block.device.type == "cuda"):
-                answer = student.forward(used[i])
-            return self.distance(answer.float(), targets[i].to(answer.device).float())
+                answer = student.forward(batch)
+            return weights[i] * self.distance(answer.float(), target.to(answer.device).float())
 
         def judge() -> float:
             with torch.no_grad():
-                return sum(float(loss_of(i)) for i in judged) / len(judged)
+                return sum(ranks.every(sum(float(loss_of(i)) for i in judged))) / len(judged)
 
         optimizer = self.optimizer(linears)
+        learned = [p for group in optimizer.param_groups for p in group["params"]]
         steps = max(1, self.epochs * len(taught))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
         random = torch.Generator().manual_seed(self.seed + block.index)
@@ -92,6 +102,10 @@ class Distill(Rounding):
             for i in torch.randperm(len(taught), generator=random).tolist():
                 optimizer.zero_grad()
                 loss_of(taught[i]).backward()  # type: ignore[no-untyped-call]
+                for parameter in learned:
+                    if parameter.grad is None:  # none of the sequences is this rank's, or none of the expert's tokens
+                        parameter.grad = torch.zeros_like(parameter)
+                    ranks.add_up(parameter.grad)
                 optimizer.step()
                 schedule.step()
             curve.append(judge())
@@ -99,6 +113,17 @@ class Distill(Rounding):
                 best = {n: m.rounded() for n, m in linears.items()}
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
         return best
+
+    def weights(self, targets: Sequence[Tensor | None]) -> list[float]:
+        """This rank's share in the loss of each batch, from its share ``[b, S, H]`` of the targets."""
+
+        def size(target: Tensor | None) -> float:
+            if target is None:
+                return 0.0
+            return float(target.double().square().sum()) if self.loss == "mse" else float(target.numel())
+
+        sizes = [size(target) for target in targets]
+        return [own / sum(of_all) if own else 0.0 for own, *of_all in zip(sizes, *ranks.every(sizes), strict=True)]
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
@@ -126,11 +151,14 @@ class Distill(Rounding):
         return torch.optim.Adam(groups, betas=(0.9, 0.999))
 
 
-def first_samples(batches: Sequence[Batch], samples: int) -> list[Batch]:
-    """The first batches, until they hold ``samples`` sequences."""
-    used: list[Batch] = []
-    for batch in batches:
-        if sum(len(b.hidden) for b in used) >= samples:
-            break
-        used.append(batch)
-    return used
+def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
+    """This rank's sequences of every batch, in the order of the batches; None of one that has fewer than ranks."""
+    if ranks.size() == 1:
+        return list(batches)
+    own: list[Batch | None] = []
+    for batch in ranks.rounds(batches):
+        for whole in ranks.every(batch and Batch(batch.hidden, batch.kwargs)):
+            if whole is not None:
+                part = ranks.rows(len(whole.hidden))
+                own.append(whole.part(part) if part.start < part.stop else None)
+    return own
