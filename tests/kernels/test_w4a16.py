@@ -1,0 +1,127 @@
+"""The W4A16 ops on a CPU, and where the kernels expect each code, position and scale."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
+from qtool.layouts.marlin import MARLIN
+from qtool.layouts.marlin_24 import MARLIN_24, compress
+from qtool.runtime.format import LinearFormat
+from qtool.schemes.w4a16_24 import keep_largest
+
+N, K = 256, 384
+#: MARLIN's lanes are written c = lane // 4, q = lane % 4, as in csrc/weights_marlin.cuh
+LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]
+
+
+@pytest.fixture(params=[(s, g) for s in ("w4a16", "w4a16-24") for g in (32, 64, 128, None)], ids=str)
+def case(request: pytest.FixtureRequest) -> tuple[LinearFormat, dict[str, Tensor], Tensor, Tensor]:
+    """Format, stored tensors, tokens, and the scheme's own product."""
+    scheme, group = request.param
+    linear_format = LinearFormat(scheme, group, "marlin" if scheme == "w4a16" else "marlin-24", "bfloat16")
+    s = linear_format.scheme_object
+    weight, x = torch.randn(N, K), torch.randn(5, K).bfloat16()
+    params = s.fit(weight)
+    codes = s.quantize(weight, params)
+    return linear_format, linear_format.pack(codes, params), x, s.matmul(x, codes, params)
+
+
+def multiply(stored: dict[str, Tensor], x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if "metadata" in stored:
+        return w4a16_24_gemm(x, stored["qweight"], stored["metadata"], stored["scale"], bias, out_dtype)
+    return w4a16_gemm(x, stored["qweight"], stored["scale"], bias, out_dtype)
+
+
+def test_is_the_schemes_matmul(case: tuple[LinearFormat, dict[str, Tensor], Tensor, Tensor]) -> None:
+    _, stored, x, want = case
+    assert torch.equal(multiply(stored, x, None, torch.float32), want)
+    bias = torch.randn(N).half()
+    assert torch.equal(multiply(stored, x, bias, torch.bfloat16), (want + bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_opcheck(sparse: bool) -> None:
+    x, scale, bias = torch.randn(3, 256).half(), torch.rand(2, 128), torch.randn(128)
+    codes = torch.randint(0, 16, (128, 256), dtype=torch.uint8)
+    if sparse:
+        stored = MARLIN_24.pack(torch.where(keep_largest(torch.rand(128, 256)), codes, 8))
+        torch.library.opcheck(w4a16_24_gemm, (x, stored["qweight"], stored["metadata"], scale, bias, torch.float16))
+    else:
+        torch.library.opcheck(w4a16_gemm, (x, MARLIN.pack(codes)["qweight"], scale, bias, torch.float16))
+
+
+def registers(words: Tensor) -> dict[int, list[Tensor]]:
+    """The two codes of each fragment register, as ``dequantize`` in csrc/half_mma.cuh takes them from a word."""
+    wide = words.long() & 0xFFFFFFFF
+    nibbles = [[wide >> (16 * half + 4 * i) & 15 for half in range(2)] for i in range(4)]
+    return dict(zip((0, 2, 1, 3), nibbles, strict=True))
+
+
+def test_a_marlin_word_is_the_fragment_the_kernel_multiplies() -> None:
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
+    words = MARLIN.pack(codes)["qweight"].view(K // 16, N // 64, 32, 4)
+    found = torch.full((K // 16, N // 64, 64, 16), 99)  # [k tile, n tile, output, input]
+    for lane, c, q in LANES:
+        for j in range(4):
+            for r, pair in registers(words[:, :, lane, j]).items():
+                for k0 in range(2):
+                    found[:, :, 16 * j + c + 8 * (r % 2), 2 * q + k0 + 8 * (r // 2)] = pair[k0]
+    assert torch.equal(found.permute(1, 2, 0, 3).reshape(N, K).to(torch.uint8), codes)
+
+
+def test_marlin_24_words_are_the_sparse_fragments_the_kernel_multiplies() -> None:
+    codes = torch.where(keep_largest(torch.rand(N, K)), torch.randint(0, 16, (N, K)), 8).to(torch.uint8)
+    packed = MARLIN_24.pack(codes)
+    words = packed["qweight"].view(K // 32, N // 64, 32, 4)
+    held = packed["metadata"].view(torch.int32).view(K // 32, N // 64, 2, 32).long() & 0xFFFFFFFF
+    values = torch.full((K // 32, N // 64, 64, 16), 99)  # kept codes of 32 inputs
+    positions = torch.full((K // 32, N // 64, 64, 8), 99)  # their quads
+    for lane, c, q in LANES:
+        for j in range(4):
+            for r, pair in registers(words[:, :, lane, j]).items():
+                for k0 in range(2):
+                    values[:, :, 8 * c + j + 4 * (r % 2), 2 * q + k0 + 8 * (r // 2)] = pair[k0]
+            if q // 2 == j % 2:  # the selector of fragment j: these lanes hold its rows c and c + 8, quads 4 (q % 2) ..
+                for half, quad in ((h, i) for h in range(2) for i in range(4)):
+                    nibble = held[:, :, j // 2, lane] >> (16 * half + 4 * quad) & 15
+                    positions[:, :, 8 * c + j + 4 * half, 4 * (q % 2) + quad] = nibble
+    want_values, want_positions = compress(codes, 8)
+    assert torch.equal(values.permute(1, 2, 0, 3).reshape(N, K // 2).to(torch.uint8), want_values)
+    assert torch.equal(positions.permute(1, 2, 0, 3).reshape(N, K // 4).to(torch.uint8), want_positions)
+
+
+@pytest.mark.parametrize("layout", [MARLIN, MARLIN_24], ids=lambda layout: layout.name)
+def test_a_lane_finds_its_eight_scales_together(layout: object) -> None:
+    outputs = torch.arange(N).float()[:, None].expand(N, 3)
+    stored = layout.pack_group(outputs.contiguous())  # type: ignore[attr-defined]
+    tile = stored[1].view(N // 64, 8, 4, 2)  # lane c's are [c, j, b]
+    c, j, b = torch.meshgrid(torch.arange(8), torch.arange(4), torch.arange(2), indexing="ij")
+    output = 16 * j + 8 * b + c if layout is MARLIN else 8 * c + 4 * b + j
+    assert torch.equal(tile, torch.arange(0, N, 64)[:, None, None, None] + output.float())
+
+
+def test_the_kernels_order_of_channel_scales_is_marlins() -> None:
+    n = torch.arange(N)
+    place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2  # Marlin::channel
+    assert torch.equal(MARLIN.pack_channel(n)[place], n)
+
+
+def test_refuses_in_one_sentence() -> None:
+    x = torch.zeros(2, 256).half()
+    qweight, scale = torch.zeros(16, 256, dtype=torch.int32), torch.ones(2, 128)
+    with pytest.raises(QtoolError, match="out_dtype is torch.int32"):
+        w4a16_gemm(x, qweight, scale, None, torch.int32)
+    with pytest.raises(QtoolError, match="x is torch.float32"):
+        w4a16_gemm(x.float(), qweight, scale, None, torch.float16)
+    with pytest.raises(QtoolError, match=r"x has shape \(2, 128\)"):
+        w4a16_gemm(x[:, :128], qweight, scale, None, torch.float16)
+    with pytest.raises(QtoolError, match="N must be a multiple of 64 and K of 128"):
+        w4a16_gemm(x, qweight[:, :64], scale, None, torch.float16)
+    with pytest.raises(QtoolError, match="scale has 3 rows for K = 256"):
+        w4a16_gemm(x, qweight, torch.ones(3, 128), None, torch.float16)
+    with pytest.raises(QtoolError, match="scale has strides"):
+        w4a16_gemm(x, qweight, torch.ones(128, 2).t(), None, torch.float16)
+    with pytest.raises(QtoolError, match=r"metadata has shape \(8, 128\)"):
+        w4a16_24_gemm(x, qweight[:8], torch.zeros(8, 128, dtype=torch.int16), scale, None, torch.float16)
