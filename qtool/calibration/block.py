@@ -1,5 +1,7 @@
 """The unit of work: one decoder block on a device, its inputs, and what methods decide about it.
 
+On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in float32.
+
 A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the
 weights in place or notes a decision (clip ratios, an input permutation), and returns. It knows
 schemes only through their protocol and names of linears only through the family.
@@ -68,7 +70,8 @@ class Block:
         permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
             the stored columns are in that order and the input is gathered at run time.
         notes: what methods report (errors, choices), written to qtool.json.
-        compute: the 16-bit dtype of forwards on tensor cores, whatever the weights' own; None: the weights'.
+        exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows them; empty where
+            the module's own are the exact ones.
     """
 
     index: int
@@ -79,7 +82,8 @@ class Block:
     clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
-    compute: torch.dtype | None = None
+    exact: dict[str, Tensor] = field(default_factory=dict)
+    _copied: dict[str, int] = field(default_factory=dict, init=False)  # the version of an exact tensor the module has
 
     @property
     def heads(self) -> Heads:
@@ -92,13 +96,15 @@ class Block:
     def weight(self, name: str) -> Tensor:
         """The weight of submodule ``name``, detached: change it in place. Of a part of a fused linear: to read."""
         owner, rows = self._rows(name)
-        return self.get(owner).weight.detach()[rows]  # type: ignore[union-attr, operator, index]
+        weight = self._exact(owner, "weight")
+        assert weight is not None
+        return weight[rows]
 
     def bias(self, name: str) -> Tensor | None:
         """The bias of submodule ``name``, or of a part of one, detached; None where it has none."""
         owner, rows = self._rows(name)
-        bias = getattr(self.get(owner), "bias", None)
-        return None if bias is None else bias.detach()[rows]
+        bias = self._exact(owner, "bias")
+        return None if bias is None else bias[rows]
 
     def change_rows(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """Rows ``[n, K]`` of a linear (or of a part of a fused one) and its bias ``[n]`` become ``change`` of them."""
@@ -106,6 +112,29 @@ class Block:
         for tensor in (self.weight(owner), self.bias(owner)):
             if tensor is not None:
                 tensor[rows] = change(tensor[rows]).to(tensor.dtype)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name, detached, the exact one where there are two."""
+        return {name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()}
+
+    def forget(self, name: str) -> None:
+        """Linear ``name`` has been rounded and is installed: its exact weight is needed no more."""
+        self.exact.pop(f"{name}.weight", None)
+
+    def follow(self) -> None:
+        """Copy exact tensors that were changed into the module. What was installed in their place stays."""
+        for name, exact in self.exact.items():
+            if self._copied.get(name) != exact._version:
+                owner, _, part = name.rpartition(".")
+                if not isinstance(self.get(owner), SimulatedLinear):
+                    getattr(self.get(owner), part).data.copy_(exact)
+                self._copied[name] = exact._version
+
+    def _exact(self, owner: str, part: str) -> Tensor | None:
+        if (exact := self.exact.get(f"{owner}.{part}")) is not None:
+            return exact
+        own = getattr(self.get(owner), part, None)
+        return None if own is None else own.detach()
 
     def _rows(self, name: str) -> tuple[str, slice | list[int]]:
         owner = self.family.owner(name)
@@ -157,9 +186,8 @@ class Block:
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
         """:meth:`run` with gradients, for methods that learn."""
         kwargs = to_device(batch.kwargs[self.index], self.device)
-        hidden = batch.hidden.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, self.compute, enabled=self.compute is not None, cache_enabled=False):
-            out = self.module(hidden, **(kwargs | extra))
+        self.follow()
+        out = self.module(batch.hidden.to(self.device, non_blocking=True), **(kwargs | extra))
         return out[0] if isinstance(out, tuple) else out
 
     @property
@@ -184,7 +212,7 @@ class Block:
             return see
 
         begin = self.module.register_forward_pre_hook(lambda *_: waiting.update(observers))
-        with observing(self.module, {name: once(name, o) for name, o in observers.items()}, self.compute):
+        with observing(self.module, {name: once(name, o) for name, o in observers.items()}):
             for batch in batches:
                 with suppress(_Reached):
                     self.run(batch)
@@ -202,7 +230,7 @@ class Block:
             seen.append(x)
             raise _Reached
 
-        with observing(self.module, {name: take}, self.compute), suppress(_Reached):
+        with observing(self.module, {name: take}), suppress(_Reached):
             self.run(batch)
         return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
 
@@ -223,8 +251,7 @@ class Block:
     def install(self, name: str, rounded: Rounded) -> None:
         """From now on linear ``name`` computes what the quantized one will."""
         linear = self.get(name)
-        dtype = self.compute or linear.weight.dtype
-        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name), dtype)  # type: ignore[arg-type]
+        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
         parent, _, attribute = name.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, quantized)
 
@@ -236,34 +263,25 @@ class _Reached(Exception):
 class SimulatedLinear(nn.Module):
     """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
 
-    def __init__(
-        self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None) -> None:
         super().__init__()
         self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
-        weight = scheme.dequantize(rounded.codes, rounded.params).to(dtype)
+        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x[..., self.permutation]
-        x = self.scheme.fake_activation(x.to(self.weight.dtype), self.params)
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(self.scheme.fake_activation(x, self.params), self.weight, self.bias)
 
 
 @contextmanager
-def observing(
-    module: nn.Module, observers: dict[str, Callable[[Tensor], None]], compute: torch.dtype | None = None
-) -> Iterator[None]:
-    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs.
-
-    Args:
-        compute: the dtype the submodule will cast its input to; None: it takes it as it comes.
-    """
+def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs."""
 
     def hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
-        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]).to(compute or inputs[0].dtype))
+        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     handles = [module.get_submodule(name).register_forward_pre_hook(hook(o)) for name, o in observers.items()]
     try:

@@ -108,7 +108,7 @@ def search(
 
     def difference(clip: Ratio, group_clip: Ratio) -> Tensor:
         params = scheme.fit_range(low, high, clip=clip, group_clip=group_clip)
-        return scheme.dequantize(scheme.quantize(weight, params), params) - weight
+        return scheme.weight_error(weight, params)
 
     clip = torch.ones(rows, device=weight.device)
     group_clip = torch.ones(rows, groups, device=weight.device)

@@ -116,6 +116,7 @@ class Gptq(Rounding):
             found |= self.round_problems(block, problems)
             for name, result in found.items():
                 block.install(name, result)
+                block.forget(name)
             rounded |= found
         return rounded
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from qtool.schemes.grid import Grid
 
+#: weights that one program holds at a time
+ELEMENTS = 1024
+
 if find_spec("triton"):
     import triton
     import triton.language as tl
@@ -20,21 +23,23 @@ if find_spec("triton"):
     @triton.jit
     def _group_error(  # type: ignore[no-untyped-def]
         weight_ptr, importance_ptr, step_ptr, offset_ptr, low_ptr, high_ptr, error_ptr, groups, size,
-        SIZE: tl.constexpr,
+        count, MANY: tl.constexpr, SIZE: tl.constexpr,
     ):  # fmt: skip
-        at = tl.program_id(0).to(tl.int64)  # n * G + group
-        group = at % groups
-        step, offset = tl.load(step_ptr + at), tl.load(offset_ptr + at)
-        low, high = tl.load(low_ptr + at).to(tl.float32), tl.load(high_ptr + at).to(tl.float32)
-        total = tl.zeros([SIZE], tl.float32)
+        at = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)  # n * G + group
+        there, group = at < count, at % groups
+        step, offset = tl.load(step_ptr + at, there, 1.0)[:, None], tl.load(offset_ptr + at, there, 0.0)[:, None]
+        low = tl.load(low_ptr + at, there, 0).to(tl.float32)[:, None]
+        high = tl.load(high_ptr + at, there, 0).to(tl.float32)[:, None]
+        total = tl.zeros([MANY, SIZE], tl.float32)
         for start in range(0, size, SIZE):
-            column = start + tl.arange(0, SIZE)
-            inside = column < size
-            weight = tl.load(weight_ptr + at * size + column, inside, 0.0)
+            column = (start + tl.arange(0, SIZE))[None, :]
+            inside = there[:, None] & (column < size)
+            weight = tl.load(weight_ptr + at[:, None] * size + column, inside, 0.0)
             code = tl.minimum(tl.maximum(tl.div_rn(weight - offset, step), low), high)
             lost = ((code + MAGIC) - MAGIC) * step + offset - weight
-            total += tl.where(inside, lost * lost, 0.0) * tl.load(importance_ptr + group * size + column, inside, 0.0)
-        tl.store(error_ptr + at, tl.sum(total, 0))
+            worth = tl.load(importance_ptr + group[:, None] * size + column, inside, 0.0)
+            total += tl.where(inside, lost * lost, 0.0) * worth
+        tl.store(error_ptr + at, tl.sum(total, 1), there)
 
 
 def runs_on(weight: Tensor) -> bool:
@@ -47,6 +52,7 @@ def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
     n, count, size = groups.shape
     inputs = [t.contiguous() for t in (groups, importance, grid.step, grid.offset, grid.low, grid.high)]
     error = torch.empty(n, count, device=groups.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _group_error[(n * count,)](*inputs, error, count, size, SIZE=block, num_warps=1 if block <= 256 else 4)
+    block = min(ELEMENTS, triton.next_power_of_2(size))
+    many = ELEMENTS // block
+    _group_error[(triton.cdiv(n * count, many),)](*inputs, error, count, size, n * count, MANY=many, SIZE=block)
     return error

@@ -15,7 +15,8 @@ from qtool.calibration.block import Batch, Block, Rounded
 from qtool.calibration.method import Rounding
 from qtool.schemes.base import Clip, Params, Scheme
 
-CHUNK_ELEMENTS = 1 << 20
+#: of a chunk on CPU and on a GPU
+CHUNK_ELEMENTS = 1 << 20, 1 << 26
 
 
 @dataclass
@@ -43,7 +44,7 @@ def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_cli
         CheckFailed: if an invariant of the scheme broke.
     """
     n, k = weight.shape
-    step = max(1, CHUNK_ELEMENTS // k)
+    step = max(1, CHUNK_ELEMENTS[weight.device.type == "cuda"] // k)
     codes, parts = torch.empty(n, k, dtype=scheme.code_dtype, device=weight.device), []
     lost = power = 0.0
     for start in range(0, n, step):

@@ -118,7 +118,6 @@ def output_error(
     for (scheme, weight), target in zip(problems, targets, strict=True):
         scaled = weight if factor is None else weight * factor
         params = scheme.fit(scaled)
-        rounded = scheme.dequantize(scheme.quantize(scaled, params), params)
-        output = scheme.fake_activation(smoothed, params) @ rounded.T
+        output = scheme.fake_activation(smoothed, params) @ scheme.fake_weight(scaled, params).T
         total += (output - target).double().square().sum()
     return float(total / sum(target.numel() for target in targets))

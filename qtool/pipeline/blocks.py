@@ -5,7 +5,7 @@ itself. Built: the block is a module, rewritten by the transforms and rounded; i
 then unpacked as the block that computes the next one's inputs - so a resumed run, which reads them
 from the written blocks, sees the same numbers to the bit.
 
-On CUDA forwards are in the model's 16-bit dtype; the weights of a block stay float32 until they are rounded.
+On CUDA forwards are in the model's 16-bit dtype; the weights that methods change lie beside them in float32.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -110,15 +110,16 @@ class BuiltBlocks:
         """
         job, prefix = self.job, self.job.full(index, "")
         with stage("read"):
-            module = self._module(index, self.prefetch.block(index, following), torch.float32)
+            module = self._module(index, self.prefetch.block(index, following), self.compute or torch.float32)
+            exact = {n: p.detach().float() for n, p in module.named_parameters()} if self.compute else {}
         formats = {n: f for n in job.linears(index) if (f := job.format.of(prefix + n))}
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
         block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes,
-                      compute=self.compute)  # fmt: skip
+                      exact=exact)  # fmt: skip
         for transform in job.transforms:
             with stage("search"):
                 transform.apply(block, self.batches)
-        stored = {prefix + n: p.detach().to(job.dtype) for n, p in module.named_parameters() if prefix + n in spec}
+        stored = {prefix + n: p.to(job.dtype) for n, p in block.parameters().items() if prefix + n in spec}
         scales = kv_scales(block, job.format.kv, self.batches)
         with quantized_kv(block, job.format.kv, scales), stage("rounding"):
             rounded = job.rounding.round(block, self.batches)
@@ -141,11 +142,13 @@ class BuiltBlocks:
             return
         job, prefix = self.job, self.job.full(index, "")
         parts = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()}
-        shapes = job.block_shapes(index)
+        shapes, dtype = job.block_shapes(index), self.compute or torch.float32
         with stage("pack"):
-            weights = {n: parts[n] if n in parts else torch.empty(s, device="meta") for n, s in shapes.items()}
-            module = self._module(index, weights, self.compute or torch.float32)
-            block = Block(index, module, job.block_family(index), self.model.config, {}, compute=self.compute)
+            weights = {
+                n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()
+            }
+            module = self._module(index, weights, dtype)
+            block = Block(index, module, job.block_family(index), self.model.config, {})
             for name, (n, k) in job.linears(index).items():
                 if linear_format := job.format.of(prefix + name):
                     own = {p.removeprefix(f"{name}."): t for p, t in parts.items() if p.startswith(f"{name}.")}
@@ -182,6 +185,6 @@ def _empty(module: torch.nn.Module) -> None:
         if isinstance(child, SimulatedLinear):
             parent, _, attribute = name.rpartition(".")
             n, k = child.weight.shape
-            plain = torch.nn.Linear(k, n, bias=child.bias is not None, device="meta", dtype=torch.float32)
+            plain = torch.nn.Linear(k, n, bias=child.bias is not None, device="meta")
             setattr(module.get_submodule(parent), attribute, plain)
     module.to("meta")

@@ -136,6 +136,14 @@ class Scheme(ABC):
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         """The exact weight ``[N, K]`` in float32 that the integers stand for."""
 
+    def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
+        """``weight [N, K]`` rounded to nearest and dequantized, float32: what a search looks at."""
+        return self.dequantize(self.quantize(weight, params), params)
+
+    def weight_error(self, weight: Tensor, params: Params) -> Tensor:
+        """:meth:`fake_weight` less ``weight``, float32 ``[N, K]``."""
+        return self.fake_weight(weight, params).sub_(weight)
+
     @abstractmethod
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in int32."""

@@ -13,6 +13,7 @@ lo + 15 * s2 is at most max Q8 + 7.5, and level 1 keeps max Q8 below 120.
 import torch
 from torch import Tensor
 
+from qtool.schemes import lqq_triton
 from qtool.schemes.activation import PER_TOKEN_S8
 from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require
 from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
@@ -58,6 +59,16 @@ class LiquidQuant(Scheme):
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         return self._level2(codes, params).mul_(params["s1"].float()[:, None])
+
+    def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
+        if lqq_triton.runs_on(weight):
+            return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=False)
+        return super().fake_weight(weight, params)
+
+    def weight_error(self, weight: Tensor, params: Params) -> Tensor:
+        if lqq_triton.runs_on(weight):
+            return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
+        return super().weight_error(weight, params)
 
     def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
         qx, sx = self.activation.quantize(x)

@@ -1,13 +1,17 @@
 """A block whose batch does not fit the device runs it in halves, with the same outputs."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from qtool.calibration.block import Batch, Block, first_inputs
+from qtool.calibration.block import Batch, Block, Rounded, first_inputs
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import fill, skeleton
+from qtool.schemes import get
 from tests.conftest import SMALL
 
 
@@ -56,3 +60,37 @@ def test_one_sequence_that_does_not_fit_is_said(block_and_batch: tuple[Block, Ba
     limit(block, 0)
     with pytest.raises(QtoolError, match="block 0: one sequence of 16 tokens does not fit"):
         block.run(batch)
+
+
+def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block, Batch]) -> None:
+    block, batch = block_and_batch
+    exact = {name: p.detach().clone() for name, p in block.module.named_parameters()}
+    block = replace(block, module=block.module.bfloat16(), exact=exact)
+    batch.hidden = batch.hidden.bfloat16()
+    batch.kwargs = [to_dtype(kwargs) for kwargs in batch.kwargs]
+    block.run(batch)
+    block.weight("mlp.up_proj").mul_(3)
+    block.change_rows("self_attn.v_proj", lambda rows: rows / 3)
+    found = block.run(batch)
+    assert torch.equal(block.get("mlp.up_proj").weight, exact["mlp.up_proj.weight"].bfloat16())  # type: ignore[arg-type]
+    plain = replace(block, exact={})
+    assert torch.equal(plain.run(batch), found)
+    assert block.parameters()["mlp.up_proj.weight"].dtype == torch.float32
+    scheme = block.schemes["mlp.up_proj"] = get("w8a8")
+    params = block.fit("mlp.up_proj")
+    block.install("mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params))
+    block.forget("mlp.up_proj")
+    block.weight("mlp.gate_proj").mul_(2)
+    block.run(batch)
+    assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16
+
+
+def to_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The block's arguments with float tensors in bfloat16."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.bfloat16() if value.is_floating_point() else value
+        return type(value)(map(convert, value)) if isinstance(value, tuple) else value
+
+    return {name: convert(value) for name, value in kwargs.items()}

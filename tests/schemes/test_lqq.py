@@ -79,3 +79,20 @@ def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None
     params = {"s1": torch.ones(1), "s2": torch.tensor([[s2]]).byte(), "offset": torch.tensor([[offset]]).byte()}
     with pytest.raises(CheckFailed):
         LiquidQuant().check(torch.full((1, 64), code, dtype=torch.uint8), params)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shape", [(5, 64), (48, 4096)])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+def test_the_fused_rounding_is_the_schemes_own(shape: tuple[int, int], scale_dtype: torch.dtype) -> None:
+    scheme = LiquidQuant(64, scale_dtype)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+    params = scheme.fit(weight, clip=0.8, group_clip=0.9)
+    expected = scheme.fake_weight(weight, params)
+    on_device = {name: t.cuda() for name, t in params.items()}
+    found = scheme.fake_weight(weight.cuda(), on_device).cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        scheme.weight_error(weight.cuda(), on_device).cpu(), expected - weight, rtol=0, atol=1e-8
+    )
