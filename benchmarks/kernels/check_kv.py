@@ -1,0 +1,250 @@
+"""Is attention over the packed cache right? Part of ``check.py``; alone: ``python benchmarks/kernels/check_kv.py``.
+
+The kernel against float64 attention over what the codes stand for, the relative distance (Frobenius) of all outputs;
+bytes that no token was written to are poisoned; equal calls give equal bits; a CUDA graph sees the lengths change; the
+append writes the scheme's bytes and no others.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qtool.kernels.build import cubin
+from qtool.kernels.kv_append import definition as append_definition
+from qtool.kernels.kv_append import kv_append
+from qtool.kernels.kv_attention import Plan, definition, kv_attention
+from qtool.kernels.packed_cache import TOKENS
+from qtool.schemes.kv import KV4, KV8
+
+Check = tuple[str, str | None]
+DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+#: of the whole output from float64: weights are rounded to f16, the output to its dtype
+TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by token."""
+
+    kv: str
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    dim: int
+    tokens: int
+    dtype: torch.dtype
+    ragged: bool = False
+    masked: bool = False
+    softcap: float = 0.0
+    window: int = 0
+    spread: bool = False
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Shape":
+        tokens = rng.choice([rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 3000)])
+        return cls(
+            rng.choice(["kv4", "kv8"]), rng.randint(1, 5), rng.randint(1, 4), rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 20]),
+            rng.choice([1, 1, 1, 2, 3, 5, 8]), rng.choice(DIMS), tokens, rng.choice([torch.float16, torch.bfloat16]),
+            rng.random() < 0.4, rng.random() < 0.3, rng.choice([0.0, 5.0]), rng.choice([0, 0, rng.randint(1, 500)]),
+            rng.random() < 0.3,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        flags = [name for name in ("ragged", "masked", "spread") if getattr(self, name)]
+        flags += [f"{name}={value}" for name in ("softcap", "window") if (value := getattr(self, name))]
+        size = f"B={self.batch} H={self.heads}x{self.group} Tq={self.queries} D={self.dim} T={self.tokens}"
+        return " ".join([self.kv, size, str(self.dtype).removeprefix("torch."), *flags])
+
+
+class Case:
+    """Random inputs of a shape, the packed cache poisoned where no token is."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device="cuda")
+
+        self.shape = shape
+        batch, heads, dim, tokens = shape.batch, shape.heads, shape.dim, shape.tokens
+        self.capacity = -(-(tokens + int(randn(1).abs() * 40)) // TOKENS) * TOKENS
+        self.query = randn(batch, heads * shape.group, shape.queries, dim).to(shape.dtype)
+        self.lengths = None
+        if shape.ragged:
+            self.lengths = torch.randint(0, tokens + 1, (batch,), generator=generator, device="cuda", dtype=torch.int32)
+        self.mask = None
+        if shape.masked:
+            width = max(1, tokens - int(randn(1).abs() * 5))
+            self.mask = randn(batch, shape.queries, width) < 1.0
+        self.x = []
+        self.packed = []
+        for part in range(2):
+            x = randn(batch, heads, tokens, dim) + 2 * (1 - part) * randn(heads, 1, dim)
+            if shape.spread:
+                x *= torch.exp(2 * randn(batch, heads, tokens, 1))
+            self.x.append(x.to(shape.dtype))
+            self.packed.append(self._pack(self.x[-1]))
+
+    def _pack(self, x: Tensor) -> dict[str, Tensor]:
+        quantizer = KV4() if self.shape.kv == "kv4" else KV8(x.float().abs().amax((0, 2)))
+        room = {}
+        for name, tensor in quantizer.quantize(x).items():
+            size = (*tensor.shape[:2], self.capacity, tensor.shape[3])
+            if tensor.is_floating_point():
+                room[name] = torch.full(size, float("nan"), dtype=tensor.dtype, device="cuda")
+            else:
+                room[name] = torch.randint(0, 100, size, device="cuda").to(tensor.dtype)
+            room[name][:, :, : x.shape[2]] = tensor
+        return room if isinstance(quantizer, KV4) else room | {"scale": quantizer.scale}
+
+    def run(self) -> Tensor:
+        (k, v), shape = self.packed, self.shape
+        return kv_attention(
+            self.query, k["codes"], k["scale"], k.get("zero"), v["codes"], v["scale"], v.get("zero"), shape.tokens,
+            self.lengths, self.mask, shape.dim**-0.5, shape.softcap, shape.window,
+        )  # fmt: skip
+
+    def reference(self) -> Tensor:
+        """Float64 attention over the dequantized cache."""
+        shape, tokens = self.shape, self.shape.tokens
+        keys, values = (self._dequantize(packed)[:, :, :tokens] for packed in self.packed)
+        query = self.query.double().unflatten(1, (shape.heads, -1))
+        scores = torch.einsum("bhgqd,bhtd->bhgqt", query, keys) * shape.dim**-0.5
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        ends = torch.full((shape.batch,), tokens, device="cuda") if self.lengths is None else self.lengths.long()
+        token = torch.arange(tokens, device="cuda")
+        hidden = torch.ones(shape.batch, shape.queries, tokens, dtype=torch.bool, device="cuda")
+        for b in range(shape.batch):
+            for q in range(shape.queries):
+                position = int(ends[b]) - shape.queries + q
+                seen = (token <= position) & (token > position - (shape.window or tokens + 9))
+                if self.mask is not None:
+                    seen[self.mask.shape[2] :] = False
+                    seen[: self.mask.shape[2]] &= self.mask[b, q]
+                hidden[b, q] = ~seen
+        hidden = hidden[:, None, None]
+        weights = torch.softmax(scores.masked_fill(hidden, -1e300), -1).masked_fill(hidden, 0)
+        return torch.einsum("bhgqt,bhtd->bhgqd", weights, values).reshape(self.query.shape)
+
+    def _dequantize(self, packed: dict[str, Tensor]) -> Tensor:
+        if self.shape.kv == "kv8":
+            return packed["codes"].double() * packed["scale"].double()[:, None]
+        codes = torch.stack([packed["codes"] & 15, packed["codes"] >> 4], -1).flatten(-2).double()
+        return (codes - packed["zero"].double()) * packed["scale"].double()
+
+    def wrong(self) -> str | None:
+        found, again, expected = self.run(), self.run(), self.reference()
+        if not torch.equal(found, again):
+            return "two runs differ"
+        error = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+        return None if error <= TOLERANCE[self.shape.dtype] else f"differs from float64 by {error:.1e}"
+
+
+def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:
+    """Into the cache: in parallel before the checks, which would do it one by one."""
+    cubin(*source, arch)
+
+
+def _prepare(shapes: list[Shape]) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    sources = []
+    for shape in shapes:
+        bits = 4 if shape.kv == "kv4" else 8
+        plan = Plan.of(bits, shape.dim, shape.group * shape.queries)
+        sources.append(definition(plan, shape.dtype, shape.masked, shape.softcap > 0))
+        sources.append(append_definition(bits, shape.dim, shape.dtype))
+    distinct = {repr(source): source for source in sources}
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(partial(_compile, arch=f"sm_{major}{minor}"), distinct.values()))
+
+
+def checks(fuzz: int, small: bool) -> Iterator[Check]:
+    """Name of each check, and what is wrong or None; ``small`` leaves out the long sequences."""
+    shapes = {f"kv attention {shape}": shape for shape in _chosen(small)}
+    rng = random.Random(0)
+    drawn = [Shape.draw(rng) for _ in range(fuzz)]
+    appended = [Shape.draw(rng) for _ in range(max(20, fuzz // 5))]
+    _prepare([*shapes.values(), *drawn, *appended])
+    for name, shape in shapes.items():
+        yield name, Case(shape, 0).wrong()
+    for kv in ("kv4", "kv8"):
+        yield f"{kv} attention in a graph follows the lengths", _graph(kv)
+    for i, shape in enumerate(drawn):
+        yield f"fuzz {i} kv attention {shape}", Case(shape, i).wrong()
+    for i, shape in enumerate(appended):
+        yield f"fuzz {i} kv append {shape}", _append(shape, i)
+
+
+def _chosen(small: bool) -> Iterator[Shape]:
+    make = partial(Shape, queries=1, dtype=torch.bfloat16)
+    for kv in ("kv4", "kv8"):
+        shapes = [make(kv, 2, 2, 4, dim=dim, tokens=200) for dim in DIMS]
+        shapes += [make(kv, 1, 1, 1, dim=64, tokens=n) for n in (1, 2, 31, 32, 33, 127, 128, 129)]
+        shapes += [Shape(kv, 2, 2, 4, 8, 128, 300, torch.float16, masked=True, softcap=20.0, window=70)]
+        if not small:
+            shapes += [make(kv, 64, 8, 4, dim=128, tokens=4096), make(kv, 1, 8, 4, dim=128, tokens=131072)]
+        yield from shapes
+
+
+def _graph(kv: str) -> str | None:
+    case = Case(Shape(kv, 3, 2, 4, 1, 128, 700, torch.float16, ragged=True), 7)
+    assert case.lengths is not None
+    case.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.run()
+    for lengths in ([700, 1, 30], [3, 650, 129]):
+        case.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        if not torch.equal(found, case.run()):
+            return f"the replayed graph differs at lengths {lengths}"
+    return None
+
+
+def _append(shape: Shape, seed: int) -> str | None:
+    """Chunks of one random tensor appended one by one: the bytes of the whole, and poison beyond."""
+    case, rng = Case(shape, seed), random.Random(seed)
+    for x, packed in zip(case.x, case.packed, strict=True):
+        written = {n: torch.full_like(t, 77) for n, t in packed.items() if n in ("codes", "zero") or shape.kv == "kv4"}
+        scale = packed["scale"] if shape.kv == "kv8" else None
+        at = 0
+        while at < shape.tokens:
+            new = min(rng.choice([1, 1, 7, 64, 1000]), shape.tokens - at)
+            part, at = x[:, :, at : at + new], at + new
+            part = part.transpose(1, 2).contiguous().transpose(1, 2) if rng.random() < 0.5 else part.clone()
+            kv_append(part, written["codes"], written.get("scale"), written.get("zero"), scale, at, None)
+        for n, t in written.items():
+            if not torch.equal(t[:, :, : shape.tokens], packed[n][:, :, : shape.tokens]):
+                different = (t != packed[n])[:, :, : shape.tokens].float().mean()
+                return f"{n}: {different:.1%} differs from the scheme's"
+            if not (t[:, :, shape.tokens :] == 77).all():
+                return f"{n}: wrote beyond the tokens"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fuzz", type=int, default=500)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    failures = count = 0
+    for name, wrong in checks(args.fuzz, args.quick):
+        count += 1
+        if wrong:
+            failures += 1
+            print(f"FAILED {name}: {wrong}", flush=True)
+    print(f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,412 @@
+// Decode attention over a packed cache, a split of one kv head's tokens a block (flash-decoding), online softmax:
+//     S^T = K Q^T    P = 2^(S - max)    O^T = V^T P^T
+// on tensor cores, the tokens as mma's 16 rows, then its contraction, the group's query rows as its 8 columns. Each of
+// the block's warps takes every WARPS-th tile of TILE tokens through its own cp.async ring; their parts are added in
+// the order of the warps, the splits' in the order of the splits (kv_combine): the same bits every time.
+//
+// 4 bit: q.k = s (sum q (c - 8) - (z - 8) sum q);  sum p v = sum (p s) (c - 8) - sum (p s) (z - 8).
+#include "kv_params.cuh"
+#include "kv_codes.cuh"
+
+constexpr int kRows = 8 * ROW_TILES, kTiles16 = TILE / 16;
+constexpr int kCodeBytes = TILE * kTokenBytes, kParamBytes = 2 * TILE;
+constexpr int kStageBytes = 2 * kCodeBytes + (BITS == 4 ? 4 * kParamBytes : 0);
+constexpr int kHeadroom = 14;  // p s lies below 2^(kHeadroom + 1), so that small ones keep their digits in f16
+
+__device__ __forceinline__ void async_copy(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ float half_at(u32 address) {
+    u16 h;
+    float f;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(address));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ __forceinline__ void unpack_halves(u32 pair, float& low, float& high) {
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
+}
+__device__ __forceinline__ u32 transpose8x8(u32 pair) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+    return d;
+}
+// Over the eight lanes that share c = lane % 4.
+__device__ __forceinline__ float largest(float v) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFF, v, step));
+    return v;
+}
+__device__ __forceinline__ float total(float v) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) v += __shfl_xor_sync(0xFFFFFFFF, v, step);
+    return v;
+}
+
+// TILE tokens of keys, values and their parameters into one stage, by a warp.
+__device__ __forceinline__ void copy_tile(const Params& p, u32 stage, u64 first_token, int lane) {
+    const u8 *keys = p.k_codes + first_token * kTokenBytes, *values = p.v_codes + first_token * kTokenBytes;
+#pragma unroll
+    for (int i = 0; i < kCodeBytes; i += 512) {
+        const int at = i + 16 * lane;
+        if (kCodeBytes % 512 && at >= kCodeBytes) break;
+        async_copy(stage + at, keys + at);
+        async_copy(stage + kCodeBytes + at, values + at);
+    }
+    if constexpr (BITS == 4) {
+        constexpr int kPieces = kParamBytes / 16;
+        const int array = lane / kPieces;
+        if (array < 4) {
+            const void* const from = array == 0 ? p.k_scale : array == 1 ? p.k_zero : array == 2 ? p.v_scale : p.v_zero;
+            async_copy(stage + 2 * kCodeBytes + 16 * lane,
+                       static_cast<const u8*>(from) + 2 * first_token + 16 * (lane % kPieces));
+        }
+    }
+}
+
+// Query row `row` in the order of the key fragments' slots, step `step`; kv8: times the keys' scales.
+__device__ __forceinline__ void query_slots(const Params& p, float (&f)[4], u64 row, int head, int c, int step) {
+    const u16* const q = p.query + row * DIM;
+    if constexpr (BITS == 4) {
+        const bool tail = kSteps % 2 && step == kSteps - 1;
+        const int byte = c * kKeyBytes + step / 2 * 4 + step % 2, other = byte + (tail ? 1 : 2);
+        const u32 first = *reinterpret_cast<const u32*>(q + 2 * byte);
+        const u32 second = *reinterpret_cast<const u32*>(q + 2 * other);
+        f[0] = widen(first & 0xFFFF), f[1] = widen(second & 0xFFFF);
+        f[2] = widen(first >> 16), f[3] = widen(second >> 16);
+    } else {
+        const int channel = c * kKeyBytes + 4 * step;
+        const float* const scale = static_cast<const float*>(p.k_scale) + head * DIM + channel;
+        const uint2 four = *reinterpret_cast<const uint2*>(q + channel);
+        f[0] = widen(four.x & 0xFFFF) * scale[0], f[1] = widen(four.x >> 16) * scale[1];
+        f[2] = widen(four.y & 0xFFFF) * scale[2], f[3] = widen(four.y >> 16) * scale[3];
+    }
+}
+
+struct Query {
+    u32 b[ROW_TILES][kSteps][2];  // rows scaled by a power of two into f16's range
+    float factor[ROW_TILES][2];   // undoes it, and scales the scores, of columns 2c, 2c + 1
+    float sum[ROW_TILES][2];      // of the row as it was rounded
+
+    __device__ __forceinline__ void load(const Params& p, int bh, int row0, int rows, int lane) {
+        const int r = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            const bool valid = row0 + 8 * n + r < rows;
+            const u64 row = static_cast<u64>(bh) * rows + (valid ? row0 + 8 * n + r : 0);
+            float f[4], top = 0.f, sums = 0.f;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                query_slots(p, f, row, bh % p.heads, c, s);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) top = fmaxf(top, fabsf(f[i]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 2));
+            const u32 exponent = min(253, max(1, static_cast<int>(__float_as_uint(top) >> 23)));
+            const float down = valid ? __uint_as_float((254 - exponent) << 23) : 0.f;
+            const float odd = BITS == 4 ? 1.f / 16 : 1.f;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                query_slots(p, f, row, bh % p.heads, c, s);
+                b[n][s][0] = pack_halves(f[0] * down, f[1] * down);
+                b[n][s][1] = pack_halves(f[2] * down * odd, f[3] * down * odd);
+                unpack_halves(b[n][s][0], f[0], f[1]);
+                unpack_halves(b[n][s][1], f[2], f[3]);
+                sums += f[0] + f[1] + (f[2] + f[3]) * 16;
+            }
+            sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
+            sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
+            const float up = __uint_as_float(exponent << 23) * p.scaling * (CAPPED ? 1.f : kLog2e);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                factor[n][j] = __shfl_sync(0xFFFFFFFF, up, 4 * (2 * c + j));
+                sum[n][j] = __shfl_sync(0xFFFFFFFF, sums, 4 * (2 * c + j));
+            }
+        }
+    }
+};
+
+// The running softmax and sums of a warp; index [n][j] is query row 8 n + 2c + j.
+struct State {
+    float top[ROW_TILES][2], sum[ROW_TILES][2];  // maximum in base 2; the lane's own share of the sum
+    float zeros[ROW_TILES][2];                   // the lane's share of sum (p s) (z - 8)
+    float o[ROW_TILES][kSteps][4];
+    int exponent;  // of the largest value scale so far (f16's field): p s is kept times 2^(kHeadroom + 15 - exponent)
+};
+
+__device__ __forceinline__ float powers(int exponent) { return __uint_as_float((127 + exponent) << 23); }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u8 memory[];
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    int block = blockIdx.x;
+    const int split = block % p.splits;
+    block /= p.splits;
+    const int row0 = block % p.row_tiles * kRows, bh = block / p.row_tiles;
+    const int batch = bh / p.heads, rows = p.group * p.queries;
+#if __CUDA_ARCH__ >= 900
+    grid_release();
+    grid_wait();
+#endif
+    const int length = p.lengths ? min(max(p.lengths[batch], 0), p.tokens) : p.tokens;
+    const int all_see = length - p.queries + 1;  // tokens that every query sees (without a window)
+    const int oldest = p.window ? max(0, all_see - p.window) : 0;
+    const int tiles = (length + TILE - 1) / TILE - oldest / TILE;
+    const int per_split = ((tiles + p.splits - 1) / p.splits + WARPS - 1) / WARPS * WARPS;
+    const int begin = oldest / TILE + split * per_split;
+    const int end = min(begin + per_split, oldest / TILE + tiles);
+
+    const u32 ring = smem_address(memory) + warp * STAGES * kStageBytes;
+    const u64 cache = static_cast<u64>(bh) * p.capacity;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        const int tile = begin + warp + i * WARPS;
+        if (tile < end) copy_tile(p, ring + i * kStageBytes, cache + tile * TILE, lane);
+        async_commit();
+    }
+    Query query;
+    query.load(p, bh, row0, rows, lane);
+    int limit[ROW_TILES][2];  // the first token that a row does not see
+    State state;
+    state.exponent = BITS == 4 ? 0 : 15;  // kv8: p itself, below 1
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            limit[n][j] = all_see + (row0 + 8 * n + 2 * c + j) % p.queries;
+            state.top[n][j] = nothing();
+            state.sum[n][j] = state.zeros[n][j] = 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) state.o[n][i][j] = 0.f;
+    }
+
+    const float twice_over_cap = CAPPED ? __fdividef(2 * kLog2e, p.softcap) : 0.f;
+    int slot = 0;
+    for (int tile = begin + warp; tile < end; tile += WARPS) {
+        async_wait<STAGES - 2>();
+        __syncwarp();
+        const u32 stage = ring + slot * kStageBytes;
+        {
+            const int ahead = tile + (STAGES - 1) * WARPS;
+            const int to = slot == 0 ? STAGES - 1 : slot - 1;
+            if (ahead < end) copy_tile(p, ring + to * kStageBytes, cache + ahead * TILE, lane);
+            async_commit();
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
+        }
+        const u32 params = stage + 2 * kCodeBytes;
+
+        float s[kTiles16][ROW_TILES][4];
+#pragma unroll
+        for (int u = 0; u < kTiles16; ++u) {
+            Keys keys;
+            keys.load(stage + 16 * u * kTokenBytes, lane);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) s[u][n][j] = 0.f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                u32 a[4];
+                keys.fragment(a, step);
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) multiply(s[u][n], a, query.b[n][step]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float scale = 1.f, zero = 0.f;
+                if constexpr (BITS == 4) {
+                    const u32 at = params + 2 * (16 * u + 8 * half + token_of(r));
+                    scale = half_at(at), zero = half_at(at + kParamBytes) - 8.f;
+                }
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        float& x = s[u][n][2 * half + j];
+                        x = scale * (x - zero * query.sum[n][j]) * query.factor[n][j];
+                        if constexpr (CAPPED) {
+                            const float capped = 1.f - __fdividef(2.f, 1.f + power_of_two(x * twice_over_cap));
+                            x = p.softcap * kLog2e * capped;
+                        }
+                    }
+            }
+        }
+        const int first = tile * TILE;
+        if (MASKED || first + TILE > all_see || (p.window && first < length - p.window)) {
+#pragma unroll
+            for (int u = 0; u < kTiles16; ++u)
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const int token = first + 16 * u + 8 * (j / 2) + token_of(r), end_of_row = limit[n][j % 2];
+                        bool seen = token < end_of_row && (!p.window || token >= end_of_row - p.window);
+                        if constexpr (MASKED) {
+                            const u64 at = static_cast<u64>(batch * p.queries + end_of_row - all_see) * p.mask_tokens;
+                            seen = seen && token < p.mask_tokens && p.mask[at + token];
+                        }
+                        if (!seen) s[u][n][j] = nothing();
+                    }
+        }
+
+        int exponent = state.exponent;
+        if constexpr (BITS == 4) {
+            u32 bits = 0;
+            if (lane < TILE && first + lane < length)
+                asm volatile("ld.shared.u16 %0, [%1];" : "=r"(bits) : "r"(params + 2 * kParamBytes + 2 * lane));
+            exponent = max(exponent, static_cast<int>(__reduce_max_sync(0xFFFFFFFF, bits) >> 10));
+        }
+        bool grew = exponent != state.exponent;
+        float top[ROW_TILES][2];
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float x = nothing();
+#pragma unroll
+                for (int u = 0; u < kTiles16; ++u) x = fmaxf(x, fmaxf(s[u][n][j], s[u][n][2 + j]));
+                top[n][j] = fmaxf(state.top[n][j], largest(x));
+                grew |= top[n][j] != state.top[n][j];
+            }
+        if (__any_sync(0xFFFFFFFF, grew)) {
+            const float shift = powers(state.exponent - exponent);
+            state.exponent = exponent;
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float kept = share(state.top[n][j], top[n][j]);
+                    state.top[n][j] = top[n][j];
+                    state.sum[n][j] *= kept;
+                    state.zeros[n][j] *= kept * shift;
+#pragma unroll
+                    for (int i = 0; i < kSteps; ++i) {
+                        state.o[n][i][j] *= kept * shift;
+                        state.o[n][i][2 + j] *= kept * shift;
+                    }
+                }
+        }
+
+#pragma unroll
+        for (int u = 0; u < kTiles16; ++u) {
+            u32 weights[ROW_TILES][2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float scale = powers(kHeadroom + 15 - state.exponent), zero = 0.f;
+                if constexpr (BITS == 4) {
+                    const int token = 16 * u + 8 * half + token_of(r);
+                    const u32 at = params + 2 * kParamBytes + 2 * token;
+                    scale *= half_at(at);
+                    zero = half_at(at + kParamBytes) - 8.f;
+                    if (first + token >= length) scale = zero = 0.f;  // bytes that nothing wrote
+                }
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) {
+                    float w[2];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const float weight = share(s[u][n][2 * half + j], state.top[n][j]);
+                        state.sum[n][j] += weight;
+                        w[j] = weight * scale;
+                    }
+                    const u32 pair = pack_halves(w[0], w[1]);
+                    weights[n][half] = transpose8x8(pair);
+                    if constexpr (BITS == 4) {
+                        unpack_halves(pair, w[0], w[1]);
+                        state.zeros[n][0] += w[0] * zero;
+                        state.zeros[n][1] += w[1] * zero;
+                    }
+                }
+            }
+            Values values;
+            values.load(stage + kCodeBytes + 16 * u * kTokenBytes, lane);
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                u32 a[4];
+                values.fragment(a, i);
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) multiply(state.o[n][i], a, weights[n]);
+            }
+        }
+    }
+
+    async_wait<0>();
+    __syncthreads();  // the rings become the exchange: [WARPS][kRows][DIM], then maxima and sums
+    float* const parts = reinterpret_cast<float*>(memory);
+    float* const stats = parts + WARPS * kRows * DIM;
+    const float undo = powers(state.exponent - kHeadroom - 15);
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int row = warp * kRows + 8 * n + 2 * c + j;
+            const float zeros = total(state.zeros[n][j]), sum = total(state.sum[n][j]);
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                const float even = state.o[n][i][j] - zeros;
+                const float odd = state.o[n][i][2 + j] * (BITS == 4 ? 1.f / 16 : 1.f) - zeros;
+                *reinterpret_cast<float2*>(parts + row * DIM + 2 * (r * kSteps + i)) = make_float2(even * undo, odd * undo);
+            }
+            if (r == 0) stats[2 * row] = state.top[n][j], stats[2 * row + 1] = sum;
+        }
+    __syncthreads();
+    for (int at = threadIdx.x; at < kRows * DIM; at += 32 * WARPS) {
+        const int row = at / DIM, channel = at % DIM;
+        if (row0 + row >= rows) break;
+        float top = nothing(), sum = 0.f, value = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, stats[2 * (w * kRows + row)]);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = share(stats[2 * (w * kRows + row)], top);
+            sum += weight * stats[2 * (w * kRows + row) + 1];
+            value += weight * parts[(w * kRows + row) * DIM + channel];
+        }
+        const u64 out_row = static_cast<u64>(bh) * rows + row0 + row;
+        if (BITS == 8) value *= static_cast<const float*>(p.v_scale)[bh % p.heads * DIM + channel];
+        if (p.splits == 1) {
+            p.out[out_row * DIM + channel] = narrow(sum > 0.f ? __fdividef(value, sum) : 0.f);
+        } else {
+            float* const into = p.partial + (out_row * p.splits + split) * 2;
+            if (channel == 0) into[0] = top, into[1] = sum;
+            p.partial[static_cast<u64>(p.all_rows) * p.splits * 2 + (out_row * p.splits + split) * DIM + channel] = value;
+        }
+    }
+}
+
+// One query row a block: the splits' parts in their order.
+extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+    grid_release();
+    grid_wait();
+#endif
+    const u64 row = blockIdx.x;
+    const int channel = threadIdx.x;
+    const float* const stats = p.partial + row * p.splits * 2;
+    const float* const parts = p.partial + static_cast<u64>(p.all_rows) * p.splits * 2 + row * p.splits * DIM;
+    float top = nothing(), sum = 0.f, value = 0.f;
+    for (int i = 0; i < p.splits; ++i) top = fmaxf(top, stats[2 * i]);
+    for (int i = 0; i < p.splits; ++i) {
+        const float weight = share(stats[2 * i], top);
+        sum += weight * stats[2 * i + 1];
+        if (channel < DIM) value += weight * parts[i * DIM + channel];
+    }
+    if (channel < DIM) p.out[row * DIM + channel] = narrow(sum > 0.f ? __fdividef(value, sum) : 0.f);
+}
