@@ -13,7 +13,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
-from qtool.runtime.kv_cache import quantize_kv, require_scales
 from qtool.runtime.linear import QuantLinear
 
 
@@ -39,20 +38,29 @@ class QtoolQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: QtoolConfig
+    experts = False
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from qtool.runtime.kv_cache import quantize_kv  # it may be what imported transformers, and so this file
+
         separate_experts(model)
+        self.experts = family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
         replace_linears(model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        from qtool.runtime.kv_cache import require_scales
+
         require_scales(model)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's names."""
-        return [] if family_of(model.config.get_text_config(decoder=True).model_type).experts else weight_conversions
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
+        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's names.
+
+        The model comes along in new versions of transformers only, so what it is was noted before.
+        """
+        return [] if self.experts else weight_conversions
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True

@@ -1,7 +1,8 @@
 """The quantized KV cache as a transformers ``Cache``, and models that use nothing else.
 
 Layers hold packed codes and parameters (:mod:`qtool.runtime.packed_kv`); attention gets all tokens
-dequantized, those of the current forward included. So a perplexity goes through the quantized cache,
+dequantized, those of the current forward included, or on a GPU reads them packed
+(:mod:`qtool.runtime.kv_attention`). So a perplexity goes through the quantized cache,
 whether or not its caller wants one back. In ``kv4-channel`` a token is read in 16 bits until its group is
 full; a forward over many tokens reads the full groups quantized, also for the queries inside them.
 """
@@ -16,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
+from qtool.runtime import kv_attention
+from qtool.runtime.kv_attention import kernel_reads
 from qtool.runtime.packed_kv import SCALES, PackedTokens, attention_name, kv_quantizers, kv_tensors
 from qtool.schemes.kv import KVQuantizer
 
@@ -24,23 +27,31 @@ class QuantCacheLayer(DynamicLayer):
     """One layer: grows by appending codes; ``keys`` and ``values`` of the base class stay None.
 
     Every token is kept under a sliding window too: the model's mask hides the old ones.
+
+    Args:
+        hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention can read them.
     """
 
-    def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
+    def __init__(self, keys: KVQuantizer, values: KVQuantizer, *, hands_packed: bool = False) -> None:
         super().__init__()
         self.quantizers = (keys, values)
+        self.hands_packed = hands_packed
         self.stored = (PackedTokens(keys), PackedTokens(values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized or packed."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.stored
-        return keys.append(key_states), values.append(value_states)
+        keys.store(key_states)
+        values.store(value_states)
+        if self.hands_packed and kernel_reads(keys, key_states):
+            return keys, values
+        return keys.read(), values.read()
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -61,7 +72,7 @@ class QuantCacheLayer(DynamicLayer):
         return self.stored[0].tokens
 
     def reset(self) -> None:
-        self.__init__(*self.quantizers)  # type: ignore[misc]
+        self.__init__(*self.quantizers, hands_packed=self.hands_packed)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
@@ -129,6 +140,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
             if not hasattr(attention, attribute):
                 device = next(attention.parameters()).device
                 attention.register_buffer(attribute, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+    if decoder.config._attn_implementation == "sdpa":
+        decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
         decoder.register_forward_pre_hook(_supply, with_kwargs=True)
     decoder.kv_quantizer = kv
@@ -164,7 +177,10 @@ def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _layers(decoder: nn.Module) -> list[Any]:
     family = family_of(decoder.config.model_type)  # type: ignore[union-attr, arg-type]
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
-    return [QuantCacheLayer(*kv_quantizers(kv, a.get_buffer)) for a in _attentions(decoder, family)]
+    packed = decoder.config._attn_implementation == kv_attention.NAME  # type: ignore[union-attr]
+    return [
+        QuantCacheLayer(*kv_quantizers(kv, a.get_buffer), hands_packed=packed) for a in _attentions(decoder, family)
+    ]
 
 
 def _attentions(decoder: nn.Module, family: Family) -> list[nn.Module]:

@@ -7,6 +7,7 @@ the tokens and store nothing.
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, Heads
-from qtool.schemes.kv import KV8, KV_QUANTIZERS, KVQuantizer, Packed
+from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed
 
 SCALES = ("k_scale", "v_scale")
+#: the packed tensors' room is a multiple of so many tokens, as the kernels want it
+ROOM = 32
 
 
 def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:
@@ -54,33 +57,44 @@ def kv_quantizers(kv: str, scales: Callable[[str], Tensor]) -> tuple[KVQuantizer
 class PackedTokens:
     """The keys, or the values, of a layer: codes that are never quantized again, and an incomplete last group.
 
+    The packed tensors have room for tokens to come and grow by a half, so that a token costs the same at any length.
+
     Attributes:
-        packed: what the quantizer made of the whole groups, tokens at dimension 2; empty before the first.
         rest: ``[B, H, R, D]``, the last R < ``quantizer.tokens`` tokens as they came; None before the first.
     """
 
     def __init__(self, quantizer: KVQuantizer) -> None:
         self.quantizer = quantizer
-        self.packed: Packed = {}
         self.rest: Tensor | None = None
+        self._room: Packed = {}  # as the quantizer makes them, of ``capacity`` tokens at dimension 2
+        self._grouped = 0
 
     def append(self, x: Tensor) -> Tensor:
         """Store ``x [B, H, T, D]``; returns all tokens so far as they now read, in the dtype of ``x``."""
-        pending = x if self.rest is None else torch.cat([self.rest, x], 2)
+        self.store(x)
+        return self.read()
+
+    def store(self, x: Tensor) -> None:
+        """Quantize the whole groups among ``x [B, H, T, D]`` and what was left before; keep the rest."""
+        pending = x if self.rest is None or not self.rest.shape[2] else torch.cat([self.rest, x], 2)
         whole = pending.shape[2] // self.quantizer.tokens * self.quantizer.tokens
         if whole:
-            new = self.quantizer.quantize(pending[:, :, :whole])
-            self.packed = {n: torch.cat([self.packed[n], t], 2) for n, t in new.items()} if self.packed else new
+            self._reserve(self._grouped + whole, pending)
+            self._quantize(pending[:, :, :whole])
         self.rest = pending[:, :, whole:].clone()  # a view would keep all of ``pending`` in memory
-        return self.read()
 
     def read(self) -> Tensor:
         """All tokens ``[B, H, T, D]``: the dequantized groups, then the rest."""
         assert self.rest is not None, "nothing was appended"
-        if not self.packed:
+        if not self._grouped:
             return self.rest
         groups = self.quantizer.dequantize(self.packed, self.rest.dtype)
         return torch.cat([groups, self.rest], 2) if self.rest.shape[2] else groups
+
+    @property
+    def packed(self) -> Packed:
+        """What the quantizer made of the whole groups, tokens at dimension 2; empty before the first."""
+        return self._first(self._grouped) if self._grouped else {}
 
     @property
     def tokens(self) -> int:
@@ -88,8 +102,13 @@ class PackedTokens:
         return self._grouped + (self.rest.shape[2] if self.rest is not None else 0)
 
     @property
+    def capacity(self) -> int:
+        """Tokens that the packed tensors have room for."""
+        return self._room["codes"].shape[2] if self._room else 0
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that are really held, to the end of each tensor's storage."""
+        """Bytes that are really held, to the end of each tensor's storage: room for tokens to come included."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
 
     @property
@@ -100,25 +119,68 @@ class PackedTokens:
         batch, heads, _, dim = self.rest.shape
         return 2 * batch * heads * self.tokens * dim
 
+    def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``codes``, ``scale`` and ``zero`` with all their room, as ``qtool::kv_attention`` takes them (kv4, kv8)."""
+        scale = self.quantizer.scale if isinstance(self.quantizer, KV8) else self._room["scale"]
+        return self._room["codes"], scale, self._room.get("zero")
+
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every held tensor by ``change`` of it: another batch order, another device."""
         changed = {name: change(tensor) for name, tensor in self._tensors().items()}
         self.rest = changed.pop("rest", None)
-        self.packed = changed
+        self._room = changed
 
     def crop(self, tokens: int) -> None:
         """Forget all but the first ``tokens``. Of a group that is cut, what stays is kept dequantized."""
         if tokens >= self.tokens:
             return
         assert self.rest is not None
-        grouped, kept = self._grouped, min(self._grouped, tokens // self.quantizer.tokens * self.quantizer.tokens)
+        kept = min(self._grouped, tokens // self.quantizer.tokens * self.quantizer.tokens)
         self.rest = self.read()[:, :, kept:tokens].clone()
-        cut = {n: t[:, :, : t.shape[2] * kept // grouped].clone() for n, t in self.packed.items()}
-        self.packed = cut if kept else {}
+        self._grouped = kept
 
-    @property
-    def _grouped(self) -> int:
-        return self.packed["codes"].shape[2] if self.packed else 0
+    def _reserve(self, tokens: int, like: Tensor) -> None:
+        """Room for ``tokens`` of the shape of ``like``."""
+        if tokens <= self.capacity:
+            return
+        unit = math.lcm(ROOM, self.quantizer.tokens)
+        capacity = -(-max(tokens, self.capacity * 3 // 2) // unit) * unit
+        shape = (*like.shape[:2], capacity, like.shape[3])
+        old = self.packed
+        self._room = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=like.device)
+            for name, spec in self.quantizer.quantize(torch.empty(shape, dtype=like.dtype, device="meta")).items()
+        }
+        for name, tensor in old.items():
+            self._room[name][:, :, : tensor.shape[2]] = tensor
+
+    def _quantize(self, x: Tensor) -> None:
+        """Append the whole groups ``x`` to the packed tensors, which have room for them."""
+        self._grouped += x.shape[2]
+        if x.device.type == "cuda" and kernel_packs(self.quantizer, x):
+            from qtool.kernels.kv_append import kv_append
+
+            codes, scale, zero = self.kernel_arguments()
+            static = self.quantizer.static
+            kv_append(x, codes, None if static else scale, zero, scale if static else None, self._grouped, None)
+            return
+        for name, tensor in self.quantizer.quantize(x).items():
+            held = self._first(self._grouped)[name]
+            held[:, :, held.shape[2] - tensor.shape[2] :] = tensor
+
+    def _first(self, tokens: int) -> Packed:
+        """The packed tensors' views of the first ``tokens``."""
+        return {name: t[:, :, : t.shape[2] * tokens // self.capacity] for name, t in self._room.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
-        return self.packed | ({"rest": self.rest} if self.rest is not None else {})
+        return self._room | ({"rest": self.rest} if self.rest is not None else {})
+
+
+def kernel_packs(quantizer: KVQuantizer, x: Tensor) -> bool:
+    """Whether ``qtool::kv_append`` can pack ``x [B, H, T, D]``, on a CUDA device, as ``quantizer`` does."""
+    return (
+        isinstance(quantizer, KV4 | KV8)
+        and x.shape[3] % 16 == 0
+        and x.shape[3] <= 256
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )

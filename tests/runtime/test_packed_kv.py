@@ -57,9 +57,23 @@ def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
     assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel()
     assert layer.nbytes_16bit == 2 * x.nbytes
-    layer.update(tokens(3), tokens(3))  # a group of 8 stays open: 16 bits
-    bits = quantizers()[name].bits_per_value(DIM) if layer.is_croppable else 16.0
-    assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel() + bits * 2 * tokens(3).numel()
+    layer.update(tokens(3), tokens(3))  # a group of 8 stays open, in 16 bits; single tokens open new room
+    room = layer.stored[0].capacity
+    opened = 16.0 * 3 if room == 32 else quantizers()[name].bits_per_value(DIM) * (room - 32)
+    bits = quantizers()[name].bits_per_value(DIM) * 32 + opened
+    assert 8 * layer.nbytes == bits * 2 * x.numel() // 32
+
+
+def test_room_grows_by_a_half_in_whole_tiles_and_is_not_given_back_by_a_crop() -> None:
+    stored, rooms = PackedTokens(KV4()), []
+    for _ in range(200):
+        stored.store(tokens(1))
+        rooms.append(stored.capacity)
+    assert set(rooms) == {32, 64, 96, 160, 256} and all(room >= n for n, room in enumerate(rooms, 1))
+    stored.crop(5)
+    assert stored.capacity == 256 and stored.tokens == 5
+    codes, scale, zero = stored.kernel_arguments()
+    assert codes.shape == (2, HEADS, 256, DIM // 2) and zero is not None and scale.shape == zero.shape
 
 
 @pytest.mark.parametrize("name", NAMES)

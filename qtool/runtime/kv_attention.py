@@ -1,0 +1,74 @@
+"""Attention of models whose KV cache is quantized: the packed cache's kernel where it can, torch's SDPA elsewhere.
+
+``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On a CUDA GPU a
+cache layer then hands its packed tokens, not tensors, through the attention module to :func:`attend`; they are
+dequantized only if something is asked that the kernel has not.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qtool.runtime.packed_kv import PackedTokens, kernel_packs
+
+NAME = "qtool_kv"
+#: new tokens of a forward up to which the kernel is faster than SDPA on dequantized tokens
+MOST_QUERIES = 8
+
+
+def kernel_reads(stored: PackedTokens, new: Tensor) -> bool:
+    """Whether the kernel can attend to ``stored`` for queries like the new keys or values ``[B, H, T, D]``."""
+    return (
+        new.device.type == "cuda"
+        and new.dtype in (torch.float16, torch.bfloat16)
+        and new.shape[2] <= MOST_QUERIES
+        and kernel_packs(stored.quantizer, new)
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | PackedTokens,
+    value: Tensor | PackedTokens,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function: output ``[B, Tq, Hq, D]`` of ``query [B, Hq, Tq, D]``."""
+    if isinstance(key, PackedTokens) and isinstance(value, PackedTokens):
+        bool_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+        if bool_mask and not dropout and kwargs.get("position_bias") is None:
+            return _packed(query, key, value, attention_mask, scaling, kwargs.get("softcap")), None
+    keys, values = (x.read() if isinstance(x, PackedTokens) else x for x in (key, value))
+    return sdpa_attention_forward(
+        module, query, keys, values, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )  # type: ignore[return-value]
+
+
+def _packed(
+    query: Tensor,
+    key: PackedTokens,
+    value: PackedTokens,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    from qtool.kernels.kv_attention import kv_attention
+
+    batch, _, queries, dim = query.shape
+    if mask is not None:  # [B or 1, 1, Tq, T]; a sliding window is in it
+        mask = mask[:, 0].expand(batch, queries, -1).contiguous()
+    scale = dim**-0.5 if scaling is None else scaling
+    parts = (*key.kernel_arguments(), *value.kernel_arguments())
+    out = kv_attention(query.contiguous(), *parts, key.tokens, None, mask, scale, softcap or 0.0, 0)
+    return out.transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
