@@ -54,7 +54,7 @@ class Build:
         definition: source name, prologue and macros, the arguments of :func:`cubin`.
         threads: a multiprocessor must hold at once, by its registers.
         instructions: what the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).
-        calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any CALL is a fault.
+        calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any RET is a fault.
     """
 
     name: str

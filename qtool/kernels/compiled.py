@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from qtool.kernels import quantize_activation, quantize_activation_groups, w4a8, w4ax, w8a8
+from qtool.kernels import (
+    quantize_activation,
+    quantize_activation_groups,
+    w4a8,
+    w4a8_mma,
+    w4ax,
+    w4ax_mma,
+    w8a8,
+)
 from qtool.kernels.build import Build
 
 #: modules with a ``builds()``
@@ -10,7 +18,9 @@ MODULES = (
     quantize_activation,
     quantize_activation_groups,
     w4a8,
+    w4a8_mma,
     w4ax,
+    w4ax_mma,
     w8a8,
 )
 

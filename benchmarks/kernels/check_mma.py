@@ -1,0 +1,274 @@
+"""Are the mma.sync kernels of Ampere and Ada right? Part of ``check.py``; alone it is
+
+    python benchmarks/kernels/check_mma.py [--fuzz 500] [--small]
+
+On Hopper s4 is emulated: slow, and the same integers. int32 sums equal the reference exactly; with unit scales so do
+the float totals of groups; with random scales they are within float32 rounding of float64. Every code, level-2 scale
+and legal offset; one-hot tokens spell out the weight; outputs are poisoned; two runs agree bit for bit.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from qtool import layouts, schemes
+from qtool.kernels import mma, w4a8_mma, w4ax_mma
+from qtool.kernels.arrangement import arrange
+from qtool.kernels.build import cubin
+from qtool.kernels.mma import TILES, MmaOperand, MmaTile, MmaWeight
+from qtool.kernels.w4a8_mma import w4a8_mma_gemm
+from qtool.kernels.w4ax_mma import pack_tokens
+from qtool.layouts.compute_aware import COMPUTE_AWARE
+from qtool.schemes.fmpq import BLOCK
+
+W4A8: tuple[tuple[str, int | None], ...] = (
+    ("w4a8-qoq-g128", 128),
+    ("w4a8-qoq", None),
+    ("w4a8-lqq", 64),
+    ("w4a8-lqq", 32),
+    ("w4a8-qoq-g128", 64),
+)
+#: layout, group size, dtype of the scales, whether some blocks have 8 bits
+W4AX: tuple[tuple[str, int | None, torch.dtype, bool], ...] = (
+    ("apex4", 128, torch.float32, False),
+    ("apex4", 32, torch.float16, False),
+    ("apex4", None, torch.float32, False),
+    ("apex4", 256, torch.bfloat16, False),
+    ("w4ax-interleaved", 128, torch.float32, True),
+    ("w4ax-interleaved", 64, torch.bfloat16, False),
+)
+ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+@dataclass
+class Case:
+    """A weight, packed and plain, under a kernel."""
+
+    operand: MmaOperand
+    weight: MmaWeight
+    w8: Tensor  # [N, K] int8, what the tensor cores multiply, zero points taken off
+    scale: Tensor  # [G, N]
+    layout: str | None = None  # of s4 weights: the tokens' arrangement
+
+    @classmethod
+    def w4a8(cls, scheme: str, group: int | None, codes: Tensor, level2: dict[str, Tensor]) -> "Case":
+        """``level2``: s2 and offset or zero, ``[N, G]``; per channel only zero ``[N]``."""
+        s1 = (torch.rand(len(codes), device="cuda") + 0.1) * 1e-3
+        if group is None:
+            w8 = codes.to(torch.int8) - level2["zero"].to(torch.int8)[:, None]
+        else:
+            w8 = schemes.get(scheme, group).level2(codes, {"s1": s1, **level2})  # type: ignore[attr-defined]
+        stored = {name: COMPUTE_AWARE.pack_group(t) if group else t for name, t in level2.items()}
+        qweight = COMPUTE_AWARE.pack(codes)["qweight"]
+        given = (stored.get("s2"), stored.get("offset"), stored.get("zero"))
+        packed = w4a8_mma.packed_weight(scheme, qweight, s1, *given)
+        return cls(w4a8_mma.operand(scheme, group), packed, w8, s1[None])
+
+    @classmethod
+    def random_w4a8(cls, scheme: str, group: int | None, n: int, k: int) -> "Case":
+        codes = draw(0, 16, n, k)
+        if group is None:
+            return cls.w4a8(scheme, group, codes, {"zero": draw(0, 16, n)})
+        lqq = scheme == "w4a8-lqq"
+        s2, other = draw(1, 17, n, k // group), draw(9, 248, n, k // group) if lqq else draw(0, 16, n, k // group)
+        codes = legal(
+            scheme, codes.int(), s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
+        )
+        return cls.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
+
+    @classmethod
+    def random_w4ax(cls, layout: str, group: int | None, dtype: torch.dtype, mixed: bool, n: int, k: int) -> "Case":
+        codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
+        scale = ((torch.rand(k // (group or k), n, device="cuda") + 0.1) * 1e-2).to(dtype)
+        eight_bit = draw(0, 2, k // BLOCK) if mixed else None
+        weight = MmaWeight(layouts.get(layout).pack(codes)["qweight"], scale, eight_bit=eight_bit)
+        return cls(w4ax_mma.operand(layout, group, dtype, mixed), weight, codes, scale, layout)
+
+    def tokens(self, m: int) -> Tensor:
+        """Random codes ``[m, K]``: of 8 bits, of 4, or of both by block."""
+        k = self.w8.shape[1]
+        wide = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+        if self.layout is None:
+            return wide
+        narrow = torch.randint(-8, 8, (m, k), dtype=torch.int8, device="cuda")
+        blocks = self.weight.eight_bit
+        return narrow if blocks is None else torch.where(blocks.bool().repeat_interleave(BLOCK), wide, narrow)
+
+    def run(self, tile: MmaTile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
+        (m, k), n = x.shape, len(self.w8)
+        out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
+        out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
+        scales = torch.full((sx.shape[1], (m + 3) // 4 * 4), float("nan"), device="cuda")
+        scales[:, :m] = sx.t()
+        given = x if self.layout is None else pack_tokens(arrange(x, self.layout), self.weight.eight_bit)
+        total = x.sum(1, dtype=torch.int32)
+        mma.run(self.operand, tile, given, scales, self.weight, out[:-1], k, token_sum=total, bias=bias)
+        torch.cuda.synchronize()
+        assert (out[-1] == 77).all(), "wrote beyond the last token"
+        return out[:-1]
+
+    def verify(self, tile: MmaTile, m: int, dtype: torch.dtype) -> str | None:
+        """None, or what is wrong: int32 sums, or an epilogue; of groups their totals."""
+        n, groups = len(self.w8), len(self.scale)
+        x, sx = self.tokens(m), torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
+        bias = torch.randn(n, device="cuda") if random.random() < 0.5 and dtype != torch.int32 else None
+        got = self.run(tile, x, sx, bias, dtype)
+        if not torch.equal(got, self.run(tile, x, sx, bias, dtype)):
+            return "two runs differ"
+        parts = zip(x.double().chunk(groups, 1), self.w8.double().chunk(groups, 1), strict=True)
+        sums = [a @ b.t() for a, b in parts]
+        if dtype == torch.int32:
+            return report(got.long() != sums[0].long())
+        terms = [s * sx[:, g, None].double() * self.scale[g].double() for g, s in enumerate(sums)]
+        want, size = sum(terms), sum(t.abs() for t in terms)
+        if bias is not None:
+            want, size = want + bias.double(), size + bias.abs().double()
+        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny))) + 1 - ULP_BITS[dtype])
+        rounding = 2.0**-23 * (groups + 2) * size
+        return report(~((got.double() - want).abs() <= ulp + rounding))
+
+    def exact(self, tile: MmaTile, x: Tensor) -> str | None:
+        """None, or where the integer sums differ: int32 ones, or a group kernel's through scales of one."""
+        case, dtype = self, torch.int32
+        if self.operand.tiles == w4ax_mma.GROUPED:
+            case, dtype = replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale))), torch.float32
+        got = case.run(tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype).long()
+        return report(got != (x.double() @ self.w8.double().t()).long())
+
+
+def draw(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+
+def report(wrong: Tensor) -> str | None:
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}" if wrong.any() else None
+
+
+def legal(scheme: str, codes: Tensor, s2: Tensor, other: Tensor) -> Tensor:
+    """``codes`` within the scheme's bounds for scales and offsets or zero points, all int32 ``[N, K]``."""
+    if scheme == "w4a8-lqq":
+        return torch.minimum(codes, (255 - other) // s2).to(torch.uint8)
+    return torch.clamp(codes, other - 128 // s2, other + 127 // s2).to(torch.uint8)
+
+
+def every_dequantization(scheme: str, group: int, tile: MmaTile) -> str | None:
+    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight itself."""
+    lqq = scheme == "w4a8-lqq"
+    pairs = torch.tensor(list(product(range(1, 17), range(9, 248) if lqq else range(16))), device="cuda")
+    n = 256
+    groups = -(-len(pairs) // n)
+    table = pairs.repeat(2, 1)[torch.arange(n * groups, device="cuda") % len(pairs)]
+    s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
+    codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups).int()
+    codes = legal(scheme, codes, s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int())
+    case = Case.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
+    return case.exact(tile, torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda"))
+
+
+def graph_capture() -> str | None:
+    """The op inside a CUDA graph, work shared between blocks, replayed on new tokens."""
+    case = Case.random_w4a8("w4a8-qoq-g128", 128, 256, 4096)
+    x, one = torch.zeros(5, 4096, dtype=torch.int8, device="cuda"), torch.ones(5, device="cuda")
+    weight = case.weight
+    level2 = (weight.scale1, weight.scale2, None, weight.offset2, torch.zeros(5, dtype=torch.int32, device="cuda"))
+    arguments = (x, one, weight.qweight, *level2, None, "w4a8-qoq-g128", 128, torch.int32)
+    w4a8_mma_gemm(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = w4a8_mma_gemm(*arguments)
+    for _ in range(3):
+        x.random_(-127, 128)
+        graph.replay()
+        if wrong := report(out.long() != (x.double() @ case.w8.double().t()).long()):
+            return wrong
+    return None
+
+
+def operands() -> list[MmaOperand]:
+    return [w4a8_mma.operand(*kind) for kind in W4A8] + [w4ax_mma.operand(*kind) for kind in W4AX]
+
+
+def compile_one(job: tuple[MmaOperand, MmaTile, torch.dtype]) -> None:
+    cubin(*mma.definition(*job), "sm_90")
+
+
+def compile_all(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Every kernel of :func:`checks`, in parallel, into the cache."""
+    jobs = [(o, TILES[size], dtype) for o in operands() for size in o.tiles for dtype in dtypes]
+    jobs = [job for job in jobs if job[2] != torch.int32 or job[0].tiles != w4ax_mma.GROUPED]
+    with ProcessPoolExecutor(16) as pool:
+        list(pool.map(compile_one, jobs))
+
+
+def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
+    return Case.random_w4a8(*kind, n, k) if kind in W4A8 else Case.random_w4ax(*kind, n, k)  # type: ignore[arg-type]
+
+
+def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
+    """Each check's name, and None or what is wrong; ``small``: few and tiny, for compute-sanitizer."""
+    compile_all((torch.bfloat16,) if small else (torch.int32, torch.bfloat16, torch.float16, torch.float32))
+    for kind in (*W4A8, *W4AX):
+        sizes = random_case(kind, 32, 256).operand.tiles
+        for size in sizes:
+            name = f"mma {kind} {size} tokens"
+            if small:
+                yield (
+                    f"{name} small",
+                    random_case(kind, 160, 384 + 128 * (256 in kind)).verify(TILES[size], size + 3, torch.bfloat16),
+                )
+                continue
+            case = random_case(kind, 416, 1280)
+            exact = [case.exact(TILES[size], case.tokens(m)) for m in (1, 7, size, size + 3)]
+            yield f"{name} exact sums", next(filter(None, exact), None)
+            eye = torch.eye(1280, dtype=torch.int8, device="cuda")
+            yield f"{name} one-hot", case.exact(TILES[size], eye)
+            wrong = [case.verify(TILES[size], 2 * size + 5, t) for t in (torch.bfloat16, torch.float16, torch.float32)]
+            yield f"{name} epilogue", next(filter(None, wrong), None)
+    if small:
+        return
+    for (scheme, group), size in product(W4A8, TILES):
+        if group:
+            yield (
+                f"mma every code x scale x offset {scheme} g{group} {size}",
+                every_dequantization(scheme, group, TILES[size]),
+            )
+    yield "mma CUDA graph", graph_capture()
+    for i in range(fuzz):
+        kind = random.choice((*W4A8, *W4AX))
+        group = max(kind[1] or 32, 128 * (True in kind))  # type: ignore[type-var]
+        step = 32 if kind in W4A8 else 8
+        n, k = step * random.randint(1, 1280 // step), group * random.randint(1, 3072 // group)
+        case = random_case(kind, n, k)
+        size = random.choice(case.operand.tiles)
+        m = random.choice([random.randint(1, 2 * size), random.randint(1, 300)])
+        dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
+        wrong = case.exact(TILES[size], case.tokens(m)) or case.verify(TILES[size], m, dtype)
+        yield f"fuzz mma {i} {kind} M={m} N={n} K={k} {size} tokens {dtype}", wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fuzz", type=int, default=500)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    random.seed(0)
+    torch.manual_seed(0)
+    failures = 0
+    for name, wrong in checks(args.fuzz, args.small):
+        failures += wrong is not None
+        if wrong or not name.startswith("fuzz"):
+            print(f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True)
+    print(f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""``qtool::w4ax_mma_gemm``: s4 weights by s4 tokens on the s4 tensor cores of Ampere and Ada; s8 tokens by block.
+
+    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
+
+The arithmetic of :mod:`qtool.kernels.w4ax`. Tokens of 4 bits are packed (:func:`pack_tokens`) and multiplied by
+``mma.sync.m16n8k64`` s4; where ``eight_bit`` marks a block of 128 (COMET), they stay s8, and the weight's nibbles
+become s8 by zero extension. Hopper and later emulate s4: right, and slow.
+
+Shapes: x uint8 ``[M, K/2]``, with ``eight_bit`` ``[M, K]``; sx float32 ``[G, M4]`` (M4: M rounded up to a multiple of
+4), qweight uint8 in apex4 ``[K/32, N, 16]`` or w4ax-interleaved ``[N, K/2]``, scale ``[G, N]``, eight_bit uint8
+``[K/128]``.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtool import layouts
+from qtool.errors import QtoolError, suggest
+from qtool.kernels import mma
+from qtool.kernels.arrangement import SPAN, disarrange
+from qtool.kernels.build import Build
+from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.gemm import KINDS
+from qtool.kernels.mma import MmaOperand, MmaWeight
+from qtool.kernels.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS
+from qtool.schemes.base import group_matmul, int_matmul
+from qtool.schemes.fmpq import BLOCK
+
+#: tokens of a tile where groups take a second set of sums, in registers
+GROUPED = (16, 32, 64)
+
+
+def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype, mixed: bool) -> MmaOperand:
+    """What the kernel is compiled with."""
+    groups = 0 if group_size is None else max(1, 128 // group_size)
+    defines = (
+        ("LAYOUT", LAYOUTS[layout]),
+        ("GROUP", group_size or 0),
+        ("SCALE", KINDS[scale_dtype] if group_size else 0),
+        ("MIXED", int(mixed)),
+    )
+    row = 64 + groups * (4 if scale_dtype == torch.float32 else 2)
+    sizes = GROUPED if group_size else tuple(mma.TILES)
+    return MmaOperand("mma_s4_gemm", defines, row, (128 if mixed else 64) + 4 * groups, sizes)
+
+
+def builds() -> Iterator[Build]:
+    """APEX4's groups and whole channels, COMET's mixed blocks."""
+    for group in (128, 32, None):
+        kernel = operand("apex4", group, torch.float32, mixed=False)
+        instruction = "IMMA.16832.S4.S4" if group == 32 else "IMMA.16864.S4.S4"
+        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        kernel = operand("w4ax-interleaved", BLOCK, dtype, mixed=True)
+        yield from mma.builds(f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True)
+
+
+@torch.library.custom_op("qtool::pack_tokens", mutates_args=())
+def pack_tokens(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
+    """Codes int8 ``[M, K]`` in a layout's arrangement as :func:`w4ax_mma_gemm` takes them.
+
+    Of each 32 codes, the first 16 become the low nibbles of 16 bytes, the others the high ones: uint8 ``[M, K/2]``.
+    With ``eight_bit`` every block of 128 keeps its 128 bytes, ``[M, K]``: its codes, or 64 bytes of nibbles and zeros.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride or device; one sentence.
+    """
+    _require_codes(codes, eight_bit)
+    halves = codes.view(torch.uint8).unflatten(1, (-1, 2, SPAN // 2)) & 15  # [M, K/32, nibble, byte]
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    if eight_bit is None:
+        return packed
+    blocks = codes.view(torch.uint8).unflatten(1, (-1, BLOCK))
+    narrow = torch.nn.functional.pad(packed.unflatten(1, (-1, BLOCK // 2)), (0, BLOCK // 2))
+    return torch.where(eight_bit.bool()[:, None], blocks, narrow).flatten(1)
+
+
+@pack_tokens.register_fake
+def _(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
+    _require_codes(codes, eight_bit)
+    m, k = codes.shape
+    return codes.new_empty((m, k // 2 if eight_bit is None else k), dtype=torch.uint8)
+
+
+def unpack_tokens(x: Tensor, eight_bit: Tensor | None) -> Tensor:
+    """Inverse of :func:`pack_tokens`."""
+    packed = x if eight_bit is None else x.unflatten(1, (-1, BLOCK))[:, :, : BLOCK // 2].flatten(1)
+    vectors = packed.unflatten(1, (-1, SPAN // 2)).view(torch.int8)
+    codes = torch.cat([vectors << 4 >> 4, vectors >> 4], -1).flatten(1)
+    if eight_bit is None:
+        return codes
+    blocks = x.view(torch.int8).unflatten(1, (-1, BLOCK))
+    return torch.where(eight_bit.bool()[:, None], blocks, codes.unflatten(1, (-1, BLOCK))).flatten(1)
+
+
+@torch.library.custom_op("qtool::w4ax_mma_gemm", mutates_args=())
+def w4ax_mma_gemm(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
+
+    Args:
+        x: packed codes (:func:`pack_tokens`) in the arrangement of ``layout``. sx: the scales of their groups.
+        qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
+        scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
+        eight_bit: uint8 ``[K/128]``, 1 where a block's tokens have 8 bits, or ``None``: nowhere.
+        group_size: input channels that share a scale, 32 to 1024, or ``None``: all; 128 with ``eight_bit``.
+        out_dtype: bfloat16, float16, float32, or int32 for the bare sums of codes over all of K.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride, device, layout or GPU; one sentence.
+    """
+    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    codes = layouts.get(layout).unpack({"qweight": qweight}, n, k, signed=True)
+    natural = disarrange(unpack_tokens(x, eight_bit), layout)
+    if out_dtype == torch.int32:
+        return int_matmul(natural, codes)
+    y = group_matmul(natural, sx[:, : len(x)].t(), codes, scale.float().t())
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+@w4ax_mma_gemm.register_kernel("cuda")
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    if len(x) == 0:
+        return out
+    whole = None if out_dtype == torch.int32 else group_size
+    kernel = operand(layout, whole, scale.dtype, eight_bit is not None)
+    weight = MmaWeight(qweight, scale, eight_bit=eight_bit)
+    mma.run(kernel, mma.choose(len(x), kernel.tiles), x, sx, weight, out, k, bias=bias)
+    return out
+
+
+@w4ax_mma_gemm.register_fake
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n, _ = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _require_codes(codes: Tensor, eight_bit: Tensor | None) -> None:
+    step = SPAN if eight_bit is None else BLOCK
+    if codes.dim() != 2 or codes.shape[1] % step:
+        raise QtoolError(f"pack_tokens: codes have shape {tuple(codes.shape)}; expected [M, K], K a multiple of {step}")
+    expected: dict[str, Expected] = {
+        "codes": (codes, tuple(codes.shape), (torch.int8,)),
+        "eight_bit": (eight_bit, None if eight_bit is None else (codes.shape[1] // BLOCK,), (torch.uint8,)),
+    }
+    require_tensors("pack_tokens", codes.device, expected)
+
+
+def _require(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Refuse what the kernel cannot do; returns N and K."""
+    op = "w4ax_mma_gemm"
+    if layout not in LAYOUTS:
+        raise QtoolError(f"{op}: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
+    sizes = GROUP_SIZES if eight_bit is None else (BLOCK,)
+    if group_size not in sizes:
+        raise QtoolError(f"{op}: no group size {group_size}; accepted: {sizes}")
+    if out_dtype not in KINDS:
+        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
+    if x.dim() != 2 or scale.dim() != 2:
+        raise QtoolError(f"{op}: x is {x.dim()}-D and scale {scale.dim()}-D; expected [M, K/2] and [G, N]")
+    m, n = x.shape[0], scale.shape[1]
+    k = x.shape[1] * (2 if eight_bit is None else 1)
+    if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
+        raise QtoolError(
+            f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size {group_size},"
+            f" at most {MOST_CHANNELS}"
+        )
+    groups = k // (group_size or k)
+    expected: dict[str, Expected] = {
+        "x": (x, tuple(x.shape), (torch.uint8,)),
+        "sx": (sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+        "qweight": (qweight, (k // 32, n, 16) if layout == "apex4" else (n, k // 2), (torch.uint8,)),
+        "scale": (scale, (groups, n), SCALES),
+        "eight_bit": (eight_bit, None if eight_bit is None else (k // BLOCK,), (torch.uint8,)),
+        "bias": (bias, None if bias is None else (n,), SCALES),
+    }
+    require_tensors(op, x.device, expected)
+    return n, k

@@ -1,0 +1,167 @@
+"""The mma.sync ops of Ampere and Ada on a CPU: equal to the schemes' arithmetic, honest about their inputs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool import layouts, schemes
+from qtool.errors import QtoolError
+from qtool.kernels.arrangement import arrange, disarrange
+from qtool.kernels.mma import TILES, choose
+from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.w4a8_mma import w4a8_mma_gemm
+from qtool.kernels.w4ax_mma import pack_tokens, unpack_tokens, w4ax_mma_gemm
+from qtool.layouts.compute_aware import COMPUTE_AWARE
+
+W4A8 = [("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w4a8-lqq", 64), ("w4a8-lqq", 32)]
+W4AX = [("w4a4", "apex4", 128), ("w4a4", "apex4", 32), ("w4a4", "apex4", None), ("w4ax-fmpq", "w4ax-interleaved", 128)]
+EIGHT_BIT = torch.tensor([1, 0], dtype=torch.uint8)
+
+
+def weight_and_tokens(m: int, n: int = 96, k: int = 256) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator)
+
+
+def w4a8_arguments(scheme: str, group: int | None) -> tuple[dict[str, Any], Tensor]:
+    """The op's arguments, and the scheme's own float32 product."""
+    weight, x = weight_and_tokens(5)
+    s = schemes.get(scheme, group)
+    params = s.fit(weight)
+    codes = s.quantize(weight, params)
+    qx, sx = s.activation.quantize(x)
+    stored = {name: COMPUTE_AWARE.pack_group(p) if p.dim() == 2 else p for name, p in params.items()}
+    given = {
+        "x": qx,
+        "sx": sx[:, 0].contiguous(),
+        "qweight": COMPUTE_AWARE.pack(codes)["qweight"],
+        "s1": stored["s1"],
+        "s2": stored.get("s2"),
+        "offset": stored.get("offset"),
+        "zero": stored.get("zero"),
+        "token_sum": qx.sum(1, dtype=torch.int32),
+        "bias": None,
+        "scheme": scheme,
+        "group_size": group,
+        "out_dtype": torch.float32,
+    }
+    return given, s.matmul(x, codes, params)
+
+
+def w4ax_arguments(scheme: str, layout: str, group: int | None) -> tuple[dict[str, Any], Tensor]:
+    """The same for packed tokens, the first of two blocks of 8 bits where the scheme has such."""
+    weight, x = weight_and_tokens(5)
+    mixed = scheme == "w4ax-fmpq"
+    s = schemes.get(scheme, group)
+    if mixed:
+        s = s.with_blocks(EIGHT_BIT)  # type: ignore[attr-defined]
+    blocks = EIGHT_BIT if mixed else None
+    params, where = s.fit(weight), layouts.get(layout)
+    codes = s.quantize(weight, params)
+    qx, sx = quantize_activation_groups(x, None, None, blocks, "none", 0.0, group, layout)
+    given = {
+        "x": pack_tokens(qx, blocks),
+        "sx": sx,
+        "qweight": where.pack(codes)["qweight"],
+        "scale": where.pack_group(params["scale"]),
+        "eight_bit": blocks,
+        "bias": None,
+        "layout": layout,
+        "group_size": group,
+        "out_dtype": torch.float32,
+    }
+    return given, s.matmul(x, codes, params)
+
+
+@pytest.mark.parametrize(("scheme", "group"), W4A8)
+def test_w4a8_is_the_schemes_matmul(scheme: str, group: int | None) -> None:
+    given, want = w4a8_arguments(scheme, group)
+    torch.testing.assert_close(w4a8_mma_gemm(**given), want, rtol=1e-6, atol=0)
+    torch.library.opcheck(w4a8_mma_gemm, tuple(given.values()))
+
+
+@pytest.mark.parametrize(("scheme", "layout", "group"), W4AX)
+def test_w4ax_is_the_schemes_matmul(scheme: str, layout: str, group: int | None) -> None:
+    given, want = w4ax_arguments(scheme, layout, group)
+    assert torch.equal(w4ax_mma_gemm(**given), want)
+    torch.library.opcheck(w4ax_mma_gemm, tuple(given.values()))
+
+
+@pytest.mark.parametrize(("scheme", "layout", "group"), W4AX)
+def test_bare_sums(scheme: str, layout: str, group: int | None) -> None:
+    given, _ = w4ax_arguments(scheme, layout, group)
+    sums = w4ax_mma_gemm(**given | {"out_dtype": torch.int32})
+    codes = layouts.get(layout).unpack({"qweight": given["qweight"]}, 96, 256, signed=True)
+    natural = disarrange(unpack_tokens(given["x"], given["eight_bit"]), layout)
+    assert torch.equal(sums.long(), natural.long() @ codes.long().t())
+
+
+@pytest.mark.parametrize("eight_bit", [None, EIGHT_BIT])
+def test_tokens_pack_and_unpack(eight_bit: Tensor | None) -> None:
+    codes = torch.randint(-8, 8, (3, 256)).to(torch.int8)
+    if eight_bit is not None:
+        codes[:, :128] = torch.randint(-127, 128, (3, 128))
+    packed = pack_tokens(codes, eight_bit)
+    assert torch.equal(unpack_tokens(packed, eight_bit), codes)
+    torch.library.opcheck(pack_tokens, (codes, eight_bit))
+
+
+@pytest.mark.parametrize("layout", ["apex4", "w4ax-interleaved"])
+def test_packed_tokens_lie_as_the_layouts_weights_do(layout: str) -> None:
+    """So that the words of both meet in an s4 instruction, whichever inputs they hold."""
+    codes = torch.randint(-8, 8, (8, 64)).to(torch.int8)
+    stored = layouts.get(layout).pack(codes)["qweight"]
+    rows = stored.view(2, 8, 16).transpose(0, 1).flatten(1) if layout == "apex4" else stored
+    assert torch.equal(pack_tokens(arrange(codes, layout), None), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scheme", "w4a8-qo", "did you mean w4a8-qoq"),
+        ("group_size", 48, "no group size 48"),
+        ("x", torch.zeros(5, 200, dtype=torch.int8), "N = 96 and K = 200 must be multiples of 32 and 128"),
+        ("qweight", torch.zeros(96, 128, dtype=torch.uint8), "qweight is torch.uint8; expected torch.int8"),
+        ("s2", None, "s2 is missing"),
+        ("out_dtype", torch.float64, "out_dtype is torch.float64"),
+    ],
+)
+def test_w4a8_refuses_in_one_sentence(name: str, value: object, message: str) -> None:
+    given, _ = w4a8_arguments("w4a8-qoq-g128", 128)
+    with pytest.raises(QtoolError, match=message) as error:
+        w4a8_mma_gemm(**given | {name: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layout", "apex", "did you mean apex4"),
+        ("group_size", 64, r"no group size 64; accepted: \(128,\)"),
+        ("out_dtype", torch.float64, "out_dtype is torch.float64"),
+        ("x", torch.zeros(5, 256, dtype=torch.int8), "x is torch.int8; expected torch.uint8"),
+        ("eight_bit", torch.zeros(3, dtype=torch.uint8), r"eight_bit has shape \(3,\); expected \(2,\)"),
+    ],
+)
+def test_w4ax_refuses_in_one_sentence(name: str, value: object, message: str) -> None:
+    given, _ = w4ax_arguments("w4ax-fmpq", "w4ax-interleaved", 128)
+    with pytest.raises(QtoolError, match=message) as error:
+        w4ax_mma_gemm(**given | {name: value})
+    assert "\n" not in str(error.value)
+
+
+def test_tiles_hold_the_tokens_or_are_the_widest() -> None:
+    assert [choose(m, tuple(TILES)).tokens for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", [*W4A8, *W4AX], ids=str)
+def test_equals_the_cpu_reference(case: tuple[Any, ...]) -> None:
+    op, make = (w4a8_mma_gemm, w4a8_arguments) if case in W4A8 else (w4ax_mma_gemm, w4ax_arguments)
+    given, _ = make(*case)  # type: ignore[operator]
+    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()}
+    torch.testing.assert_close(op(**there).cpu(), op(**given), rtol=1e-6, atol=1e-5)
+    torch.library.opcheck(op, tuple(there.values()))
