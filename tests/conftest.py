@@ -62,27 +62,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
 MakeModel = Callable[..., Path]
 
 
+def save_model(
+    directory: Path,
+    variant: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Save a random model of ``variant`` with ``config`` changed in ``directory``."""
+    torch.manual_seed(seed)
+    settings = {key: value for key, value in (SMALL | VARIANTS[variant] | config).items() if value is not None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.split("-")[0], **settings))
+    for parameter in model.parameters():  # random norms and biases too, or half the folds go untested
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
     """``make_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model; returns its directory."""
 
-    def make(
-        variant: str = "llama",
-        *,
-        dtype: torch.dtype = torch.float32,
-        max_shard_size: str = "5GB",
-        name: str | None = None,
-        seed: int = 0,
-        **config: Any,
-    ) -> Path:
-        torch.manual_seed(seed)
-        settings = {key: value for key, value in (SMALL | VARIANTS[variant] | config).items() if value is not None}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.split("-")[0], **settings))
-        for parameter in model.parameters():  # random norms and biases too, or half the folds go untested
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        directory = tmp_path / (name or variant)
-        model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-        return directory
+    def make(variant: str = "llama", *, name: str | None = None, **options: Any) -> Path:
+        return save_model(tmp_path / (name or variant), variant, **options)
 
     return make
