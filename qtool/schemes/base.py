@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
+from qtool.schemes import range_triton
 from qtool.schemes.activation import Activation
 from qtool.schemes.grid import Grid
 
@@ -89,6 +90,10 @@ class Scheme(ABC):
         Raises:
             QtoolError: for NaN or Inf weights, or K not divisible by the group size.
         """
+        if self.sparsity is None and range_triton.runs_on(weight):
+            low, high = range_triton.group_range(self.groups(weight))
+            require_finite(low, high, self.name)
+            return low, high
         low = torch.empty(self.groups(weight).shape[:2], dtype=torch.float32, device=weight.device)
         high = torch.empty_like(low)
         for rows in slabs(weight):
