@@ -58,10 +58,10 @@ class Variant:
         return cls(weight.metadata is not None, weight.group, x.dtype, weight.scale.dtype, out_dtype)
 
     def stage_bytes(self, tile: HalfTile) -> int:
-        """Of one team's ring slot: tokens, codes, positions and scales of ``tile.step`` input channels."""
-        codes = tile.step * (24 if self.sparse else 32)
-        scales = 64 * self.scale.itemsize * (max(1, tile.step // self.group) if self.group else 0)
-        return tile.block_tokens * tile.step * 2 + tile.column_warps * (codes + scales)
+        """Of one team's ring slot: tokens, codes, positions and scales of 64 input channels."""
+        codes = 1024 + 512 if self.sparse else 2048
+        scales = 64 * self.scale.itemsize * (max(1, 64 // self.group) if self.group else 0)
+        return tile.block_tokens * 128 + tile.column_warps * (codes + scales)
 
 
 def definition(
@@ -85,7 +85,6 @@ def definition(
             "COLUMN_WARPS": tile.column_warps,
             "TEAMS": tile.teams,
             "SPLIT": tile.split,
-            "STEP": tile.step,
             "STAGES": tile.stages(variant.stage_bytes(tile), shared_bytes(tile, capability)),
             "BLOCKS_PER_SM": tile.blocks_per_sm,
             "CLUSTER": int(cluster),

@@ -12,8 +12,7 @@ MOST_STAGES = 8
 
 @dataclass(frozen=True)
 class HalfTile:
-    """Tokens a warp, warps along the channels and along the tokens, teams, blocks sharing K, blocks per SM,
-    input channels of a ring slot."""
+    """Tokens a warp, warps along the channels and along the tokens, teams, blocks sharing K, blocks per SM."""
 
     tokens: int
     column_warps: int
@@ -21,7 +20,6 @@ class HalfTile:
     teams: int = 1
     split: int = 1
     blocks_per_sm: int = 1
-    step: int = 64
 
     @property
     def threads(self) -> int:

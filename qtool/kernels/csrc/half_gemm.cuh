@@ -2,7 +2,7 @@
 //
 // A block multiplies kColumnWarps * 64 output channels by kTokens * kTokenWarps tokens. Its kTeams teams of warps
 // share the sum over K, and so do kSplit blocks: each of these units takes a run of 128s of input channels, through
-// its own ring of stages (kStep channels) filled by cp.async. A team waits for nobody but itself until the end, when all units put
+// its own ring of stages (64 channels) filled by cp.async. A team waits for nobody but itself until the end, when all units put
 // their sums into shared memory and each thread adds, in the order of K, those it stores.
 //
 // Exact products: the operand is code - 8, which 16 bits hold exactly. A group's sum is scaled in float32 and added
@@ -27,12 +27,12 @@ struct HalfParams {
 
 // kGroup: input channels that share a scale (32, 64, 128), 0 for all. kCluster: the split blocks are a cluster (sm_90).
 template <class Weights, int kKind, int kScale, int kOut, int kGroup, int kTokens, int kTokenWarps, int kColumnWarps, int kTeams,
-          int kSplit, int kStep, int kStages, bool kCluster>
+          int kSplit, int kStages, bool kCluster>
 struct HalfGemm {
     static constexpr int kTeamThreads = 32 * kColumnWarps * kTokenWarps, kThreads = kTeams * kTeamThreads;
     static constexpr int kColumns = 64 * kColumnWarps, kTileTokens = kTokens * kTokenWarps, kBlocks = kTokens / 8;
 
-    static constexpr int kSteps = 128 / kStep, kPairs = kStep / 32;  // steps of 128 inputs; pairs of 16 inputs in a step
+    static constexpr int kStep = 64, kSteps = 128 / kStep, kPairs = kStep / 32;  // steps of 128 inputs; pairs of 16 inputs in a step
     static constexpr int kRows = kStep / Weights::kInputs, kMetadataRows = Weights::kSparse ? kRows : 0;
     static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2;
     static constexpr int kGroups = kGroup ? (kStep > kGroup ? kStep / kGroup : 1) : 0;   // whose scales a stage holds
@@ -62,8 +62,10 @@ struct HalfGemm {
         const int runs = p.k / 128, unit = rank * kTeams + team, units = kSplit * kTeams;
 
         float acc[kBlocks][4][4] = {};
+        const int from = runs * unit / units, to = runs * (unit + 1) / units;
+        Source source(p, m, n, from * kSteps, t);
         grid_wait();
-        accumulate(acc, p, shared + team * kRingBytes, m, n, runs * unit / units * kSteps, runs * (unit + 1) / units * kSteps, team, t);
+        accumulate(acc, source, shared + team * kRingBytes, (to - from) * kSteps, team, t);
 
         __syncthreads();  // all teams have left their rings
         float* sums = reinterpret_cast<float*>(shared) + team * (kSumsBytes / 4);
@@ -79,44 +81,118 @@ struct HalfGemm {
         if constexpr (kCluster && kSplit > 1) cluster_sync();  // nobody reads this block's sums any more
     }
 
-    // The sums of steps [from, to) for tokens m.. and columns n.. .
-    static __device__ __forceinline__ void accumulate(float (&acc)[kBlocks][4][4], const HalfParams& p, u8* ring, int m, int n, int from,
-                                                      int to, int team, int t) {
-        const int lane = t % 32, warp = t / 32, column_warp = warp % kColumnWarps, row = warp / kColumnWarps * kTokens + lane % 8;
-        const u32 tokens_at = row * kTokenBytes, swizzled = (lane / 8 ^ lane % 8) * 16;
-        const u64 once = evict_first();
-        int slot = 0, filled = 0;
+    // What one thread copies into each stage of its team, step after step. Tokens beyond M and columns beyond N stay what
+    // they were: their sums are not stored.
+    struct Source {
+        const u8 *codes, *metadata, *scales, *tokens;
+        u64 code_row, metadata_row, scale_row, token_rows;  // bytes between the rows that this thread copies from
+        u32 code_at, token_at;
+        int thread, valid_tokens;
+        bool valid_codes, valid_metadata, valid_scales;
+
+        static constexpr int kChunks = 32 * kColumnWarps;                                  // 16-byte chunks of a row of codes
+        static constexpr int kMetadataChunks = 16 * kColumnWarps, kScaleChunks = kColumns * kScaleBytes / 16;
+        static constexpr int kPieces = kTokenBytes / 16;                                   // of a token
+        static constexpr int kTokensAtOnce = kTeamThreads / kPieces;
+
+        __device__ __forceinline__ Source(const HalfParams& p, int m, int n, int step, int t) : thread(t) {
+            const int chunk = t % kChunks, left = p.n - n;
+            code_row = static_cast<u64>(p.n) * 8;
+            codes = p.qweight + (static_cast<u64>(step) * kRows + t / kChunks) * code_row + n * 8ull + chunk * 16;
+            code_at = kCodesAt + t * 16;
+            valid_codes = chunk / 32 * 64 < left;
+
+            metadata_row = static_cast<u64>(p.n) * 4;
+            metadata = p.metadata + (static_cast<u64>(step) * kMetadataRows + t / kMetadataChunks) * metadata_row + n * 4ull +
+                       t % kMetadataChunks * 16;
+            valid_metadata = t % kMetadataChunks / 16 * 64 < left;
+
+            scale_row = static_cast<u64>(p.n) * kScaleBytes;
+            scales = p.scale + (static_cast<u64>(step / kGroupSteps) * kGroups + t / kScaleChunks) * scale_row +
+                     static_cast<u64>(n) * kScaleBytes + t % kScaleChunks * 16;
+            valid_scales = t % kScaleChunks * (16 / kScaleBytes) < left;
+
+            const int token = t / kPieces, piece = t % kPieces;
+            token_rows = static_cast<u64>(p.k) * (2 * kTokensAtOnce);
+            tokens = p.x + (static_cast<u64>(m + token) * p.k + step * kStep) * 2 + piece * 16;
+            token_at = token * kTokenBytes + (piece ^ token % 8) * 16;
+            valid_tokens = p.m - m - token;
+        }
+
+        // Starts the copies of one step; `last` of its group brings the scales.
+        __device__ __forceinline__ void load(u32 stage, bool last) {
 #pragma unroll
+            for (int r = 0; r < kRows; r += kTokenWarps)
+                if (valid_codes && (kRows % kTokenWarps == 0 || r + thread / kChunks < kRows))
+                    copy_async(stage + code_at + r * kChunks * 16, codes + r * code_row);
+            codes += kRows * code_row;
+            copy_rows<kMetadataRows, kMetadataChunks>(stage + kMetadataAt, metadata, metadata_row, valid_metadata);
+            metadata += kMetadataRows * metadata_row;
+            if (last) {
+                copy_rows<kGroups, kScaleChunks>(stage + kScalesAt, scales, scale_row, valid_scales);
+                scales += kGroups * scale_row;
+            }
+#pragma unroll
+            for (int i = 0; i < kTileTokens; i += kTokensAtOnce)
+                if (i < valid_tokens && (kTileTokens % kTokensAtOnce == 0 || i + thread / kPieces < kTileTokens))
+                    copy_async(stage + token_at + i * kTokenBytes, tokens + i / kTokensAtOnce * token_rows);
+            tokens += kTokenBytes;
+        }
+
+        // kCount rows of kChunks chunks, some of them in each thread.
+        template <int kCount, int kRowChunks>
+        __device__ __forceinline__ void copy_rows(u32 to, const u8* from, u64 row_bytes, bool valid) const {
+            constexpr int kRowsAtOnce = kTeamThreads / kRowChunks > 0 ? kTeamThreads / kRowChunks : 1;
+            static_assert(kTeamThreads % kRowChunks == 0, "a thread copies the same chunk of each row");
+#pragma unroll
+            for (int r = 0; r < kCount; r += kRowsAtOnce)
+                if (valid && (kCount % kRowsAtOnce == 0 || r + thread / kRowChunks < kCount))
+                    copy_async(to + thread * 16 + r * kRowChunks * 16, from + r * row_bytes);
+        }
+    };
+
+    static __device__ __forceinline__ void team_barrier(int team) {
+        if constexpr (kTeamThreads == 32) __syncwarp();
+        else named_barrier(1 + team, kTeamThreads);
+    }
+
+    // The sums of `steps` steps.
+    static __device__ __forceinline__ void accumulate(float (&acc)[kBlocks][4][4], Source& source, u8* ring, int steps, int team, int t) {
+        const int lane = t % 32, warp = t / 32, column_warp = warp % kColumnWarps, row = warp / kColumnWarps * kTokens + lane % 8;
+        const u32 tokens_at = row * kTokenBytes + (lane / 8 ^ lane % 8) * 16;
+        int ahead = 0, slot = 0, filled = 0;  // steps asked for; the stage that is read; the one that is filled
+#pragma unroll 1
         for (; filled < kStages - 1; ++filled) {
-            if (from + filled < to) load(p, smem_address(ring) + filled * kStageBytes, m, n, from + filled, t, once);
+            if (ahead < steps) source.load(smem_address(ring) + filled * kStageBytes, (ahead + 1) % kGroupSteps == 0), ++ahead;
             copy_commit();
         }
         float part[kBlocks][4][4];
-        for (int first = from; first < to; first += kUnrolled)
+#pragma unroll 1
+        for (int first = 0; first < steps; first += kUnrolled) {
 #pragma unroll
-        for (int s = 0; s < kUnrolled; ++s) {
-            copy_wait<kStages - 2>();
-            named_barrier(1 + team, kTeamThreads);  // the stage is here, and nobody reads the one before
-            const int next = first + s + kStages - 1;
-            if (next < to) load(p, smem_address(ring) + filled * kStageBytes, m, n, next, t, once);
-            copy_commit();
-            const u8* stage = ring + slot * kStageBytes;
-            const u32 tokens = smem_address(stage) + tokens_at;
-            const u8* codes = stage + kCodesAt + column_warp * 512 + lane * 16;
-            const u8* metadata = stage + kMetadataAt + column_warp * 256 + lane * 4;
-            const u8* scales = stage + kScalesAt + (column_warp * 64 + lane / 4 * 8) * kScaleBytes;
+            for (int s = 0; s < kUnrolled; ++s) {
+                copy_wait<kStages - 2>();
+                team_barrier(team);  // the stage is here, and nobody reads the one before
+                if (ahead < steps) source.load(smem_address(ring) + filled * kStageBytes, (ahead + 1) % kGroupSteps == 0), ++ahead;
+                copy_commit();
+                const u8* stage = ring + slot * kStageBytes;
+                const u32 tokens = smem_address(stage) + tokens_at;
+                const u8* codes = stage + kCodesAt + column_warp * 512 + lane * 16;
+                const u8* metadata = stage + kMetadataAt + column_warp * 256 + lane * 4;
+                const u8* scales = stage + kScalesAt + (column_warp * 64 + lane / 4 * 8) * kScaleBytes;
 #pragma unroll(kGroup == 32 ? 1 : kPairs)  // else some of its variants spill
-            for (int pair = 0; pair < kPairs; ++pair) {
-                const int in_group = (s * kPairs + pair) % kGroupPairs;
-                if (in_group == 0) clear(part);
-                u32 b[kBlocks][4];
+                for (int pair = 0; pair < kPairs; ++pair) {
+                    const int in_group = (s * kPairs + pair) % kGroupPairs;
+                    if (in_group == 0) clear(part);
+                    u32 b[kBlocks][4];
 #pragma unroll
-                for (int i = 0; i < kBlocks; ++i) load_matrices(b[i], tokens + i * 8 * kTokenBytes + (swizzled ^ pair * 64));
-                Weights::multiply(part, b, codes, 512 * kColumnWarps, metadata, 256 * kColumnWarps, pair);
-                if (in_group == kGroupPairs - 1) promote(acc, part, scales + pair / kGroupPairs * kColumns * kScaleBytes);
+                    for (int i = 0; i < kBlocks; ++i) load_matrices(b[i], (tokens ^ pair * 64) + i * 8 * kTokenBytes);
+                    Weights::multiply(part, b, codes, 512 * kColumnWarps, metadata, 256 * kColumnWarps, pair);
+                    if (in_group == kGroupPairs - 1) promote(acc, part, scales + pair / kGroupPairs * kColumns * kScaleBytes);
+                }
+                slot = slot + 1 == kStages ? 0 : slot + 1;
+                filled = filled + 1 == kStages ? 0 : filled + 1;
             }
-            slot = slot + 1 == kStages ? 0 : slot + 1;
-            filled = filled + 1 == kStages ? 0 : filled + 1;
         }
         copy_wait<0>();
     }
@@ -147,44 +223,6 @@ struct HalfGemm {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) acc[i][j][r] = fmaf(part[i][j][r], r < 2 ? scale.x : scale.y, acc[i][j][r]);
         }
-    }
-
-    // Starts this thread's copies of one step. Tokens beyond M and columns beyond N stay what they were: their sums are
-    // not stored.
-    static __device__ __forceinline__ void load(const HalfParams& p, u32 stage, int m, int n, int step, int t, u64 once) {
-        constexpr int kChunks = 32 * kColumnWarps;  // 16-byte chunks of a row of codes
-        const int chunk = t % kChunks;
-        if (n + chunk / 32 * 64 < p.n) {
-            const u8* from = p.qweight + (static_cast<u64>(step) * kRows * p.n + n) * 8 + chunk * 16;
-#pragma unroll
-            for (int r = 0; r < kRows; r += kTokenWarps) {
-                const int row = r + t / kChunks;
-                if (kRows % kTokenWarps == 0 || row < kRows)
-                    copy_async_once(stage + kCodesAt + (row * kChunks + chunk) * 16, from + static_cast<u64>(row) * p.n * 8, once);
-            }
-        }
-        copy_rows<kMetadataRows, 16 * kColumnWarps>(
-            stage + kMetadataAt, p.metadata + (static_cast<u64>(step) * kMetadataRows * p.n + n) * 4, p.n * 4, (p.n - n) / 4, t, once);
-        if (step % kGroupSteps == kGroupSteps - 1)
-            copy_rows<kGroups, kColumns * kScaleBytes / 16>(
-                stage + kScalesAt, p.scale + (static_cast<u64>(step / kGroupSteps) * kGroups * p.n + n) * kScaleBytes,
-                p.n * kScaleBytes, (p.n - n) * kScaleBytes / 16, t, once);
-        constexpr int kPieces = kTokenBytes / 16;
-#pragma unroll
-        for (int i = t; i < kTileTokens * kPieces; i += kTeamThreads) {
-            const int token = i / kPieces, piece = i % kPieces;
-            if (m + token < p.m)
-                copy_async(stage + token * kTokenBytes + (piece ^ token % 8) * 16,
-                           p.x + (static_cast<u64>(m + token) * p.k + step * kStep) * 2 + piece * 16);
-        }
-    }
-
-    // kCount rows of up to kChunks 16-byte chunks, of which the first `valid` exist.
-    template <int kCount, int kChunks>
-    static __device__ __forceinline__ void copy_rows(u32 to, const u8* from, int row_bytes, int valid, int t, u64 once) {
-#pragma unroll
-        for (int i = t; i < kCount * kChunks; i += kTeamThreads)
-            if (i % kChunks < valid) copy_async_once(to + i * 16, from + static_cast<u64>(i / kChunks) * row_bytes + i % kChunks * 16, once);
     }
 
     // Adds the units' sums in the order of K and stores them; a cluster's blocks share the work.

@@ -1,7 +1,7 @@
 // Y = X W^T for 2:4 sparse 4-bit weights in the marlin-24 layout. The host defines the upper-case names (qtool/kernels/half_gemm.py).
 #include "half_gemm.cuh"
 
-using Kernel = HalfGemm<Marlin24<KIND>, KIND, SCALE, OUT, GROUP, TOKENS, TOKEN_WARPS, COLUMN_WARPS, TEAMS, SPLIT, STEP, STAGES, CLUSTER>;
+using Kernel = HalfGemm<Marlin24<KIND>, KIND, SCALE, OUT, GROUP, TOKENS, TOKEN_WARPS, COLUMN_WARPS, TEAMS, SPLIT, STAGES, CLUSTER>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
 #if CLUSTER && SPLIT > 1
