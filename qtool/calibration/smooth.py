@@ -85,12 +85,13 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
     exponents = [i / steps for i in range(steps + 1)]
     grid = [(alpha, beta) for alpha in exponents for beta in exponents]
 
-    def error_of(exponents: tuple[float, float] | None) -> float:
+    def error_of(exponents: tuple[float, float] | None) -> Tensor:
         factor = None if exponents is None else smoothing_factor(x_amax, w_amax, *exponents)
         with tensor_cores():
             return output_error(inputs.sample, problems, targets, factor)
 
-    start, *errors = ranks.spread(error_of, [None, *grid])
+    # only now is anything waited for: a GPU works through all candidates without a pause
+    start, *errors = map(float, ranks.spread(error_of, [None, *grid]))
     least = min(range(len(grid)), key=errors.__getitem__)
     if errors[least] < start:
         choice, best, factor = grid[least], errors[least], smoothing_factor(x_amax, w_amax, *grid[least])
@@ -103,21 +104,19 @@ def smoothing_factor(x_amax: Tensor, w_amax: Tensor, alpha: float, beta: float) 
     """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1."""
     factor = x_amax**alpha / w_amax**beta
     alive = (x_amax > 0) & (w_amax > 0)
-    if not alive.any():
-        return torch.ones_like(factor)
-    factor = factor / (factor[alive].amax() * factor[alive].amin()).sqrt()
-    return torch.where(alive, factor, 1.0).clamp(1e-4, 1e4)
+    largest, least = torch.where(alive, factor, 0.0).amax(), torch.where(alive, factor, torch.inf).amin()
+    return torch.where(alive, factor / (largest * least).sqrt(), 1.0).clamp(1e-4, 1e4)
 
 
 def output_error(
     x: Tensor, problems: Sequence[tuple[Scheme, Tensor]], targets: Sequence[Tensor], factor: Tensor | None
-) -> float:
-    """Mean squared error of the group's outputs when ``x [T, K]`` and the weights ``[N, K]`` are quantized."""
+) -> Tensor:
+    """Mean squared error ``[]`` of the group's outputs when ``x [T, K]`` and the weights ``[N, K]`` are quantized."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     smoothed = x if factor is None else x / factor
     for (scheme, weight), target in zip(problems, targets, strict=True):
         scaled = weight if factor is None else weight * factor
-        params = scheme.fit(scaled)
+        params = scheme.fit_range(*scheme.range(scaled, finite=True))
         output = scheme.fake_activation(smoothed, params) @ scheme.fake_weight(scaled, params).T
         total += (output - target).double().square().sum()
-    return float(total / sum(target.numel() for target in targets))
+    return total / sum(target.numel() for target in targets)
