@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
+import check_w4a4
 import torch
 from torch import Tensor
 
@@ -39,6 +40,8 @@ TILES = [
     Tile(64, 1, 4, 2), Tile(64, 4, 2, 2), Tile(128, 1, 2, 1), Tile(128, 2, 2, 1), Tile(128, 1, 1, 1),
     Tile(256, 1, 1, 1), Tile(256, 2, 1, 1), Tile(128, 1, 3, 1), Tile(16, 1, 6, 2), Tile(64, 1, 1, 2), Tile(64, 1, 3, 1),
 ]  # fmt: skip
+#: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
+OTHERS = (check_w4a4,)
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
@@ -199,6 +202,7 @@ def small() -> int:
     wrong += [Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES]
     wrong += [w8a8(tile, 5, 192, 448, torch.bfloat16) for tile in TILES[::4]]
     wrong += [quantization(3, 128, torch.bfloat16, fusion, gather=True) for fusion in FUSIONS]
+    wrong += [found for module in OTHERS for _, found in module.checks(0, True)]
     print(f"{len(wrong)} small cases, {sum(w is not None for w in wrong)} failures")
     return int(any(wrong))
 
@@ -256,6 +260,9 @@ def main() -> int:
         wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
         report(f"quantize activation K={k} {dtype} {fusion}", wrong)
     report("CUDA graph", graph_capture())
+    others = () if args.quick else OTHERS
+    for name, wrong in itertools.chain.from_iterable(module.checks(args.fuzz, False) for module in others):
+        report(name, wrong)
     for i in range(args.fuzz):
         scheme, group, tile, dtype = random.choice(jobs)
         n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)

@@ -1,0 +1,53 @@
+"""The s4 kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at length."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.w4ax import w4ax_gemm
+from tests.kernels.test_w4ax import CASES, arguments
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "group"), CASES)
+@pytest.mark.parametrize("m", [1, 33, 300])
+def test_equals_the_cpu_reference(layout: str, group: int | None, m: int) -> None:
+    given, want = arguments(layout, group, m=m, n=192)
+    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()}
+    sums = w4ax_gemm(**there | {"out_dtype": torch.int32}).cpu()
+    assert torch.equal(sums, w4ax_gemm(**given | {"out_dtype": torch.int32}))
+    got = w4ax_gemm(**there).cpu()
+    assert (got - want).norm() <= 1e-6 * want.norm()
+    assert (w4ax_gemm(**there | {"out_dtype": torch.bfloat16}).cpu() - want).norm() <= 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize(("layout", "group"), CASES)
+def test_opcheck_and_compile(layout: str, group: int | None) -> None:
+    given, _ = arguments(layout, group)
+    there = tuple(v.cuda() if isinstance(v, Tensor) else v for v in given.values())
+    torch.library.opcheck(w4ax_gemm, there)
+    x = torch.randn(5, 1024, device="cuda")
+    quantization = (x, None, None, None, "none", 0.0, group, layout)
+    torch.library.opcheck(quantize_activation_groups, quantization)
+
+    def forward(x: Tensor) -> Tensor:
+        codes, scale = quantize_activation_groups(x, *quantization[1:])  # type: ignore[arg-type]
+        return w4ax_gemm(codes, scale, *there[2:]) * 2  # type: ignore[arg-type]
+
+    torch.testing.assert_close(torch.compile(forward, fullgraph=True)(x), forward(x))
+
+
+@pytest.mark.parametrize("group", [32, 512, None])
+def test_activation_quantization_equals_the_cpu(group: int | None) -> None:
+    x, order = torch.randn(5, 4096).bfloat16(), torch.randperm(4096).int()
+    want = quantize_activation_groups(x, order, None, None, "none", 0.0, group, "w4ax-interleaved")
+    got = quantize_activation_groups(x.cuda(), order.cuda(), None, None, "none", 0.0, group, "w4ax-interleaved")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
