@@ -64,6 +64,7 @@ class Distill(Rounding):
 
     name = "distill"
     needs_data = True
+    steps = True
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:

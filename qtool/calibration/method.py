@@ -90,6 +90,8 @@ class Rounding(ABC):
 
     name: ClassVar[str]
     needs_data: ClassVar[bool]
+    #: what is a batch matters to the result (a batch is a step)
+    steps: ClassVar[bool] = False
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:

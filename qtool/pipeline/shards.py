@@ -29,6 +29,9 @@ from qtool.pipeline.write_behind import WriteBehind
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 
+#: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once a batch
+WIDEST_INPUT = 1 << 29
+
 
 class Shards:
     """The shards of ``job``: the embedding, one a block, final norm and head.
@@ -62,7 +65,7 @@ class Shards:
         missing = [s for s in range(2, last) if s not in output.records and (self.together or output.is_mine(s))]
         with (
             recording(self.stages),
-            closing(self._blocks(ranks.share(tokens), activations)) as blocks,
+            closing(self._blocks(ranks.share(self._batches(tokens)), activations)) as blocks,
             WriteBehind(self._written) as writer,
         ):
             for shard, end in ((1, edges.tables), (last, edges.head)):
@@ -82,6 +85,14 @@ class Shards:
                     blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
             with stage("write"):
                 writer.wait()
+
+    def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The calibration batches, on a GPU larger ones: the same for every number of ranks."""
+        if self.device.type != "cuda" or self.job.rounding.steps or len({ids.shape[1] for ids in tokens}) != 1:
+            return tokens
+        widest = max(k for block in self.job.first_of_kinds() for _, k in self.job.linears(block).values())
+        sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
+        return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
 
     def _blocks(self, tokens: Sequence[Tensor], activations: str) -> StreamedBlocks | BuiltBlocks:
         if not self.together:

@@ -1,0 +1,114 @@
+"""One rank of ``ranks.sh``: quantize a random checkpoint of a known shape and time it; or compare two results.
+
+    torchrun --nproc-per-node 2 benchmarks/quantize/ranks.py run DIR --layers 8
+    python benchmarks/quantize/ranks.py compare DIR 1 2
+
+``run`` quantizes ``DIR/source`` (made by ``make``) to ``DIR/ranks-R`` and writes the times to ``DIR/ranks-R.json``. A
+first run of one block, not timed, pays for the kernels' compilation and the GPU's start.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from qtool import ranks, recipes
+from qtool.checkpoint.source import Checkpoint
+from qtool.pipeline.bench import random_tokens
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
+
+
+def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) -> None:
+    """Quantize ``DIR/warm`` and then, timed, ``DIR/source``; rank 0 writes the seconds down."""
+    chosen = recipes.load("w4a8-lqq", recipe)
+    with ranks.joined(device) as own:
+        warm, source = Checkpoint(directory / "warm"), Checkpoint(directory / "source")
+        quantize(warm, chosen, directory / f"warm-{ranks.size()}", device=own,
+                 calibration=random_tokens(warm.config["vocab_size"], 2 * ranks.size(), seqlen))  # fmt: skip
+        if own.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
+        tokens = random_tokens(source.config["vocab_size"], samples, seqlen)
+        ranks.meet()
+        began = time.perf_counter()
+        quantize(source, chosen, directory / f"ranks-{ranks.size()}", device=own, calibration=tokens)
+        ranks.meet()
+        seconds = time.perf_counter() - began
+        peaks = ranks.every(torch.cuda.max_memory_allocated() if own.startswith("cuda") else 0)
+        if ranks.rank() == 0:
+            record = json.loads((directory / f"ranks-{ranks.size()}.run.json").read_text())
+            found = {"ranks": ranks.size(), "blocks": source.config["num_hidden_layers"], "seconds": seconds,
+                     "peak_device_bytes": peaks, "stages": record["stages"]}  # fmt: skip
+            (directory / f"ranks-{ranks.size()}.json").write_text(json.dumps(found))
+            print(json.dumps(found), flush=True)
+
+
+def compare(directory: Path, counts: list[int], layers: int) -> None:
+    """Print the speed-ups, and how many codes and how much error differ from the first count's result."""
+    times = {n: json.loads((directory / f"ranks-{n}.json").read_text()) for n in counts}
+    first = counts[0]
+    for n in counts:
+        seconds, blocks = times[n]["seconds"], times[n]["blocks"]
+        peak = max(times[n]["peak_device_bytes"]) / 1e9
+        print(f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, {times[first]['seconds'] / seconds:.2f}x, "
+              f"peak {peak:.2f} GB on each GPU")  # fmt: skip
+        print("   " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(times[n]["stages"].items(), key=lambda x: -x[1])))
+    errors = {n: errors_of(directory / f"ranks-{n}") for n in counts}
+    for n in counts[1:]:
+        different, codes, others = differences(directory / f"ranks-{first}", directory / f"ranks-{n}")
+        pairs = list(zip(errors[n], errors[first], strict=True))
+        worst = max((abs(a / b - 1) for a, b in pairs if b), default=0.0)
+        mean = sum(errors[n]) / sum(errors[first]) - 1 if sum(errors[first]) else 0.0
+        print(f"{n} ranks against {first}: {different} of {codes} codes differ ({100 * different / codes:.4f} %)")
+        print(f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most {100 * worst:.4f} %")
+
+
+def differences(a: Path, b: Path) -> tuple[int, int, int]:
+    """Four-bit codes that differ, all of them, and other values that differ."""
+    different = codes = others = 0
+    for path in sorted(a.glob("*.safetensors")):
+        one, two = load_file(path), load_file(b / path.name)
+        for name, tensor in one.items():
+            if tensor.dtype == torch.int32 and name.endswith("weight"):
+                xor = tensor.flatten().view(torch.uint8) ^ two[name].flatten().view(torch.uint8)
+                different += int((xor & 15 != 0).sum() + (xor >> 4 != 0).sum())
+                codes += 2 * xor.numel()
+            else:
+                others += int((tensor != two[name]).sum())
+    return different, codes, others
+
+
+def errors_of(directory: Path) -> list[float]:
+    """The relative output error of every linear."""
+    blocks = json.loads((directory / "qtool.json").read_text())["blocks"]
+    return [note["error"] for block in blocks for note in block.get("gptq", {}).values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["make", "run", "compare"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("counts", type=int, nargs="*")
+    parser.add_argument("--shape", default="llama-3-8b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--recipe", default=str(Path(__file__).with_name("paper-gptq.yaml")))
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    chosen = parser.parse_args()
+    if chosen.what == "make":
+        for name, layers in (("warm", 1), ("source", chosen.layers)):
+            shutil.rmtree(chosen.directory / name, ignore_errors=True)
+            make(config_of(chosen.shape, layers), chosen.directory / name)
+    elif chosen.what == "run":
+        run(chosen.directory, chosen.recipe, chosen.samples, chosen.seqlen, chosen.device)
+    else:
+        compare(chosen.directory, chosen.counts, config_of(chosen.shape)["num_hidden_layers"])
+
+
+if __name__ == "__main__":
+    main()
