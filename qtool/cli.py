@@ -261,11 +261,13 @@ def bench() -> None:
 )
 @click.option("--models", default="llama-3-8b", show_default=True, help="Layer shapes: llama-2-7b, llama-3-8b, ...")
 @click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M of a call.")
-def bench_gemm(models: str, tokens: str) -> None:
+@click.option("--schemes", help="Columns: w4a8-lqq-g64, w4a4-g128, w4ax-fmpq, ...; else the W4A8 ones and w8a8.")
+def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
     """Time the packed GEMMs on this GPU beside their floor and torch's own matmuls."""
     from qtool.pipeline import commands
 
-    click.echo(commands.bench_gemm(models.split(","), tokens.split(",")))
+    chosen = schemes.split(",") if schemes else None
+    click.echo(commands.bench_gemm(models.split(","), tokens.split(","), chosen))
 
 
 @bench.command(

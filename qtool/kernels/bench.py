@@ -7,12 +7,15 @@ and the copies together exceed the L2 cache, as a model's layers do.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtool.kernels import w4a8, w4ax, w8a8
+from qtool.kernels import gemm, half_gemm, w4a8, w4ax, w8a8
 from qtool.kernels.gemm import Operand, Weight, run
+from qtool.kernels.half_gemm import HalfWeight, Variant
+from qtool.kernels.half_tiles import choose as choose_half
 from qtool.kernels.quantize_activation import quantize_activation
 from qtool.kernels.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.tiles import Tile, choose, choose_s4
@@ -27,12 +30,13 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 BANDWIDTH = 4.8e12  # bytes per second, H200 datasheet
 OPERATIONS = 1979e12  # dense int8 operations per second, H200 datasheet
+HALF_OPERATIONS = 989e12  # dense bf16
 ROTATED_BYTES = 240e6  # four times the L2 cache
 
 
-def floor_us(m: int, n: int, k: int, bits: float) -> float:
+def floor_us(m: int, n: int, k: int, bits: float, operations: float = OPERATIONS) -> float:
     """The least time for ``[m, k] x [n, k]``: weight bytes once, or the arithmetic."""
-    return 1e6 * max(n * k * bits / 8 / BANDWIDTH, 2 * m * n * k / OPERATIONS)
+    return 1e6 * max(n * k * bits / 8 / BANDWIDTH, 2 * m * n * k / operations)
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
@@ -133,6 +137,10 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
 S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
 
 
+#: source name, prologue and macros of a kernel
+Source = tuple[str, str, dict[str, int]]
+
+
 @dataclass(frozen=True)
 class Column:
     """A kernel in the table: scheme and group size, and the stored bits of a weight, scales included."""
@@ -151,9 +159,55 @@ class Column:
         """The tile that the op would choose."""
         return choose_s4(m, n, k, self.group_size) if self.scheme in S4_LAYOUTS else choose(m, n, k)
 
+    def source(self, m: int, n: int, k: int) -> Source:
+        """What :func:`qtool.kernels.build.cubin` compiles for a shape, on Hopper."""
+        return gemm.definition(self.operand(), self.tile(m, n, k), torch.bfloat16)
 
-COLUMNS = {
-    "w4a8-lqq g64": Column("w4a8-lqq", 64, 4.25),
+    def weights(self, n: int, k: int) -> list[Weight]:
+        """Random weights to rotate."""
+        return random_weights(self.scheme, self.group_size, n, k)
+
+    def calls(self, weights: Sequence[Weight], m: int, n: int, k: int) -> list[Callable[[], object]]:
+        """One launch per weight."""
+        return kernel_calls(self.operand(), weights, m, n, k, self.tile(m, n, k))
+
+
+@dataclass(frozen=True)
+class HalfColumn:
+    """The same for bf16 tokens and bf16 scales: W4A16, dense or 2:4 sparse. Nothing quantizes its input."""
+
+    sparse: bool
+    group_size: int | None
+    bits: float
+
+    def source(self, m: int, n: int, k: int) -> Source:
+        bf16 = torch.bfloat16
+        variant = Variant(self.sparse, self.group_size or 0, bf16, bf16, bf16)
+        return half_gemm.definition(variant, choose_half(m, n, k), (9, 0), cluster=True)
+
+    def weights(self, n: int, k: int) -> list[HalfWeight]:
+        inputs = 32 if self.sparse else 16
+
+        def random_weight() -> HalfWeight:
+            qweight = torch.randint(-(2**31), 2**31, (k // inputs, 2 * n), dtype=torch.int32, device="cuda")
+            scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-2).bfloat16()
+            positions = torch.full((k // 32, 2 * n), -0x1112, dtype=torch.int16, device="cuda")  # 2 and 3 of each four
+            return HalfWeight(qweight, scale, positions if self.sparse else None)
+
+        return [random_weight() for _ in range(copies(n * k * self.bits / 8))]
+
+    def calls(self, weights: Sequence[HalfWeight], m: int, n: int, k: int) -> list[Callable[[], object]]:
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+
+        def call(weight: HalfWeight) -> Callable[[], object]:
+            return lambda: half_gemm.run(choose_half(m, n, k), x, weight, out, None)
+
+        return [call(weight) for weight in weights]
+
+
+COLUMNS: dict[str, Column | HalfColumn] = {
+    "w4a8-lqq-g64": Column("w4a8-lqq", 64, 4.25),
     "w4a8-qoq-g128": Column("w4a8-qoq-g128", 128, 4.125),
     "w4a8-qoq": Column("w4a8-qoq", None, 4.0),
     "w8a8": Column("w8a8", None, 8.0),
@@ -161,8 +215,11 @@ COLUMNS = {
     "w4a4-g32": Column("w4a4", 32, 4.5),
     "w4a4": Column("w4a4", None, 4.0),
     "w4ax-fmpq": Column("w4ax-fmpq", 128, 4.125),
+    "w4a16-g128": HalfColumn(False, 128, 4.125),
+    "w4a16": HalfColumn(False, None, 4.0),
+    "w4a16-24-g128": HalfColumn(True, 128, 3.125),
 }
-DEFAULT_COLUMNS = ("w4a8-lqq g64", "w4a8-qoq-g128", "w4a8-qoq", "w8a8")
+DEFAULT_COLUMNS = ("w4a8-lqq-g64", "w4a8-qoq-g128", "w4a8-qoq", "w8a8")
 REFERENCES = ("bf16", "fp8", "int8")
 
 
@@ -180,7 +237,8 @@ class Measurement:
 
     def floor(self, column: str) -> float:
         """Least microseconds of a column of :data:`COLUMNS`."""
-        return floor_us(self.m, self.n, self.k, COLUMNS[column].bits)
+        operations = HALF_OPERATIONS if isinstance(COLUMNS[column], HalfColumn) else OPERATIONS
+        return floor_us(self.m, self.n, self.k, COLUMNS[column].bits, operations)
 
 
 def quantize_call(column: Column, m: int, k: int) -> Callable[[], object]:
@@ -200,15 +258,13 @@ def gemm_table(
     results = []
     for model in models:
         for layer, (n, k) in MODELS[model].items():
-            made = {name: random_weights(COLUMNS[name].scheme, COLUMNS[name].group_size, n, k) for name in columns}
+            made: dict[str, Any] = {name: COLUMNS[name].weights(n, k) for name in columns}
             for m in tokens:
-                us = {}
-                for name, weights in made.items():
-                    column = COLUMNS[name]
-                    us[name] = graph_us(kernel_calls(column.operand(), weights, m, n, k, column.tile(m, n, k)))
+                us = {name: graph_us(COLUMNS[name].calls(weights, m, n, k)) for name, weights in made.items()}
                 for kind in REFERENCES:
                     us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
-                quantize_us = graph_us([quantize_call(COLUMNS[columns[0]], m, k)] * 16)
+                first = COLUMNS[columns[0]]
+                quantize_us = graph_us([quantize_call(first, m, k)] * 16) if isinstance(first, Column) else 0.0
                 results.append(Measurement(model, layer, m, n, k, us, quantize_us))
     return results
 

@@ -235,23 +235,29 @@ def bench_quantize(
     return measured
 
 
-def bench_gemm(models: list[str], tokens: list[str]) -> str:
+def bench_gemm(models: list[str], tokens: list[str], schemes: list[str] | None = None) -> str:
     """The table of GEMM times on this GPU.
 
+    Args:
+        schemes: its columns; by default the W4A8 ones and w8a8.
+
     Raises:
-        QtoolError: no CUDA device, an unknown model's shapes, or token counts that are no numbers.
+        QtoolError: no CUDA device, an unknown model's shapes or scheme, or token counts that are no numbers.
     """
     import torch
 
-    from qtool.kernels.bench import MODELS, gemm_table, markdown
+    from qtool.kernels.bench import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
 
     if not torch.cuda.is_available():
         raise QtoolError("bench gemm: no CUDA device here; the kernels need an NVIDIA GPU of compute capability 9.0")
     for model in models:
         if model not in MODELS:
             raise QtoolError(f"bench gemm: unknown model {model!r}: {suggest(model, MODELS)}")
+    for scheme in schemes or ():
+        if scheme not in COLUMNS:
+            raise QtoolError(f"bench gemm: unknown scheme {scheme!r}: {suggest(scheme, COLUMNS)}")
     if not all(count.isdigit() and int(count) for count in tokens):
         raise QtoolError(
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are expected"
         )
-    return markdown(gemm_table(models, [int(count) for count in tokens]))
+    return markdown(gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS))
