@@ -11,15 +11,13 @@ from dataclasses import asdict
 
 import torch
 
-from qtool.kernels.bench import COLUMNS, DEFAULT_COLUMNS, MODELS, TOKENS, gemm_table, markdown
+from qtool.kernels.bench import COLUMNS, DEFAULT_COLUMNS, MODELS, TOKENS, Source, gemm_table, markdown
 from qtool.kernels.build import cubin, toolchain
-from qtool.kernels.gemm import Operand, definition
-from qtool.kernels.tiles import Tile
 
 
-def compile_one(job: tuple[Operand, Tile]) -> None:
+def compile_one(source: Source) -> None:
     """Into the cache, so that the measurement need not wait."""
-    cubin(*definition(*job, torch.bfloat16), "sm_90a")
+    cubin(*source, "sm_90a")
 
 
 def main() -> None:
@@ -32,9 +30,9 @@ def main() -> None:
     names, models, sizes = args.columns.split(","), args.models.split(","), [int(m) for m in args.tokens.split(",")]
     shapes = [shape for model in models for shape in MODELS[model].values()]
     chosen = ((COLUMNS[name], m, *shape) for name in names for m in sizes for shape in shapes)
-    jobs = {(column.operand(), column.tile(m, n, k)) for column, m, n, k in chosen}
+    sources = [column.source(m, n, k) for column, m, n, k in chosen]
     with ProcessPoolExecutor() as pool:
-        list(pool.map(compile_one, jobs))
+        list(pool.map(compile_one, [source for i, source in enumerate(sources) if source not in sources[:i]]))
     results = gemm_table(models, sizes, names)
     print(markdown(results))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NVRTC {toolchain()[2]}")

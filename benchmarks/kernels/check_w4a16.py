@@ -1,11 +1,15 @@
-"""The 16-bit GEMMs (marlin, marlin-24) on this GPU against float64: part of ``check.py``.
+"""The 16-bit GEMMs (marlin, marlin-24) on this GPU against float64: part of ``check.py``, and alone.
+
+    python benchmarks/kernels/check_w4a16.py [--fuzz 500] [--small]
 
 One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are fuzzed. Random sums may
 be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by the rounding of the output.
 """
 
+import argparse
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +91,8 @@ def prune(codes: Tensor) -> Tensor:
 def _describe(wrong: Tensor, got: Tensor) -> str | None:
     if not wrong.any():
         return None
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}, got {got[wrong][:3].tolist()}"
+    where, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, got {values}"
 
 
 def one_hot(sparse: bool, group: int, tile: HalfTile, dtype: torch.dtype, scale_dtype: torch.dtype) -> str | None:
@@ -148,14 +153,14 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
             rng.random() < 0.5, rng.choice(GROUPS), rng.choice(HALF), rng.choice(SCALE_DTYPES), rng.choice((*HALF, f32))
         )
         fuzzed.append((variant, rng.choice(TILES), rng.random() < 0.7))
-    jobs = [(Variant(s, g, d, e, f32), t, True) for s in (False, True) for g in GROUPS for d in HALF for e in SCALE_DTYPES for t in TILES[1:6:4]]
+    one_hots = list(itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES, TILES[1:6:4]))
+    jobs = [(Variant(sparse, group, x, scale, f32), tile, True) for sparse, group, x, scale, tile in one_hots]
     jobs += [(Variant(s, 128, bf16, bf16, bf16), t, c) for s in (False, True) for t in TILES for c in (False, True)]
     with ProcessPoolExecutor() as pool:
         list(pool.map(_compile, dict.fromkeys(jobs + fuzzed), chunksize=8))
-    for sparse, group, dtype, scale_dtype in itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES):
-        for tile in TILES[1:6:4]:
-            name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
-            yield name, one_hot(sparse, group, tile, dtype, scale_dtype)
+    for sparse, group, dtype, scale_dtype, tile in one_hots:
+        name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
+        yield name, one_hot(sparse, group, tile, dtype, scale_dtype)
     for tile, sparse, cluster in itertools.product(TILES, (False, True), (True, False)):
         case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
         for m in (1, tile.block_tokens, tile.block_tokens + 3):
@@ -171,12 +176,19 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         yield f"fuzz {i} M={m} N={n} K={k} cluster={cluster} {variant} {tile}", wrong
 
 
-if __name__ == "__main__":
-    import sys
-
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fuzz", type=int, default=500)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    results = list(checks(int(sys.argv[1]), False))
-    for name, wrong in results:
-        if wrong:
-            print("FAIL", name, wrong)
-    print(len(results), "checks", sum(w is not None for _, w in results), "failures")
+    results = list(checks(args.fuzz, args.small))
+    failures = [(name, wrong) for name, wrong in results if wrong]
+    for name, wrong in failures:
+        print(f"FAIL {name}: {wrong}")
+    print(f"{len(results)} checks, {len(failures)} failures")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

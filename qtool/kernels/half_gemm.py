@@ -99,7 +99,9 @@ def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
 
 
 @cache
-def _kernels(variant: Variant, tile: HalfTile, capability: tuple[int, int], cluster: bool, device: int) -> tuple[Any, Any]:
+def _kernels(
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], cluster: bool, device: int
+) -> tuple[Any, Any]:
     source = definition(variant, tile, capability, cluster=cluster)
     code = cubin(*source, ARCHITECTURES[capability][0])
     main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device)

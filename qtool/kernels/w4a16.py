@@ -19,7 +19,6 @@ from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
-from qtool.kernels.gemm import KINDS
 from qtool.kernels.half_gemm import ARCHITECTURES, HalfWeight, Variant, definition, run
 from qtool.kernels.half_tiles import TABLE, choose
 from qtool.layouts.marlin import MARLIN
@@ -123,7 +122,9 @@ def _require(op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dt
     if n == 0 or k == 0 or n % tile or k % 128:
         raise QtoolError(f"{op}: the weight is {n} x {k}; N must be a multiple of {tile} and K of 128")
     if groups != 1 and k / max(groups, 1) not in (32, 64, 128):
-        raise QtoolError(f"{op}: scale has {groups} rows for K = {k}; expected 1, or one for every 32, 64 or 128 inputs")
+        raise QtoolError(
+            f"{op}: scale has {groups} rows for K = {k}; expected 1, or one for every 32, 64 or 128 inputs"
+        )
     stored = (k // (32 if sparse else 16), 2 * n)
     expected: dict[str, Expected] = {
         "x": (x, (x.shape[0], k), HALF),

@@ -111,9 +111,9 @@ def test_the_kernels_order_of_channel_scales_is_marlins() -> None:
 def test_refuses_in_one_sentence() -> None:
     x = torch.zeros(2, 256).half()
     qweight, scale = torch.zeros(16, 256, dtype=torch.int32), torch.ones(2, 128)
-    with pytest.raises(QtoolError, match="out_dtype is torch.int32"):
+    with pytest.raises(QtoolError, match=r"out_dtype is torch\.int32"):
         w4a16_gemm(x, qweight, scale, None, torch.int32)
-    with pytest.raises(QtoolError, match="x is torch.float32"):
+    with pytest.raises(QtoolError, match=r"x is torch\.float32"):
         w4a16_gemm(x.float(), qweight, scale, None, torch.float16)
     with pytest.raises(QtoolError, match=r"x has shape \(2, 128\)"):
         w4a16_gemm(x[:, :128], qweight, scale, None, torch.float16)
