@@ -100,10 +100,31 @@ def _w4ax(
     return w4ax_gemm(codes, scale, stored["qweight"], stored["scale"], bias, layout, group_size, out_dtype)
 
 
+def _w4a16(
+    x: Tensor,
+    permutation: Tensor | None,
+    stored: Mapping[str, Tensor],
+    bias: Tensor | None,
+    linear_format: LinearFormat,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
+
+    gathered = x if permutation is None else x[:, permutation.long()]
+    qweight, scale = stored["qweight"], stored["scale"]
+    if "metadata" in stored:
+        return w4a16_24_gemm(gathered, qweight, stored["metadata"], scale, bias, out_dtype)
+    return w4a16_gemm(gathered, qweight, scale, bias, out_dtype)
+
+
 HOPPER = frozenset({(9, 0)})
+AMPERE_TO_HOPPER = frozenset({(8, 0), (8, 6), (8, 9), (9, 0)})
 W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
 W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
+HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
+W4A16 = Kernel("w4a16_gemm", HALF_MMA, AMPERE_TO_HOPPER, _w4a16, k=128, dtypes=HALF, exact=False)
+W4A16_24 = Kernel("w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", AMPERE_TO_HOPPER, _w4a16, 128, 128, HALF, exact=False)
 
 #: by scheme and layout; of several, the first that accepts the weight and the GPU
 KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
@@ -111,6 +132,8 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4a8-qoq", "dual-mma"): (W4A8,),
     ("w4a8-qoq-g128", "dual-mma"): (W4A8,),
     ("w8a8", "row-major-8"): (W8A8,),
+    ("w4a16", "marlin"): (W4A16,),
+    ("w4a16-24", "marlin-24"): (W4A16_24,),
     ("w4a4", "apex4"): (W4AX,),
     ("w4a4", "w4ax-interleaved"): (W4AX,),
     ("w4ax-fmpq", "apex4"): (W4AX,),
