@@ -23,8 +23,8 @@ from qtool.kernels import mma, w4a8_mma, w4ax_mma
 from qtool.kernels.arrangement import arrange
 from qtool.kernels.build import cubin
 from qtool.kernels.mma import TILES, MmaOperand, MmaTile, MmaWeight
+from qtool.kernels.quantize_packed_groups import pack_tokens, quantize_packed_groups
 from qtool.kernels.w4a8_mma import w4a8_mma_gemm
-from qtool.kernels.w4ax_mma import pack_tokens
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.schemes.fmpq import BLOCK
 
@@ -110,7 +110,7 @@ class Case:
         scales[:, :m] = sx.t()
         given = x if self.layout is None else pack_tokens(arrange(x, self.layout), self.weight.eight_bit)
         total = x.sum(1, dtype=torch.int32)
-        mma.run(self.operand, tile, given, scales, self.weight, out[:-1], k, token_sum=total, bias=bias)
+        mma.run(self.operand, given, scales, self.weight, out[:-1], k, token_sum=total, bias=bias, tile=tile)
         torch.cuda.synchronize()
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
@@ -123,22 +123,25 @@ class Case:
         got = self.run(tile, x, sx, bias, dtype)
         if not torch.equal(got, self.run(tile, x, sx, bias, dtype)):
             return "two runs differ"
-        parts = zip(x.double().chunk(groups, 1), self.w8.double().chunk(groups, 1), strict=True)
+        # a kernel promotes the sums of 128 inputs at most: its rounding is to be measured by theirs
+        pieces = max(groups, self.w8.shape[1] // BLOCK) if self.operand.tiles == mma.NARROW_TILES else groups
+        parts = zip(x.double().chunk(pieces, 1), self.w8.double().chunk(pieces, 1), strict=True)
         sums = [a @ b.t() for a, b in parts]
         if dtype == torch.int32:
             return report(got.long() != sums[0].long())
-        terms = [s * sx[:, g, None].double() * self.scale[g].double() for g, s in enumerate(sums)]
+        scales = [(sx[:, None, g].double(), self.scale[g].double()) for g in range(groups)]
+        terms = [s * scales[i * groups // pieces][0] * scales[i * groups // pieces][1] for i, s in enumerate(sums)]
         want, size = sum(terms), sum(t.abs() for t in terms)
         if bias is not None:
             want, size = want + bias.double(), size + bias.abs().double()
         ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny))) + 1 - ULP_BITS[dtype])
-        rounding = 2.0**-23 * (groups + 2) * size
+        rounding = 2.0**-23 * (pieces + 2) * size
         return report(~((got.double() - want).abs() <= ulp + rounding))
 
     def exact(self, tile: MmaTile, x: Tensor) -> str | None:
         """None, or where the integer sums differ: int32 ones, or a group kernel's through scales of one."""
         case, dtype = self, torch.int32
-        if self.operand.tiles == w4ax_mma.GROUPED:
+        if self.operand.tiles == mma.NARROW_TILES:
             case, dtype = replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale))), torch.float32
         got = case.run(tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype).long()
         return report(got != (x.double() @ self.w8.double().t()).long())
@@ -192,18 +195,32 @@ def graph_capture() -> str | None:
     return None
 
 
+def quantization(m: int, k: int, mixed: bool) -> str | None:
+    """Codes and scales equal to the CPU's, for both layouts, gathered."""
+    x, order = torch.randn(m, k, device="cuda").bfloat16(), torch.randperm(k, device="cuda").int()
+    x[m // 2, : k // 2] = 0
+    eight_bit = draw(0, 2, k // BLOCK) if mixed else None
+    for layout in ("apex4", "w4ax-interleaved"):
+        here = [None if t is None else t.cpu() for t in (x, order, None, eight_bit)]
+        want = quantize_packed_groups(*here, "none", 0.0, BLOCK, layout)
+        got = quantize_packed_groups(x, order, None, eight_bit, "none", 0.0, BLOCK, layout)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True)):
+            return f"{layout} differs from the CPU"
+    return None
+
+
 def operands() -> list[MmaOperand]:
     return [w4a8_mma.operand(*kind) for kind in W4A8] + [w4ax_mma.operand(*kind) for kind in W4AX]
 
 
 def compile_one(job: tuple[MmaOperand, MmaTile, torch.dtype]) -> None:
-    cubin(*mma.definition(*job), "sm_90")
+    cubin(*mma.definition(*job, (9, 0)), "sm_90")
 
 
 def compile_all(dtypes: tuple[torch.dtype, ...]) -> None:
     """Every kernel of :func:`checks`, in parallel, into the cache."""
-    jobs = [(o, TILES[size], dtype) for o in operands() for size in o.tiles for dtype in dtypes]
-    jobs = [job for job in jobs if job[2] != torch.int32 or job[0].tiles != w4ax_mma.GROUPED]
+    jobs = [(o, tile, dtype) for o in operands() for tile in o.tiles for dtype in dtypes]
+    jobs = [job for job in jobs if job[2] != torch.int32 or job[0].tiles != mma.NARROW_TILES]
     with ProcessPoolExecutor(16) as pool:
         list(pool.map(compile_one, jobs))
 
@@ -216,30 +233,26 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and None or what is wrong; ``small``: few and tiny, for compute-sanitizer."""
     compile_all((torch.bfloat16,) if small else (torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):
-        sizes = random_case(kind, 32, 256).operand.tiles
-        for size in sizes:
-            name = f"mma {kind} {size} tokens"
+        for tile in random_case(kind, 32, 256).operand.tiles:
+            name = f"mma {kind} {tile.rows} x {tile.tokens}"
             if small:
-                yield (
-                    f"{name} small",
-                    random_case(kind, 160, 384 + 128 * (256 in kind)).verify(TILES[size], size + 3, torch.bfloat16),
-                )
+                case = random_case(kind, 160, 384 + 128 * (256 in kind))
+                yield f"{name} small", case.verify(tile, tile.tokens + 3, torch.bfloat16)
                 continue
             case = random_case(kind, 416, 1280)
-            exact = [case.exact(TILES[size], case.tokens(m)) for m in (1, 7, size, size + 3)]
+            exact = [case.exact(tile, case.tokens(m)) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             yield f"{name} exact sums", next(filter(None, exact), None)
-            eye = torch.eye(1280, dtype=torch.int8, device="cuda")
-            yield f"{name} one-hot", case.exact(TILES[size], eye)
-            wrong = [case.verify(TILES[size], 2 * size + 5, t) for t in (torch.bfloat16, torch.float16, torch.float32)]
+            yield f"{name} one-hot", case.exact(tile, torch.eye(1280, dtype=torch.int8, device="cuda"))
+            wrong = [case.verify(tile, 2 * tile.tokens + 5, t) for t in (torch.bfloat16, torch.float16, torch.float32)]
             yield f"{name} epilogue", next(filter(None, wrong), None)
     if small:
         return
-    for (scheme, group), size in product(W4A8, TILES):
+    for (scheme, group), tile in product(W4A8, TILES):
         if group:
-            yield (
-                f"mma every code x scale x offset {scheme} g{group} {size}",
-                every_dequantization(scheme, group, TILES[size]),
-            )
+            name = f"mma every code x scale x offset {scheme} g{group} {tile.rows} x {tile.tokens}"
+            yield name, every_dequantization(scheme, group, tile)
+    for m, k, mixed in product((1, 7), (128, 4096, 14336), (False, True)):
+        yield f"quantize packed groups M={m} K={k} mixed={mixed}", quantization(m, k, mixed)
     yield "mma CUDA graph", graph_capture()
     for i in range(fuzz):
         kind = random.choice((*W4A8, *W4AX))
@@ -247,11 +260,11 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         step = 32 if kind in W4A8 else 8
         n, k = step * random.randint(1, 1280 // step), group * random.randint(1, 3072 // group)
         case = random_case(kind, n, k)
-        size = random.choice(case.operand.tiles)
-        m = random.choice([random.randint(1, 2 * size), random.randint(1, 300)])
+        tile = random.choice(case.operand.tiles)
+        m = random.choice([random.randint(1, 2 * tile.tokens), random.randint(1, 300)])
         dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
-        wrong = case.exact(TILES[size], case.tokens(m)) or case.verify(TILES[size], m, dtype)
-        yield f"fuzz mma {i} {kind} M={m} N={n} K={k} {size} tokens {dtype}", wrong
+        wrong = case.exact(tile, case.tokens(m)) or case.verify(tile, m, dtype)
+        yield f"fuzz mma {i} {kind} M={m} N={n} K={k} {tile} {dtype}", wrong
 
 
 def main() -> int:

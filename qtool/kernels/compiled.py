@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from qtool.kernels import (
     quantize_activation,
     quantize_activation_groups,
+    quantize_packed_groups,
     w4a8,
     w4a8_mma,
     w4ax,
@@ -17,6 +18,7 @@ from qtool.kernels.build import Build
 MODULES = (
     quantize_activation,
     quantize_activation_groups,
+    quantize_packed_groups,
     w4a8,
     w4a8_mma,
     w4ax,

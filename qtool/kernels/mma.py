@@ -17,11 +17,15 @@ from qtool.kernels.build import Build, cubin
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.launch import launch, load, resident_blocks
 
-#: shared memory of a block that every GPU from sm_80 on has, and half of it: two blocks on an SM of sm_86 and sm_89
-WIDE, NARROW = 100352, 49152
+#: bytes of shared memory that a block may have
+SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448}
+#: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM hide it
+NARROW = 49152
 MOST_STAGES = 6
 #: a block's least share of the work, in steps of 128 input channels: below, lending sums costs more than it wins
-LEAST_STEPS = 4
+LEAST_STEPS = 8
+#: tiles for each multiprocessor from which on the tall ones are faster (measured: between 0.25 and 0.85)
+FULL = 0.75
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,20 @@ class MmaTile:
         return 32 * self.row_warps * self.token_warps
 
 
-#: by tokens of a tile
-TILES = {16: MmaTile(4, 1, 16), 32: MmaTile(4, 1, 32), 64: MmaTile(4, 2, 32), 128: MmaTile(4, 2, 64)}
+#: by tokens; those of more row warps dequantize a weight once, where there are enough of them to fill the chip
+NARROW_TILES = (MmaTile(4, 1, 16), MmaTile(4, 1, 32), MmaTile(4, 2, 32))
+TILES = (*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(4, 2, 64), MmaTile(8, 1, 128))
 
 
 @dataclass(frozen=True)
 class MmaOperand:
-    """What a kernel is compiled for: source, its macros, and bytes of a stage: of a row, of a token."""
+    """What a kernel is compiled for: source, its macros, bytes of a stage (of a row, of a token), tiles it has."""
 
     source: str
     defines: tuple[tuple[str, int], ...]
     row_bytes: int
     token_bytes: int
-    #: fewer steps than a ring is deep are never split
-    tiles: tuple[int, ...] = tuple(TILES)
+    tiles: tuple[MmaTile, ...] = TILES
 
     def stage_bytes(self, tile: MmaTile) -> int:
         """Bytes of 128 input channels of a tile."""
@@ -77,14 +81,19 @@ class MmaWeight:
     eight_bit: Tensor | None = None
 
 
-def choose(m: int, sizes: tuple[int, ...]) -> MmaTile:
-    """The narrowest tile of ``sizes`` that holds ``m`` tokens, else the widest."""
-    return TILES[next((size for size in sizes if m <= size), sizes[-1])]
+def choose(tiles: tuple[MmaTile, ...], m: int, n: int, multiprocessors: int) -> MmaTile:
+    """The tile for ``Y [m, n]``: the fewest tokens that hold ``m``, and the most rows that still fill the chip."""
+    tokens = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
+    fitting = sorted((tile for tile in tiles if tile.tokens == tokens), key=lambda tile: -tile.rows)
+    full = (tile for tile in fitting if -(-m // tokens) * -(-n // tile.rows) >= FULL * multiprocessors)
+    return next(full, fitting[-1])
 
 
-def definition(operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+def definition(
+    operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
-    shared = NARROW if tile.tokens <= 32 else WIDE
+    shared = NARROW if tile.tokens <= 32 else SHARED[capability]
     stages = min(MOST_STAGES, (shared - 64) // operand.stage_bytes(tile))
     defines = dict(operand.defines) | {
         "ROW_WARPS": tile.row_warps,
@@ -99,18 +108,23 @@ def definition(operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype) -> tu
 
 def builds(name: str, operand: MmaOperand, instruction: str, *, s4: bool) -> Iterator[Build]:
     """The kernel of ``operand`` with each tile; Hopper has no s4 tensor cores and calls their emulation."""
-    for arch in ("sm_80", "sm_89", "sm_90a"):
-        for size in operand.tiles if arch == "sm_89" else operand.tiles[-1:]:
-            source, emulated = definition(operand, TILES[size], torch.bfloat16), s4 and arch == "sm_90a"
+    for arch, capability in (("sm_80", (8, 0)), ("sm_89", (8, 9)), ("sm_90a", (9, 0))):
+        for tile in operand.tiles if arch == "sm_89" else operand.tiles[-1:]:
+            source = definition(operand, tile, torch.bfloat16, capability)
+            emulated = s4 and arch == "sm_90a"
             instructions = () if emulated else (instruction,)
-            yield Build(f"{name} {size} tokens", arch, source, TILES[size].threads, instructions, calls=emulated)
+            yield Build(f"{name} {tile.rows} x {tile.tokens}", arch, source, tile.threads, instructions, calls=emulated)
 
 
 @cache
 def _kernel(operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: int) -> tuple[Any, int, int]:
     """The loaded kernel, its bytes of shared memory, and how many blocks the device holds at once."""
     properties = torch.cuda.get_device_properties(device)
-    source = definition(operand, tile, out_dtype)
+    capability = properties.major, properties.minor
+    if capability not in SHARED:
+        names = ", ".join(f"sm_{major}{minor}" for major, minor in SHARED)
+        raise QtoolError(f"this kernel runs on {names}; cuda:{device} is sm_{properties.major}{properties.minor}")
+    source = definition(operand, tile, out_dtype, capability)
     shared = source[2]["SHARED_BYTES"]
     kernel = load(cubin(*source, f"sm_{properties.major}{properties.minor}"), "qtool_mma_gemm", shared, device)
     return kernel, shared, properties.multi_processor_count * resident_blocks(kernel, tile.threads, shared)
@@ -118,7 +132,6 @@ def _kernel(operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: 
 
 def run(
     operand: MmaOperand,
-    tile: MmaTile,
     x: Tensor,
     sx: Tensor,
     weight: MmaWeight,
@@ -127,12 +140,12 @@ def run(
     *,
     token_sum: Tensor | None = None,
     bias: Tensor | None = None,
+    tile: MmaTile | None = None,
 ) -> None:
     """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused. All checks were made by the op."""
     (m, n), device = out.shape, x.device
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise QtoolError(f"this kernel needs a GPU from sm_80 on, {device} is sm_{major}{minor}")
+    if tile is None:
+        tile = choose(operand.tiles, m, n, torch.cuda.get_device_properties(device).multi_processor_count)
     with torch.cuda.device(device):
         kernel, shared, resident = _kernel(operand, tile, out.dtype, device.index)
         token_tiles = -(-m // tile.tokens)
@@ -150,4 +163,12 @@ def run(
             0 if bias is None else KINDS[bias.dtype],
             *(token_tiles, tiles),
         )
-        launch(kernel, grid, tile.threads, shared, parameters, device, overlap=major >= 9)
+        launch(
+            kernel,
+            grid,
+            tile.threads,
+            shared,
+            parameters,
+            device,
+            overlap=torch.cuda.get_device_capability(device)[0] >= 9,
+        )

@@ -48,10 +48,10 @@ def quantize_activation_groups(
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
-    k = _require(x, order, norm, eight_bit, fusion, group_size, arrangement)
+    k = require(x, order, norm, eight_bit, fusion, group_size, arrangement)
     top: Tensor | int = 7 if eight_bit is None else torch.where(eight_bit.bool(), 127, 7)
     codes, found = quantize_groups(fused(x, order, norm, fusion, epsilon), group_size or k, top)
-    scale = found.new_ones(_shapes(x, k, group_size)[1])
+    scale = found.new_ones(shapes(x, k, group_size)[1])
     scale[:, : len(x)] = found.t()
     return arrange(codes, arrangement), scale
 
@@ -67,22 +67,40 @@ def _(
     group_size: int | None,
     arrangement: str,
 ) -> tuple[Tensor, Tensor]:
-    k = _require(x, order, norm, eight_bit, fusion, group_size, arrangement)
+    k = require(x, order, norm, eight_bit, fusion, group_size, arrangement)
     codes, scale = _outputs(x, k, group_size)
+    launch_groups(x, order, norm, eight_bit, fusion, epsilon, group_size, arrangement, codes, scale, k)
+    return codes, scale
+
+
+def launch_groups(
+    x: Tensor,
+    order: Tensor | None,
+    norm: Tensor | None,
+    eight_bit: Tensor | None,
+    fusion: str,
+    epsilon: float,
+    group_size: int | None,
+    arrangement: str,
+    codes: Tensor,
+    scale: Tensor,
+    k: int,
+    packed: int = 0,
+) -> None:
+    """Fill ``codes`` and ``scale``. All checks were made by the op."""
     m, device = len(x), x.device
     if m == 0:
-        return codes, scale
+        return
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise QtoolError(f"quantize_activation_groups: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        source = definition(k, x.dtype, fusion, order is not None, group_size, arrangement)
+        source = definition(k, x.dtype, fusion, order is not None, group_size, arrangement, packed)
         tensors = (x, order, norm, eight_bit, codes, scale)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         parameters = struct.pack("<6Q2if4x", *pointers, m, k, epsilon)
         kernel = _kernel(*source[2].items(), arch=f"sm_{major}{minor}", device=device.index)
         launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=major >= 9)
-    return codes, scale
 
 
 @quantize_activation_groups.register_fake
@@ -96,7 +114,7 @@ def _(
     group_size: int | None,
     arrangement: str,
 ) -> tuple[Tensor, Tensor]:
-    return _outputs(x, _require(x, order, norm, eight_bit, fusion, group_size, arrangement), group_size)
+    return _outputs(x, require(x, order, norm, eight_bit, fusion, group_size, arrangement), group_size)
 
 
 @cache
@@ -108,10 +126,10 @@ SOURCE = "quantize_activation_groups"
 
 
 def definition(
-    k: int, dtype: torch.dtype, fusion: str, gather: bool, group_size: int | None, arrangement: str
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, group_size: int | None, arrangement: str, packed: int = 0
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel."""
-    defines = {"GROUP": group_size or 0, "ARRANGEMENT": ARRANGEMENTS[arrangement]}
+    defines = {"GROUP": group_size or 0, "ARRANGEMENT": ARRANGEMENTS[arrangement], "PACKED": packed}
     return SOURCE, "", row_definition(k, dtype, fusion, gather) | defines
 
 
@@ -126,17 +144,17 @@ def builds() -> Iterator[Build]:
         yield Build(f"{SOURCE} g128", arch, source, source[2]["THREADS"], calls=True)
 
 
-def _shapes(x: Tensor, k: int, group_size: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
+def shapes(x: Tensor, k: int, group_size: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the codes and of the scales."""
     return (x.shape[0], k), (k // (group_size or k), (x.shape[0] + 3) // 4 * 4)
 
 
 def _outputs(x: Tensor, k: int, group_size: int | None) -> tuple[Tensor, Tensor]:
-    codes, scale = _shapes(x, k, group_size)
+    codes, scale = shapes(x, k, group_size)
     return x.new_empty(codes, dtype=torch.int8), x.new_empty(scale, dtype=torch.float32)
 
 
-def _require(
+def require(
     x: Tensor,
     order: Tensor | None,
     norm: Tensor | None,

@@ -1,7 +1,7 @@
 """``qtool::w4a8_mma_gemm``: W4A8 on Ampere and Ada, from the compute-aware layout.
 
-The arithmetic of :mod:`qtool.kernels.w4a8`, int32 sums by ``mma.sync.m16n8k32``: QoQ's level 2 is multiplied, then
-subtracted by ``vadd4`` (QServe 4.2.2), LiquidQuant's is an IMAD and an XOR.
+The arithmetic of :mod:`qtool.kernels.w4a8`, int32 sums by ``mma.sync.m16n8k32``; level 2 takes an IMAD and an XOR
+for four weights, LiquidQuant's (LiquidGEMM eq. 12) as QoQ's subtraction after multiplication (QServe 4.2.2).
 
 Shapes: x int8 ``[M, K]``, sx float32 ``[M]``, qweight int8 ``[N, K/2]`` (compute-aware), level-2 parameters uint8
 ``[K/g, N]`` in the layout's order, s1 ``[N]``, zero uint8 ``[N]``.
@@ -101,7 +101,7 @@ def _(
     if m == 0:
         return out
     weight, kernel = packed_weight(scheme, qweight, s1, s2, offset, zero), operand(scheme, group_size)
-    mma.run(kernel, mma.choose(m, kernel.tiles), x, sx, weight, out, k, token_sum=token_sum, bias=bias)
+    mma.run(kernel, x, sx, weight, out, k, token_sum=token_sum, bias=bias)
     return out
 
 

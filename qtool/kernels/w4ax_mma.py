@@ -2,9 +2,10 @@
 
     v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
 
-The arithmetic of :mod:`qtool.kernels.w4ax`. Tokens of 4 bits are packed (:func:`pack_tokens`) and multiplied by
-``mma.sync.m16n8k64`` s4; where ``eight_bit`` marks a block of 128 (COMET), they stay s8, and the weight's nibbles
-become s8 by zero extension. Hopper and later emulate s4: right, and slow.
+The arithmetic of :mod:`qtool.kernels.w4ax`. Tokens of 4 bits are nibbles
+(:mod:`qtool.kernels.quantize_packed_groups`), multiplied by ``mma.sync.m16n8k64`` s4; where ``eight_bit`` marks a block
+of 128 (COMET), they stay s8, and the weight's nibbles become s8 by zero extension. Hopper and later emulate s4: right,
+and slow.
 
 Shapes: x uint8 ``[M, K/2]``, with ``eight_bit`` ``[M, K]``; sx float32 ``[G, M4]`` (M4: M rounded up to a multiple of
 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or w4ax-interleaved ``[N, K/2]``, scale ``[G, N]``, eight_bit uint8
@@ -19,17 +20,18 @@ from torch import Tensor
 from qtool import layouts
 from qtool.errors import QtoolError, suggest
 from qtool.kernels import mma
-from qtool.kernels.arrangement import SPAN, disarrange
+from qtool.kernels.arrangement import disarrange
 from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.mma import MmaOperand, MmaWeight
+from qtool.kernels.quantize_packed_groups import unpack_tokens
 from qtool.kernels.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS
 from qtool.schemes.base import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
 
-#: tokens of a tile where groups take a second set of sums, in registers
-GROUPED = (16, 32, 64)
+#: where groups do not take registers for a second set of sums
+CHANNEL_TILES = (*mma.NARROW_TILES, mma.MmaTile(4, 2, 64))
 
 
 def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype, mixed: bool) -> MmaOperand:
@@ -42,8 +44,8 @@ def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype, mixed
         ("MIXED", int(mixed)),
     )
     row = 64 + groups * (4 if scale_dtype == torch.float32 else 2)
-    sizes = GROUPED if group_size else tuple(mma.TILES)
-    return MmaOperand("mma_s4_gemm", defines, row, (128 if mixed else 64) + 4 * groups, sizes)
+    tiles = mma.NARROW_TILES if group_size else CHANNEL_TILES
+    return MmaOperand("mma_s4_gemm", defines, row, (128 if mixed else 64) + 4 * groups, tiles)
 
 
 def builds() -> Iterator[Build]:
@@ -55,44 +57,6 @@ def builds() -> Iterator[Build]:
     for dtype in (torch.float32, torch.bfloat16):
         kernel = operand("w4ax-interleaved", BLOCK, dtype, mixed=True)
         yield from mma.builds(f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True)
-
-
-@torch.library.custom_op("qtool::pack_tokens", mutates_args=())
-def pack_tokens(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
-    """Codes int8 ``[M, K]`` in a layout's arrangement as :func:`w4ax_mma_gemm` takes them.
-
-    Of each 32 codes, the first 16 become the low nibbles of 16 bytes, the others the high ones: uint8 ``[M, K/2]``.
-    With ``eight_bit`` every block of 128 keeps its 128 bytes, ``[M, K]``: its codes, or 64 bytes of nibbles and zeros.
-
-    Raises:
-        QtoolError: for a wrong dtype, shape, stride or device; one sentence.
-    """
-    _require_codes(codes, eight_bit)
-    halves = codes.view(torch.uint8).unflatten(1, (-1, 2, SPAN // 2)) & 15  # [M, K/32, nibble, byte]
-    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    if eight_bit is None:
-        return packed
-    blocks = codes.view(torch.uint8).unflatten(1, (-1, BLOCK))
-    narrow = torch.nn.functional.pad(packed.unflatten(1, (-1, BLOCK // 2)), (0, BLOCK // 2))
-    return torch.where(eight_bit.bool()[:, None], blocks, narrow).flatten(1)
-
-
-@pack_tokens.register_fake
-def _(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
-    _require_codes(codes, eight_bit)
-    m, k = codes.shape
-    return codes.new_empty((m, k // 2 if eight_bit is None else k), dtype=torch.uint8)
-
-
-def unpack_tokens(x: Tensor, eight_bit: Tensor | None) -> Tensor:
-    """Inverse of :func:`pack_tokens`."""
-    packed = x if eight_bit is None else x.unflatten(1, (-1, BLOCK))[:, :, : BLOCK // 2].flatten(1)
-    vectors = packed.unflatten(1, (-1, SPAN // 2)).view(torch.int8)
-    codes = torch.cat([vectors << 4 >> 4, vectors >> 4], -1).flatten(1)
-    if eight_bit is None:
-        return codes
-    blocks = x.view(torch.int8).unflatten(1, (-1, BLOCK))
-    return torch.where(eight_bit.bool()[:, None], blocks, codes.unflatten(1, (-1, BLOCK))).flatten(1)
 
 
 @torch.library.custom_op("qtool::w4ax_mma_gemm", mutates_args=())
@@ -110,7 +74,7 @@ def w4ax_mma_gemm(
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
-        x: packed codes (:func:`pack_tokens`) in the arrangement of ``layout``. sx: the scales of their groups.
+        x, sx: codes and scales as :func:`quantize_packed_groups` returns them for ``layout``.
         qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
         scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
         eight_bit: uint8 ``[K/128]``, 1 where a block's tokens have 8 bits, or ``None``: nowhere.
@@ -148,7 +112,7 @@ def _(
     whole = None if out_dtype == torch.int32 else group_size
     kernel = operand(layout, whole, scale.dtype, eight_bit is not None)
     weight = MmaWeight(qweight, scale, eight_bit=eight_bit)
-    mma.run(kernel, mma.choose(len(x), kernel.tiles), x, sx, weight, out, k, bias=bias)
+    mma.run(kernel, x, sx, weight, out, k, bias=bias)
     return out
 
 
@@ -166,17 +130,6 @@ def _(
 ) -> Tensor:
     n, _ = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
     return x.new_empty((x.shape[0], n), dtype=out_dtype)
-
-
-def _require_codes(codes: Tensor, eight_bit: Tensor | None) -> None:
-    step = SPAN if eight_bit is None else BLOCK
-    if codes.dim() != 2 or codes.shape[1] % step:
-        raise QtoolError(f"pack_tokens: codes have shape {tuple(codes.shape)}; expected [M, K], K a multiple of {step}")
-    expected: dict[str, Expected] = {
-        "codes": (codes, tuple(codes.shape), (torch.int8,)),
-        "eight_bit": (eight_bit, None if eight_bit is None else (codes.shape[1] // BLOCK,), (torch.uint8,)),
-    }
-    require_tensors("pack_tokens", codes.device, expected)
 
 
 def _require(

@@ -9,10 +9,10 @@ from torch import Tensor
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
 from qtool.kernels.arrangement import arrange, disarrange
-from qtool.kernels.mma import TILES, choose
-from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.mma import NARROW_TILES, TILES, MmaTile, choose
+from qtool.kernels.quantize_packed_groups import pack_tokens, quantize_packed_groups, unpack_tokens
 from qtool.kernels.w4a8_mma import w4a8_mma_gemm
-from qtool.kernels.w4ax_mma import pack_tokens, unpack_tokens, w4ax_mma_gemm
+from qtool.kernels.w4ax_mma import w4ax_mma_gemm
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 
 W4A8 = [("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w4a8-lqq", 64), ("w4a8-lqq", 32)]
@@ -60,9 +60,9 @@ def w4ax_arguments(scheme: str, layout: str, group: int | None) -> tuple[dict[st
     blocks = EIGHT_BIT if mixed else None
     params, where = s.fit(weight), layouts.get(layout)
     codes = s.quantize(weight, params)
-    qx, sx = quantize_activation_groups(x, None, None, blocks, "none", 0.0, group, layout)
+    qx, sx = quantize_packed_groups(x, None, None, blocks, "none", 0.0, group, layout)
     given = {
-        "x": pack_tokens(qx, blocks),
+        "x": qx,
         "sx": sx,
         "qweight": where.pack(codes)["qweight"],
         "scale": where.pack_group(params["scale"]),
@@ -103,9 +103,15 @@ def test_tokens_pack_and_unpack(eight_bit: Tensor | None) -> None:
     codes = torch.randint(-8, 8, (3, 256)).to(torch.int8)
     if eight_bit is not None:
         codes[:, :128] = torch.randint(-127, 128, (3, 128))
-    packed = pack_tokens(codes, eight_bit)
-    assert torch.equal(unpack_tokens(packed, eight_bit), codes)
-    torch.library.opcheck(pack_tokens, (codes, eight_bit))
+    assert torch.equal(unpack_tokens(pack_tokens(codes, eight_bit), eight_bit), codes)
+    x = torch.randn(3, 256)
+    torch.library.opcheck(quantize_packed_groups, (x, None, None, eight_bit, "none", 0.0, 128, "w4ax-interleaved"))
+
+
+def test_packed_quantization_refuses_in_one_sentence() -> None:
+    for group, layout in ((64, "apex4"), (128, "none")):
+        with pytest.raises(QtoolError, match=f"layout '{layout}' and group size {group}"):
+            quantize_packed_groups(torch.randn(3, 256), None, None, EIGHT_BIT, "none", 0.0, group, layout)
 
 
 @pytest.mark.parametrize("layout", ["apex4", "w4ax-interleaved"])
@@ -152,8 +158,10 @@ def test_w4ax_refuses_in_one_sentence(name: str, value: object, message: str) ->
     assert "\n" not in str(error.value)
 
 
-def test_tiles_hold_the_tokens_or_are_the_widest() -> None:
-    assert [choose(m, tuple(TILES)).tokens for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+def test_tiles_hold_the_tokens_and_fill_the_chip() -> None:
+    chosen = [choose(TILES, m, n, 108) for m, n in ((1, 4096), (17, 4096), (64, 4096), (64, 28672), (4096, 4096))]
+    assert chosen == [*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(8, 1, 128)]
+    assert choose(NARROW_TILES, 4096, 4096, 108) == MmaTile(4, 2, 32)
 
 
 @pytest.mark.cuda

@@ -84,23 +84,21 @@ struct MmaGemm {
         __syncthreads();
         if (threadIdx.x == 0) release(p.ready + blockIdx.x);
     }
-    // The sums of the blocks that have a tile's first steps, added from the first on, then this one's: always the
-    // same order, so that the same inputs give the same floats.
+    // The sums of the blocks that have a tile's first steps, added to this one's, always in the same order: the same
+    // inputs give the same floats.
     static __device__ __forceinline__ void collect(const MmaParams& p, const StreamK<Operand::kMixed>& work, Sums& sums, int tile) {
-        int block = blockIdx.x - 1;
-        while (Place{tile, 0} < work.begin(block)) --block;
-        Sum total[8 * kBlocks] = {};
-        for (; block < blockIdx.x; ++block) {
+        int first = blockIdx.x - 1;
+        while (Place{tile, 0} < work.begin(first)) --first;
+        for (int block = first + threadIdx.x; block < blockIdx.x; block += kThreads)
+            if (work.begin(block) < work.begin(block + 1)) acquire(p.ready + block);
+        __syncthreads();
+        Sum* own = reinterpret_cast<Sum*>(sums);
+        for (int block = first; block < blockIdx.x; ++block) {
             if (!(work.begin(block) < work.begin(block + 1))) continue;
-            if (threadIdx.x == 0) acquire(p.ready + block);
-            __syncthreads();
             const Sum* from = reinterpret_cast<const Sum*>(lent(p, block));
 #pragma unroll
-            for (int i = 0; i < 8 * kBlocks; ++i) total[i] += __ldcg(from + i * kThreads);
+            for (int i = 0; i < 8 * kBlocks; ++i) own[i] += __ldcg(from + i * kThreads);
         }
-        Sum* own = reinterpret_cast<Sum*>(sums);
-#pragma unroll
-        for (int i = 0; i < 8 * kBlocks; ++i) own[i] = total[i] + own[i];
     }
 
     // Per-row constants of a thread.

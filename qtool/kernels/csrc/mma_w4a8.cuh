@@ -1,8 +1,10 @@
 // 4-bit weights in the compute-aware layout by s8 tokens: one 16-byte load brings a lane both fragments of 32 rows.
 //
-// QServe section 4.2.2 (figure 10b), four codes of a word at once: QoQ multiplies, then subtracts, `codes * s + (-z s)`,
-// the sum by vadd4, lest a borrow reach the next byte. LiquidQuant's offset is positive: one IMAD and one XOR
-// (LiquidGEMM eq. 12). Per channel the codes are multiplied as they are.
+// Four codes of a word at once, one IMAD and one XOR: `(codes * s + c) ^ 0x80` (LiquidGEMM eq. 12), c = 128 + lo. QoQ's
+// subtraction after multiplication (QServe section 4.2.2, figure 10b) is the same with c = 128 - z s: its invariant
+// says that every byte of the sum lies in 0..255, so that no borrow reaches the next byte although c may be negative.
+// QServe's own vadd4 takes five instructions in the XOR's place: 6 to 10 % of the whole GEMM on an H200.
+// Per channel the codes are multiplied as they are.
 #pragma once
 #include "mma_gemm.cuh"
 
@@ -21,14 +23,14 @@ struct MmaW4A8 {
     // Beyond the weight and the tokens there are zeros; level 2 is then any group's, for its products are zero.
     static __device__ __forceinline__ void load(const MmaParams& p, u32 stage, int n, int m, int step, bool) {
         const int columns = p.k / 32;  // tiles of a strip of 32 rows
-#pragma unroll
+#pragma unroll 2
         for (int i = threadIdx.x; i < kRows * 4; i += kThreads) {
             const int strip = n / 32 + i / 128, column = 4 * step + i % 128 / 32;
             const bool valid = strip * 32 < p.n && column < columns;
             const u8* from = p.qweight + (static_cast<u64>(strip) * columns + 4 * step) * kTile + i % 128 * 16;
             async_copy(stage + kCodesAt + i * 16, valid ? from : p.qweight, valid);
         }
-#pragma unroll
+#pragma unroll 2
         for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
             const int token = m + i / 8, k = step * 128 + i % 8 * 16;
             const bool valid = token < p.m && k < p.k;
@@ -55,18 +57,15 @@ struct MmaW4A8 {
             for (int i = 0; i < 4; ++i) {
                 s[i] = __byte_perm(scales, 0, 0x4440 + i);
                 if constexpr (kScheme == kLqq) c[i] = __byte_perm(offsets, 0, 0x1111 * i);
-                else c[i] = __byte_perm(0u - s[i] * __byte_perm(offsets, 0, 0x4440 + i), 0, 0);
+                else c[i] = (128 - s[i] * __byte_perm(offsets, 0, 0x4440 + i)) * 0x01010101u;
             }
         }
-        __device__ __forceinline__ u32 apply(u32 codes, int i) const {
-            if constexpr (kScheme == kLqq) return (codes * s[i] + c[i]) ^ 0x80808080u;
-            else return __vadd4(codes * s[i], c[i]);
-        }
+        __device__ __forceinline__ u32 apply(u32 codes, int i) const { return (codes * s[i] + c[i]) ^ 0x80808080u; }
     };
 
     static __device__ __forceinline__ void multiply(int (&sums)[2][kWarpTokens / 8][4], u32 stage, bool) {
         const int lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 % kRowWarps, token_warp = threadIdx.x / 32 / kRowWarps;
-        Level2 level2;
+        [[maybe_unused]] Level2 level2;
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
             if (kTwoLevels && u % (kGroup / 32) == 0)

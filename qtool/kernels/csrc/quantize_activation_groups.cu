@@ -1,6 +1,7 @@
 // Symmetric s4 (by block s8) quantization of one row a block, one scale a group: sx = max|y| / 7 (or 127), code =
 // rne(y / sx), a group of zeros gets sx = 1. Codes are s8 bytes in the order of the weight's layout
-// (qtool/kernels/arrangement.py). The host also defines GROUP (0: the row) and ARRANGEMENT.
+// (qtool/kernels/arrangement.py). The host also defines GROUP (0: the row), ARRANGEMENT and PACKED: 1 makes s4 codes
+// nibbles, K / 2 bytes a row, and 2 those of 4-bit blocks only, in the first 64 of each block's 128 bytes.
 #include "activation_row.cuh"
 
 enum Arrangement { kNone = 0, kApex4 = 1, kInterleaved = 2 };
@@ -69,6 +70,22 @@ __device__ __forceinline__ void store(signed char* to, const int (&c)[8], bool v
     }
 }
 
+__device__ __forceinline__ u32 nibbles(int a, int b, int c, int d) {
+    return (a & 0xF) | (b & 0xF) << 4 | (c & 0xF) << 8 | (d & 0xF) << 12;
+}
+
+// The codes of 8 inputs among the 16 bytes of 32, as the layout packs the weight's.
+__device__ __forceinline__ void store_nibbles(u8* to, const int (&c)[8]) {
+    const int place = threadIdx.x % 4;
+    if constexpr (ARRANGEMENT == kApex4) {
+        reinterpret_cast<u32*>(to)[place] = nibbles(c[0], c[1], c[2], c[3]) | nibbles(c[4], c[5], c[6], c[7]) << 16;
+    } else {
+        u16* words = reinterpret_cast<u16*>(to) + place / 2 * 4 + place % 2;
+        words[0] = nibbles(c[0], c[2], c[1], c[3]);
+        words[2] = nibbles(c[4], c[6], c[5], c[7]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation_groups(const __grid_constant__ Params p) {
     __shared__ float scratch[PIECES * THREADS / 32];
     grid_release();
@@ -88,7 +105,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation_groups
         int code[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) code[j] = __float2int_rn(y[i][j] / scale);
-        store(p.codes + row * p.k + column / 32 * 32, code, valid);
+        u8* codes = reinterpret_cast<u8*>(p.codes) + row * (PACKED == 1 ? p.k / 2 : p.k);
+        if constexpr (PACKED != 1) store(reinterpret_cast<signed char*>(codes) + column / 32 * 32, code, valid && (!PACKED || most > 7.f));
+        if (PACKED == 1 && valid) store_nibbles(codes + column / 32 * 16, code);
+        if (PACKED == 2 && valid && most == 7.f) {
+            u8* block = codes + column / 128 * 128;
+            store_nibbles(block + column % 128 / 32 * 16, code);
+            reinterpret_cast<u32*>(block + 64)[column % 128 / 8] = 0;
+        }
         if (valid && column % size == 0) {
             float* to = p.scale + static_cast<u64>(group) * padded;
             to[row] = scale;
