@@ -34,6 +34,9 @@ class Awq(Target):
     expressible = ASYMMETRIC_4
     tile = (8, 1)
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "" if found.group_size else "its loaders want groups of input channels in experts"
+
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
         affine = asymmetric_4(linear_format, codes, params)
         assert affine.zero is not None

@@ -68,6 +68,11 @@ class CompressedTensors(Target):
     def activations(self, scheme: str) -> str:
         return self.ways[scheme].activations
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        way = self.ways[found.scheme]
+        only_cpu = way.format == PACKED and way.activations == TOKEN_INT8
+        return "vLLM runs 4-bit experts under int8 activations on CPUs only" if only_cpu else ""
+
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
         return write(self.ways[linear_format.scheme].form(linear_format, codes, params))
 

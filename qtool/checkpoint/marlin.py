@@ -35,6 +35,9 @@ class MarlinFile(Target):
         self.name, self.about, self.layout, self.tile, self.names = name, about, layout, tile, names
         self.expressible = {scheme: (128, None)}
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
+
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
         affine = symmetric_4(linear_format, codes, params)
         packed = self.layout.pack(affine.codes)

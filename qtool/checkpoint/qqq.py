@@ -44,6 +44,9 @@ class Qqq(Target):
         if k == found.group_size:
             raise QtoolError(f"{name}: with K = {k} qqq reads one group of {k} as a channel; quantize it per channel")
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
+
     def activations(self, scheme: str) -> str:
         return TOKEN_INT8
 

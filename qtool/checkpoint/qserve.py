@@ -44,6 +44,9 @@ class QServe(Target):
     def activations(self, scheme: str) -> str:
         return TOKEN_INT8
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
+
     def tensors(self, linear_format: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
         ordered = in_model_order(codes, params)
         stored = {"qweight": COMPUTE_AWARE.pack(ordered)["qweight"], "s1_scales": scale_as(params["s1"], torch.float16)}

@@ -60,6 +60,10 @@ class Target(ABC):
         """:attr:`tile`, where it depends on the scheme."""
         return self.tile
 
+    def refuses_experts(self, found: LinearFormat) -> str:
+        """Why loaders cannot run routed experts in this format; nothing if they can."""
+        return ""
+
     def takes_gathered(self, found: LinearFormat) -> bool:
         """Whether a linear with a permuted input can be put back in order: one scale a channel in the file."""
         return found.group_size is None
@@ -152,7 +156,7 @@ def half(scale: Tensor) -> Tensor:
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
-    """Refuse linears that serving stacks run as one (q, k, v; gate, up) but are not stored alike.
+    """Refuse linears that serving stacks run as one (q, k, v; gate, up; all experts) but are not stored alike.
 
     Raises:
         QtoolError: naming two that differ.

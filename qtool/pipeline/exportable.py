@@ -14,7 +14,7 @@ from qtool.runtime.format import CheckpointFormat, LinearFormat
 def exported_formats(
     target: Target, checkpoint_format: CheckpointFormat, config: Mapping[str, Any], tensor_parallel: int = 1
 ) -> dict[str, LinearFormat | None]:
-    """The format of every linear of the blocks of ``config``, by full name; None stays in 16 bit.
+    """The format of every linear of the blocks of ``config``, by full name; None stays in 16 bit, as routers do.
 
     Raises:
         QtoolError: a linear that ``target`` cannot express, and the nearest that it, or another, can.
@@ -42,10 +42,36 @@ def exported_formats(
                 raise QtoolError(f"{name}: a weight [{n}, {k}] cannot be split over {tensor_parallel} GPUs")
             target.require(name if tensor_parallel == 1 else f"{name} on one of {tensor_parallel} GPUs", found,
                            n // rows, k // columns)  # fmt: skip
-        for group in family.groups:
-            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in group.linears])
+        routers = (router for readers in family.readers.values() for router in readers)
+        formats |= dict.fromkeys((f"{family.blocks}.{block}.{router}" for router in routers), None)
+        for fused in _fused(family):
+            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in fused])
+        _require_experts(target, family, f"{family.blocks}.{block}.", formats)
     _require_uniform(target, formats)
     return formats
+
+
+def _fused(family: Family) -> list[list[str]]:
+    """The linears of a block that loaders put together: q, k and v; gate and up; not all that read one norm."""
+    attention, linears = family.attention, set(family.linears())
+    together = [[attention.q, attention.k, attention.v]]
+    together += [[group.gate, group.source] for group in family.groups if group.gate]
+    return [names for names in together if linears.issuperset(names)]
+
+
+def _require_experts(target: Target, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]) -> None:
+    """Refuse experts that ``target``'s loaders cannot run, or not as one stack: all of a block are one module there."""
+    names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
+    if not names:
+        return
+    fused_shards_agree(formats, names)
+    if (found := formats[names[0]]) and (reason := target.refuses_experts(found)):
+        others = [
+            n for n in targets.that_take(found.scheme, found.group_size) if not targets.get(n).refuses_experts(found)
+        ]
+        raise QtoolError(
+            f"{names[0]} is an expert; {target.name} cannot hold it: {reason}; formats that can: {', '.join(others)}"
+        )
 
 
 def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
