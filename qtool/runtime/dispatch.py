@@ -59,11 +59,13 @@ def _w4a8(
 ) -> Tensor:
     from qtool.kernels.quantize_activation import quantize_activation
     from qtool.kernels.w4a8 import w4a8_gemm
+    from qtool.kernels.w4a8_mma import w4a8_mma_gemm
 
+    gemm = w4a8_mma_gemm if linear_format.layout == "compute-aware" else w4a8_gemm
     codes, scale, token_sum = quantize_activation(x, permutation, None, "none", 0.0)
     s2, offset, zero = (stored.get(name) for name in ("s2", "offset", "zero"))
     scheme, group_size = linear_format.scheme, linear_format.group_size
-    return w4a8_gemm(
+    return gemm(
         codes, scale, stored["qweight"], stored["s1"], s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
     )
 
@@ -100,6 +102,23 @@ def _w4ax(
     return w4ax_gemm(codes, scale, stored["qweight"], stored["scale"], bias, layout, group_size, out_dtype)
 
 
+def _w4ax_mma(
+    x: Tensor,
+    permutation: Tensor | None,
+    stored: Mapping[str, Tensor],
+    bias: Tensor | None,
+    linear_format: LinearFormat,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    from qtool.kernels.quantize_packed_groups import quantize_packed_groups
+    from qtool.kernels.w4ax_mma import w4ax_mma_gemm
+
+    layout, group_size = linear_format.layout, linear_format.group_size
+    blocks = stored.get("eight_bit")
+    codes, scale = quantize_packed_groups(x, permutation, None, blocks, "none", 0.0, group_size, layout)
+    return w4ax_mma_gemm(codes, scale, stored["qweight"], stored["scale"], blocks, bias, layout, group_size, out_dtype)
+
+
 def _w4a16(
     x: Tensor,
     permutation: Tensor | None,
@@ -118,10 +137,13 @@ def _w4a16(
 
 
 HOPPER = frozenset({(9, 0)})
-AMPERE_TO_HOPPER = frozenset({(8, 0), (8, 6), (8, 9), (9, 0)})
+AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
+AMPERE_TO_HOPPER = AMPERE_AND_ADA | HOPPER
 W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
 W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
+W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", AMPERE_TO_HOPPER, _w4a8, 32, 32)
+W4AX_MMA = Kernel("w4ax_mma_gemm", "int4 x int4 and int8 mma, int32 sums by group", AMPERE_AND_ADA, _w4ax_mma, 8, 32)
 HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
 W4A16 = Kernel("w4a16_gemm", HALF_MMA, AMPERE_TO_HOPPER, _w4a16, k=128, dtypes=HALF, exact=False)
 W4A16_24 = Kernel("w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", AMPERE_TO_HOPPER, _w4a16, 128, 128, HALF, exact=False)
@@ -131,13 +153,16 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4a8-lqq", "dual-mma"): (W4A8,),
     ("w4a8-qoq", "dual-mma"): (W4A8,),
     ("w4a8-qoq-g128", "dual-mma"): (W4A8,),
+    ("w4a8-lqq", "compute-aware"): (W4A8_MMA,),
+    ("w4a8-qoq", "compute-aware"): (W4A8_MMA,),
+    ("w4a8-qoq-g128", "compute-aware"): (W4A8_MMA,),
     ("w8a8", "row-major-8"): (W8A8,),
     ("w4a16", "marlin"): (W4A16,),
     ("w4a16-24", "marlin-24"): (W4A16_24,),
-    ("w4a4", "apex4"): (W4AX,),
-    ("w4a4", "w4ax-interleaved"): (W4AX,),
-    ("w4ax-fmpq", "apex4"): (W4AX,),
-    ("w4ax-fmpq", "w4ax-interleaved"): (W4AX,),
+    ("w4a4", "apex4"): (W4AX, W4AX_MMA),
+    ("w4a4", "w4ax-interleaved"): (W4AX, W4AX_MMA),
+    ("w4ax-fmpq", "apex4"): (W4AX, W4AX_MMA),
+    ("w4ax-fmpq", "w4ax-interleaved"): (W4AX, W4AX_MMA),
 }
 
 
