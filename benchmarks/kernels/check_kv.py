@@ -27,6 +27,8 @@ Check = tuple[str, str | None]
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 #: of the whole output from float64: weights are rounded to f16, the output to its dtype
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
+#: more of it by the scores' root mean square: kv8's queries are rounded to f16 after the keys' scales went into them
+SCORES = {"kv4": 0.0, "kv8": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ class Case:
             self.lengths, self.mask, shape.dim**-0.5, shape.softcap, shape.window,
         )  # fmt: skip
 
-    def reference(self) -> Tensor:
-        """Float64 attention over the dequantized cache."""
+    def reference(self) -> tuple[Tensor, float]:
+        """Float64 attention over the dequantized cache, and the root mean square of its scores."""
         shape, tokens = self.shape, self.shape.tokens
         keys, values = (self._dequantize(packed)[:, :, :tokens] for packed in self.packed)
         query = self.query.double().unflatten(1, (shape.heads, -1))
         scores = torch.einsum("bhgqd,bhtd->bhgqt", query, keys) * shape.dim**-0.5
+        magnitude = float(scores.square().mean().sqrt())
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         ends = torch.full((shape.batch,), tokens, device="cuda") if self.lengths is None else self.lengths.long()
@@ -133,7 +136,7 @@ class Case:
                 hidden[b, q] = ~seen
         hidden = hidden[:, None, None]
         weights = torch.softmax(scores.masked_fill(hidden, -1e300), -1).masked_fill(hidden, 0)
-        return torch.einsum("bhgqt,bhtd->bhgqd", weights, values).reshape(self.query.shape)
+        return torch.einsum("bhgqt,bhtd->bhgqd", weights, values).reshape(self.query.shape), magnitude
 
     def _dequantize(self, packed: dict[str, Tensor]) -> Tensor:
         if self.shape.kv == "kv8":
@@ -142,11 +145,12 @@ class Case:
         return (codes - packed["zero"].double()) * packed["scale"].double()
 
     def wrong(self) -> str | None:
-        found, again, expected = self.run(), self.run(), self.reference()
+        found, again, (expected, magnitude) = self.run(), self.run(), self.reference()
         if not torch.equal(found, again):
             return "two runs differ"
         error = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-        return None if error <= TOLERANCE[self.shape.dtype] else f"differs from float64 by {error:.1e}"
+        allowed = TOLERANCE[self.shape.dtype] + SCORES[self.shape.kv] * magnitude
+        return None if error <= allowed else f"differs from float64 by {error:.1e}; allowed are {allowed:.1e}"
 
 
 def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:

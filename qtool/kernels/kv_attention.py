@@ -165,7 +165,7 @@ class Plan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the rings, and later the exchange between warps."""
         stage = 2 * self.tile * self.dim * self.bits // 8 + (8 * self.tile if self.bits == 4 else 0)
-        return max(WARPS * self.stages * stage, WARPS * 8 * self.row_tiles * (self.dim + 2) * 4)
+        return max(WARPS * self.stages * stage, WARPS * 8 * self.row_tiles * (self.dim + 6) * 4)
 
     def row_blocks(self, rows: int) -> int:
         """Blocks that share a kv head's query rows."""
@@ -186,18 +186,27 @@ class Plan:
 def definition(plan: Plan, dtype: torch.dtype, masked: bool, capped: bool) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel."""
     defines = {"BITS": plan.bits, "DIM": plan.dim, "ROW_TILES": plan.row_tiles, "TILE": plan.tile}
-    defines |= {"STAGES": plan.stages, "WARPS": WARPS, "MIN_BLOCKS": plan.blocks_per_sm, "DTYPE": DTYPES[dtype]}
+    defines |= {
+        "STAGES": plan.stages,
+        "WARPS": WARPS,
+        "MOST_SPLITS": MOST_SPLITS,
+        "MIN_BLOCKS": plan.blocks_per_sm,
+        "DTYPE": DTYPES[dtype],
+    }
     return "kv_attention", "", defines | {"MASKED": int(masked), "CAPPED": int(capped)}
 
 
 def builds() -> Iterator[Build]:
-    """Both caches at few and many query rows, plain, and with a mask and soft-capping."""
-    heads = product((4, 8), (64, 80, 128, 256), (4, 16), (False, True))
-    for arch, (bits, dim, rows, special) in product(("sm_80", "sm_89", "sm_90a"), heads):
+    """Both caches at few and many query rows: every width on Hopper, the longest variant everywhere."""
+    cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
+    cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]
+    for (arch, dim, special), bits, rows in product(cases, (4, 8), (4, 16)):
         plan = Plan.of(bits, dim, rows)
         name = f"kv_attention kv{bits} D={dim} rows={rows}{' masked capped' * special}"
         source = definition(plan, torch.bfloat16, special, special)
-        yield Build(name, arch, source, 32 * WARPS * plan.blocks_per_sm, ("HMMA.16816.F32",))
+        threads = 32 * WARPS * plan.blocks_per_sm
+        exits = arch != "sm_90a"  # a loop's exit is coded as a call there
+        yield Build(name, arch, source, threads, ("HMMA.16816.F32",), calls=exits)
 
 
 @cache

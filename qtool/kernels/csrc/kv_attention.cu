@@ -4,14 +4,16 @@
 // the block's warps takes every WARPS-th tile of TILE tokens through its own cp.async ring; their parts are added in
 // the order of the warps, the splits' in the order of the splits (kv_combine): the same bits every time.
 //
-// 4 bit: q.k = s (sum q (c - 8) - (z - 8) sum q);  sum p v = sum (p s) (c - 8) - sum (p s) (z - 8).
+// 4 bit: q.k = s (sum q c - z sum q);  sum p v = sum (p s) (c - 8) - sum (p s) (z - 8).
 #include "kv_params.cuh"
 #include "kv_codes.cuh"
 
+constexpr float kHidden = -3e38f;  // the score of a token that a row does not see
 constexpr int kRows = 8 * ROW_TILES, kTiles16 = TILE / 16;
 constexpr int kCodeBytes = TILE * kTokenBytes, kParamBytes = 2 * TILE;
 constexpr int kStageBytes = 2 * kCodeBytes + (BITS == 4 ? 4 * kParamBytes : 0);
-constexpr int kHeadroom = 14;  // p s lies below 2^(kHeadroom + 1), so that small ones keep their digits in f16
+constexpr int kLag = 8;       // the reference maximum may lie so many powers of two below the true one
+constexpr int kHeadroom = 6;  // p s is kept below 2^(kHeadroom + kLag + 1), high in f16's range
 
 __device__ __forceinline__ void async_copy(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -56,26 +58,32 @@ __device__ __forceinline__ float total(float v) {
     return v;
 }
 
-// TILE tokens of keys, values and their parameters into one stage, by a warp.
-__device__ __forceinline__ void copy_tile(const Params& p, u32 stage, u64 first_token, int lane) {
-    const u8 *keys = p.k_codes + first_token * kTokenBytes, *values = p.v_codes + first_token * kTokenBytes;
-#pragma unroll
-    for (int i = 0; i < kCodeBytes; i += 512) {
-        const int at = i + 16 * lane;
-        if (kCodeBytes % 512 && at >= kCodeBytes) break;
-        async_copy(stage + at, keys + at);
-        async_copy(stage + kCodeBytes + at, values + at);
-    }
-    if constexpr (BITS == 4) {
+// What a lane copies of each tile: 16 bytes of every 512 of keys and of values, and of one of the four parameters.
+struct Source {
+    const u8 *keys, *values, *params;
+
+    __device__ __forceinline__ Source(const Params& p, u64 first_token, int lane) {
+        keys = p.k_codes + first_token * kTokenBytes + 16 * lane;
+        values = p.v_codes + first_token * kTokenBytes + 16 * lane;
         constexpr int kPieces = kParamBytes / 16;
         const int array = lane / kPieces;
-        if (array < 4) {
-            const void* const from = array == 0 ? p.k_scale : array == 1 ? p.k_zero : array == 2 ? p.v_scale : p.v_zero;
-            async_copy(stage + 2 * kCodeBytes + 16 * lane,
-                       static_cast<const u8*>(from) + 2 * first_token + 16 * (lane % kPieces));
-        }
+        const void* const from = array == 0 ? p.k_scale : array == 1 ? p.k_zero : array == 2 ? p.v_scale : p.v_zero;
+        params = static_cast<const u8*>(from) + 2 * first_token + 16 * (lane % kPieces);
     }
-}
+    __device__ __forceinline__ void copy(u32 stage, int lane) const {
+        const u32 to = stage + 16 * lane;
+#pragma unroll
+        for (int i = 0; i < kCodeBytes; i += 512) {
+            if (kCodeBytes % 512 && i + 16 * lane >= kCodeBytes) break;
+            async_copy(to + i, keys + i);
+            async_copy(to + kCodeBytes + i, values + i);
+        }
+        if (BITS == 4 && lane < 4 * kParamBytes / 16) async_copy(to + 2 * kCodeBytes, params);
+    }
+    __device__ __forceinline__ void advance() {  // to the warp's next tile
+        keys += WARPS * kCodeBytes, values += WARPS * kCodeBytes, params += WARPS * kParamBytes;
+    }
+};
 
 // Query row `row` in the order of the key fragments' slots, step `step`; kv8: times the keys' scales.
 __device__ __forceinline__ void query_slots(const Params& p, float (&f)[4], u64 row, int head, int c, int step) {
@@ -126,11 +134,11 @@ struct Query {
                 b[n][s][1] = pack_halves(f[2] * down * odd, f[3] * down * odd);
                 unpack_halves(b[n][s][0], f[0], f[1]);
                 unpack_halves(b[n][s][1], f[2], f[3]);
-                sums += f[0] + f[1] + (f[2] + f[3]) * 16;
+                sums += (f[0] + f[1] + (f[2] + f[3]) * 16) * 0x1p-24f;  // as the codes are
             }
             sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
             sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
-            const float up = __uint_as_float(exponent << 23) * p.scaling * (CAPPED ? 1.f : kLog2e);
+            const float up = __uint_as_float(exponent << 23) * (BITS == 4 ? 0x1p24f : 1.f) * p.scaling * (CAPPED ? 1.f : kLog2e);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 factor[n][j] = __shfl_sync(0xFFFFFFFF, up, 4 * (2 * c + j));
@@ -171,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     const int end = min(begin + per_split, oldest / TILE + tiles);
 
     const u32 ring = smem_address(memory) + warp * STAGES * kStageBytes;
-    const u64 cache = static_cast<u64>(bh) * p.capacity;
+    Source source(p, static_cast<u64>(bh) * p.capacity + (begin + warp) * TILE, lane);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        const int tile = begin + warp + i * WARPS;
-        if (tile < end) copy_tile(p, ring + i * kStageBytes, cache + tile * TILE, lane);
+        if (begin + warp + i * WARPS < end) source.copy(ring + i * kStageBytes, lane);
+        source.advance();
         async_commit();
     }
     Query query;
@@ -188,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             limit[n][j] = all_see + (row0 + 8 * n + 2 * c + j) % p.queries;
-            state.top[n][j] = nothing();
+            state.top[n][j] = kNone;
             state.sum[n][j] = state.zeros[n][j] = 0.f;
         }
 #pragma unroll
@@ -204,13 +212,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         __syncwarp();
         const u32 stage = ring + slot * kStageBytes;
         {
-            const int ahead = tile + (STAGES - 1) * WARPS;
             const int to = slot == 0 ? STAGES - 1 : slot - 1;
-            if (ahead < end) copy_tile(p, ring + to * kStageBytes, cache + ahead * TILE, lane);
+            if (tile + (STAGES - 1) * WARPS < end) source.copy(ring + to * kStageBytes, lane);
+            source.advance();
             async_commit();
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
         const u32 params = stage + 2 * kCodeBytes;
+        const int first = tile * TILE;
+        if (BITS == 4 && first + TILE > length) {  // values' parameters that nothing wrote
+            if (lane < TILE && first + lane >= length)
+                asm volatile("st.shared.u16 [%0], %2;\nst.shared.u16 [%1], %2;" ::"r"(params + 2 * kParamBytes + 2 * lane),
+                             "r"(params + 3 * kParamBytes + 2 * lane), "h"(static_cast<u16>(0)) : "memory");
+            __syncwarp();
+        }
 
         float s[kTiles16][ROW_TILES][4];
 #pragma unroll
@@ -233,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
                 float scale = 1.f, zero = 0.f;
                 if constexpr (BITS == 4) {
                     const u32 at = params + 2 * (16 * u + 8 * half + token_of(r));
-                    scale = half_at(at), zero = half_at(at + kParamBytes) - 8.f;
+                    scale = half_at(at), zero = half_at(at + kParamBytes);
                 }
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n)
@@ -248,7 +263,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
                     }
             }
         }
-        const int first = tile * TILE;
         if (MASKED || first + TILE > all_see || (p.window && first < length - p.window)) {
 #pragma unroll
             for (int u = 0; u < kTiles16; ++u)
@@ -262,15 +276,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
                             const u64 at = static_cast<u64>(batch * p.queries + end_of_row - all_see) * p.mask_tokens;
                             seen = seen && token < p.mask_tokens && p.mask[at + token];
                         }
-                        if (!seen) s[u][n][j] = nothing();
+                        if (!seen) s[u][n][j] = kHidden;
                     }
         }
 
         int exponent = state.exponent;
         if constexpr (BITS == 4) {
             u32 bits = 0;
-            if (lane < TILE && first + lane < length)
-                asm volatile("ld.shared.u16 %0, [%1];" : "=r"(bits) : "r"(params + 2 * kParamBytes + 2 * lane));
+            if (lane < TILE) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(bits) : "r"(params + 2 * kParamBytes + 2 * lane));
             exponent = max(exponent, static_cast<int>(__reduce_max_sync(0xFFFFFFFF, bits) >> 10));
         }
         bool grew = exponent != state.exponent;
@@ -279,11 +292,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float x = nothing();
+                float x = s[0][n][j];
 #pragma unroll
                 for (int u = 0; u < kTiles16; ++u) x = fmaxf(x, fmaxf(s[u][n][j], s[u][n][2 + j]));
-                top[n][j] = fmaxf(state.top[n][j], largest(x));
-                grew |= top[n][j] != state.top[n][j];
+                top[n][j] = largest(x);
+                grew |= top[n][j] > state.top[n][j] + kLag;
             }
         if (__any_sync(0xFFFFFFFF, grew)) {
             const float shift = powers(state.exponent - exponent);
@@ -292,8 +305,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
             for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float kept = share(state.top[n][j], top[n][j]);
-                    state.top[n][j] = top[n][j];
+                    const float now = fmaxf(state.top[n][j], top[n][j]), kept = power_of_two(state.top[n][j] - now);
+                    state.top[n][j] = now;
                     state.sum[n][j] *= kept;
                     state.zeros[n][j] *= kept * shift;
 #pragma unroll
@@ -315,24 +328,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
                     const u32 at = params + 2 * kParamBytes + 2 * token;
                     scale *= half_at(at);
                     zero = half_at(at + kParamBytes) - 8.f;
-                    if (first + token >= length) scale = zero = 0.f;  // bytes that nothing wrote
                 }
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) {
                     float w[2];
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        const float weight = share(s[u][n][2 * half + j], state.top[n][j]);
+                        const float weight = power_of_two(s[u][n][2 * half + j] - state.top[n][j]);
                         state.sum[n][j] += weight;
                         w[j] = weight * scale;
+                        if (BITS == 4) state.zeros[n][j] += w[j] * zero;
                     }
-                    const u32 pair = pack_halves(w[0], w[1]);
-                    weights[n][half] = transpose8x8(pair);
-                    if constexpr (BITS == 4) {
-                        unpack_halves(pair, w[0], w[1]);
-                        state.zeros[n][0] += w[0] * zero;
-                        state.zeros[n][1] += w[1] * zero;
-                    }
+                    weights[n][half] = transpose8x8(pack_halves(w[0], w[1]));
                 }
             }
             Values values;
@@ -347,11 +354,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         }
     }
 
+    // The rings become the exchange: [WARPS][kRows][kPitch] in the order (row tile of channels, lane's r, parity), then
+    // maxima and sums. The pitch and the order keep the stores free of bank conflicts.
     async_wait<0>();
-    __syncthreads();  // the rings become the exchange: [WARPS][kRows][DIM], then maxima and sums
+    __syncthreads();
+    constexpr int kPitch = DIM + 4;
     float* const parts = reinterpret_cast<float*>(memory);
-    float* const stats = parts + WARPS * kRows * DIM;
-    const float undo = powers(state.exponent - kHeadroom - 15);
+    float2* const stats = reinterpret_cast<float2*>(parts + WARPS * kRows * kPitch);
+    const float undo = powers(state.exponent - kHeadroom - 15), odd = BITS == 4 ? 1.f / 16 : 1.f;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
@@ -359,54 +369,75 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
             const int row = warp * kRows + 8 * n + 2 * c + j;
             const float zeros = total(state.zeros[n][j]), sum = total(state.sum[n][j]);
 #pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-                const float even = state.o[n][i][j] - zeros;
-                const float odd = state.o[n][i][2 + j] * (BITS == 4 ? 1.f / 16 : 1.f) - zeros;
-                *reinterpret_cast<float2*>(parts + row * DIM + 2 * (r * kSteps + i)) = make_float2(even * undo, odd * undo);
-            }
-            if (r == 0) stats[2 * row] = state.top[n][j], stats[2 * row + 1] = sum;
+            for (int i = 0; i < kSteps; ++i)
+                *reinterpret_cast<float2*>(parts + row * kPitch + 16 * i + 2 * r) = make_float2(
+                    (state.o[n][i][j] - zeros) * undo, (state.o[n][i][2 + j] * odd - zeros) * undo);
+            if (r == 0) stats[row] = make_float2(state.top[n][j], sum);
         }
     __syncthreads();
-    for (int at = threadIdx.x; at < kRows * DIM; at += 32 * WARPS) {
-        const int row = at / DIM, channel = at % DIM;
+    for (int at = threadIdx.x; at < kRows * DIM / 2; at += 32 * WARPS) {
+        const int row = at / (DIM / 2), place = at % (DIM / 2);
         if (row0 + row >= rows) break;
-        float top = nothing(), sum = 0.f, value = 0.f;
+        float top = kNone, sum = 0.f;
+        float2 value = make_float2(0.f, 0.f);
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, stats[2 * (w * kRows + row)]);
+        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, stats[w * kRows + row].x);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float weight = share(stats[2 * (w * kRows + row)], top);
-            sum += weight * stats[2 * (w * kRows + row) + 1];
-            value += weight * parts[(w * kRows + row) * DIM + channel];
+            const float weight = power_of_two(stats[w * kRows + row].x - top);
+            const float2 part = *reinterpret_cast<const float2*>(parts + (w * kRows + row) * kPitch + 2 * place);
+            sum += weight * stats[w * kRows + row].y;
+            value.x += weight * part.x, value.y += weight * part.y;
         }
+        const int channel = 2 * (place % 8 * kSteps + place / 8);
         const u64 out_row = static_cast<u64>(bh) * rows + row0 + row;
-        if (BITS == 8) value *= static_cast<const float*>(p.v_scale)[bh % p.heads * DIM + channel];
+        if constexpr (BITS == 8) {
+            const float* const scale = static_cast<const float*>(p.v_scale) + bh % p.heads * DIM + channel;
+            value.x *= scale[0], value.y *= scale[1];
+        }
         if (p.splits == 1) {
-            p.out[out_row * DIM + channel] = narrow(sum > 0.f ? __fdividef(value, sum) : 0.f);
+            const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+            const u32 pair = narrow(value.x * inverse) | static_cast<u32>(narrow(value.y * inverse)) << 16;
+            *reinterpret_cast<u32*>(p.out + out_row * DIM + channel) = pair;
         } else {
-            float* const into = p.partial + (out_row * p.splits + split) * 2;
-            if (channel == 0) into[0] = top, into[1] = sum;
-            p.partial[static_cast<u64>(p.all_rows) * p.splits * 2 + (out_row * p.splits + split) * DIM + channel] = value;
+            const u64 part = out_row * p.splits + split;
+            if (place == 0) reinterpret_cast<float2*>(p.partial)[part] = make_float2(top, sum);
+            float* const values = p.partial + static_cast<u64>(p.all_rows) * p.splits * 2 + part * DIM;
+            *reinterpret_cast<float2*>(values + channel) = value;
         }
     }
 }
 
 // One query row a block: the splits' parts in their order.
 extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(const __grid_constant__ Params p) {
+    __shared__ float weights[MOST_SPLITS];
 #if __CUDA_ARCH__ >= 900
     grid_release();
     grid_wait();
 #endif
     const u64 row = blockIdx.x;
     const int channel = threadIdx.x;
-    const float* const stats = p.partial + row * p.splits * 2;
-    const float* const parts = p.partial + static_cast<u64>(p.all_rows) * p.splits * 2 + row * p.splits * DIM;
-    float top = nothing(), sum = 0.f, value = 0.f;
-    for (int i = 0; i < p.splits; ++i) top = fmaxf(top, stats[2 * i]);
-    for (int i = 0; i < p.splits; ++i) {
-        const float weight = share(stats[2 * i], top);
-        sum += weight * stats[2 * i + 1];
-        if (channel < DIM) value += weight * parts[i * DIM + channel];
+    const float2* const stats = reinterpret_cast<const float2*>(p.partial) + row * p.splits;
+    const float* const parts = p.partial + static_cast<u64>(p.all_rows) * p.splits * 2 + row * p.splits * DIM + channel;
+    if (channel < 32) {
+        float top = kNone, sum = 0.f;
+        for (int i = channel; i < p.splits; i += 32) top = fmaxf(top, stats[i].x);
+#pragma unroll
+        for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, step));
+        for (int i = channel; i < p.splits; i += 32) {
+            weights[i] = power_of_two(stats[i].x - top);
+            sum += weights[i] * stats[i].y;
+        }
+#pragma unroll
+        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+        __syncwarp();
+        const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+        for (int i = channel; i < p.splits; i += 32) weights[i] *= inverse;
     }
-    if (channel < DIM) p.out[row * DIM + channel] = narrow(sum > 0.f ? __fdividef(value, sum) : 0.f);
+    __syncthreads();
+    if (channel >= DIM) return;
+    float value = 0.f;
+#pragma unroll 16
+    for (int i = 0; i < p.splits; ++i) value += weights[i] * parts[i * DIM];
+    p.out[row * DIM + channel] = narrow(value);
 }

@@ -7,7 +7,8 @@
 //           slots 2c, 2c + 1, high ones into 2c + 8, 2c + 9. 8 bit: step s is word s, in order;
 //   values: S row tiles over the channels; lane (r, c) reads bytes [r * V, (r + 1) * V) of four tokens, V = bytes a
 //           token / 8. Rows r and r + 8 of row tile i are channels 2 (r S + i) and 2 (r S + i) + 1.
-// Codes leave as exact halves: c - 8 (even channel), 16 (c - 8) (odd channel), or the s8 code itself.
+// Keys leave as halves c / 2^24 (even channel) and 16 c / 2^24 (odd): a nibble's bits are that subnormal number, and
+// tensor cores multiply it exactly. Values leave as c - 8 and 16 (c - 8), so that long sums stay small. s8 codes as is.
 #pragma once
 #include "ptx.cuh"
 
@@ -69,8 +70,11 @@ __device__ __forceinline__ void load_bytes(u32 (&w)[(kBytes + 3) / 4], u32 addre
     }
 }
 
-// One byte in each half of `x`: its low and its high nibble (4 bit), or two pairs of s8 codes.
-__device__ __forceinline__ void halves(u32 x, u32& low, u32& high) {
+// One byte in each half of `x`: the low and the high nibble as subnormal numbers.
+__device__ __forceinline__ void subnormal_halves(u32 x, u32& low, u32& high) { low = x & 0x000F000F, high = x & 0x00F000F0; }
+
+// The same nibbles about zero; 8 bit: two pairs of s8 codes.
+__device__ __forceinline__ void centred_halves(u32 x, u32& low, u32& high) {
     if constexpr (BITS == 4) {
         low = add_halves(masked_or<0x000F000F>(x, 0x64006400), 0xE408E408);   // 1024 + c - 1032
         high = add_halves(masked_or<0x00F000F0>(x, 0x64006400), 0xE480E480);  // 1024 + 16 c - 1152
@@ -97,8 +101,10 @@ struct Keys {
     __device__ __forceinline__ void fragment(u32 (&a)[4], int step) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 x = BITS == 4 ? words[half][step / 2] >> (8 * (step % 2)) : words[half][step];
-            halves(x, a[half], a[2 + half]);
+            if constexpr (BITS == 4)
+                subnormal_halves(words[half][step / 2] >> (8 * (step % 2)), a[half], a[2 + half]);
+            else
+                centred_halves(words[half][step], a[half], a[2 + half]);
         }
     }
 };
@@ -123,7 +129,7 @@ struct Values {
             } else {
                 x = permute(first[row_tile / 2], second[row_tile / 2], row_tile % 2 ? 0x7362 : 0x5140);
             }
-            halves(x, a[2 * pair], a[2 * pair + 1]);
+            centred_halves(x, a[2 * pair], a[2 * pair + 1]);
         }
     }
 };

@@ -20,18 +20,12 @@ struct Params {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// The maximum of no token.
-__device__ __forceinline__ float nothing() { return __uint_as_float(0xFF800000); }  // -infinity
+constexpr float kNone = -1e30f;  // the maximum of no token: finite, so that differences are numbers
 
 __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// The weight of a part whose maximum is `part` beside one whose maximum is `all`; 0 if either saw no token.
-__device__ __forceinline__ float share(float part, float all) {
-    return part == nothing() ? 0.f : power_of_two(part - all);
 }
 
 // One element of the query's and the output's dtype: 1 float16, 2 bfloat16.
