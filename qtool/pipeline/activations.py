@@ -100,6 +100,7 @@ class DiskBatch(Batch):
             with path.open("w+b") as file:
                 os.posix_fallocate(file.fileno(), 0, hidden.nbytes)
                 mapped = mmap.mmap(file.fileno(), hidden.nbytes)
+            path.unlink()  # its space is free again when the run ends, however it ends
         except OSError as error:
             raise QtoolError(f"no space left on the disk that holds {path.parent} for the activations") from error
         batch = cls(torch.frombuffer(mapped, dtype=hidden.dtype).view(hidden.shape), kwargs)

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ class Output:
         self.partial = directory.with_name(directory.name + ".partial")
         self.records: dict[int, dict[str, Any]] = {}
         self.identity = json.loads(json.dumps(identity))
+        self.lock: IO[str] | None = None
         self.finished = resume and _finished(directory, self.identity)
         self.continued = self.partial.exists()
         if ranks.rank() == 0 and not self.finished:
@@ -77,12 +78,12 @@ class Output:
             try:
                 before = json.loads(path.read_text())
             except ValueError:
-                before = {}
-            for key, value in self.identity.items():
-                if before and before.get(key) != value:
+                before = None  # damaged: each shard's record says which job it belongs to
+            for key, value in self.identity.items() if isinstance(before, dict) else ():
+                if before.get(key) != value:
                     raise QtoolError(
-                        f"{self.partial} was begun with another {key} "
-                        f"({_short(before.get(key))}, now {_short(value)}); remove it or run as before"
+                        f"{self.partial} was begun with another {key} ({difference(before.get(key), value)}); "
+                        "remove it or run as before"
                     )
         write_json(path, self.identity)
 
@@ -99,7 +100,7 @@ class Output:
             record = json.loads(self._record(shard).read_text())
             with (self.partial / self.name(shard)).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
-            return record if found == record["sha256"] else None
+            return record if found == record["sha256"] and record["job"] == job_hash(self.identity) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -119,7 +120,8 @@ class Output:
         digest = write(self.path(shard), specs, tensors)
         names = [name for name in specs]
         nbytes = sum(t.numel() * t.dtype.itemsize for t in specs.values())
-        self.records[shard] = {"sha256": digest, "tensors": names, "bytes": nbytes, "notes": dict(notes)}
+        self.records[shard] = {"sha256": digest, "tensors": names, "bytes": nbytes, "notes": dict(notes),
+                               "job": job_hash(self.identity)}  # fmt: skip
         write_json(self._record(shard), self.records[shard])
 
     def finish(self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]) -> None:
@@ -143,7 +145,12 @@ class Output:
             self.directory.rmdir()  # it is empty: checked at the start
         self.partial.rename(self.directory)
         shutil.rmtree(self.directory / RUN)
-        self.lock.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let another run have the directory."""
+        if self.lock is not None:
+            self.lock.close()
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
@@ -153,6 +160,24 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
     except (OSError, ValueError):
         return False
     return bool(done.get("job") == identity)
+
+
+def job_hash(identity: Mapping[str, Any]) -> str:
+    """sha256 of what makes a job the same."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def difference(before: Any, now: Any, where: str = "") -> str:
+    """The first place where two values of plain data differ, and both values: ``methods[0].smooth: {}, now 3``."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in (*before, *now):
+            if before.get(key) != now.get(key) or (key in before) != (key in now):
+                return difference(before.get(key), now.get(key), f"{where}.{key}".removeprefix("."))
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old != new:
+                return difference(old, new, f"{where}[{i}]")
+    return f"{where}: {_short(before)}, now {_short(now)}".removeprefix(": ")
 
 
 def _short(value: Any) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,17 @@ def quantize(
     output = Output(out, _identity(source, job, calibration), len(specs), resume=resume)
     if output.finished:
         return out
-    if ranks.rank() == 0:
-        _require_space(output, specs)
-    where = torch.device(device)
-    record = RunRecord(out, output.identity, where, continued=output.continued)
-    Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
-    config = job.config | {"quantization_config": job.format.to_dict()}
-    if job.unties:
-        config["tie_word_embeddings"] = False
-    record.write()
-    output.finish(config, _provenance(source, job, calibration), source.side_files())
+    with closing(output):
+        if ranks.rank() == 0:
+            _require_space(output, specs)
+        where = torch.device(device)
+        record = RunRecord(out, output.identity, where, continued=output.continued)
+        Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
+        config = job.config | {"quantization_config": job.format.to_dict()}
+        if job.unties:
+            config["tie_word_embeddings"] = False
+        record.write()
+        output.finish(config, _provenance(source, job, calibration), source.side_files())
     return out
 
 

@@ -18,7 +18,6 @@ resident set, device memory what torch allocated, both of the first of several r
 named by the pipeline; those that run side by side may add up to more than the whole, those that nobody named to less.
 """
 
-import hashlib
 import json
 import resource
 import sys
@@ -34,6 +33,7 @@ import torch
 
 from qtool import ranks
 from qtool.checkpoint.safetensors import write_json
+from qtool.pipeline.output import job_hash
 
 FORMAT_VERSION = 1
 SUFFIX, INSIDE = ".run.json", "run.json"
@@ -124,11 +124,6 @@ def beside(directory: Path) -> Path:
     """Where the record of ``directory`` lies."""
     directory = directory.absolute()
     return directory.with_name(directory.name + SUFFIX)
-
-
-def job_hash(identity: Mapping[str, Any]) -> str:
-    """sha256 of what makes a job the same."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def peak_host_bytes() -> int:

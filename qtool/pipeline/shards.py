@@ -19,6 +19,7 @@ from qtool import ranks
 from qtool.calibration.stages import Stages, recording, stage
 from qtool.checkpoint.safetensors import read, read_header
 from qtool.checkpoint.source import Checkpoint
+from qtool.errors import QtoolError
 from qtool.pipeline import edges
 from qtool.pipeline.activations import Activations, compute_dtype, place_for
 from qtool.pipeline.blocks import BuiltBlocks, StreamedBlocks
@@ -60,7 +61,19 @@ class Shards:
 
         Args:
             tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
+
+        Raises:
+            QtoolError: the device has too little memory for a block, or the disk for a shard.
         """
+        try:
+            self._make(tokens, activations)
+        except torch.OutOfMemoryError as error:
+            raise QtoolError(
+                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after {len(self.output.records)} of "
+                f"{len(self.specs)} shards; these are kept: free memory or pass --activations host, then --resume"
+            ) from error
+
+    def _make(self, tokens: Sequence[Tensor], activations: str) -> None:
         output, last = self.output, len(self.specs)
         missing = [s for s in range(2, last) if s not in output.records and (self.together or output.is_mine(s))]
         with (

@@ -1,0 +1,204 @@
+"""What may happen to a run: it ends with one clear sentence, and goes on to the same bytes."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.calibration.gptq import Gptq
+from qtool.checkpoint import safetensors
+from qtool.checkpoint.source import Checkpoint
+from qtool.errors import QtoolError
+from qtool.pipeline import activations
+from qtool.pipeline.output import difference
+from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.write_behind import WriteBehind
+from tests.conftest import MakeModel
+
+RECIPE: dict[str, Any] = {
+    "scheme": "w4a8-lqq",
+    "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
+    "transforms": [{"smooth": {"steps": 1}}],
+    "rounding": {"gptq": {"rounds": 0, "clip_steps": 2}},
+}
+TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % 320
+
+
+def run(source: Path, out: Path, recipe: dict[str, Any] = RECIPE, **options: Any) -> Path:
+    calibration = Calibration(list(TOKENS.split(2)), {"text": "numbers"})
+    return quantize(Checkpoint(source), recipes.parse(recipe, "test"), out, calibration=calibration, **options)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.fixture
+def source(make_model: MakeModel) -> Path:
+    return make_model(num_hidden_layers=4, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def whole(source: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What an undisturbed run writes."""
+    return files(run(source, tmp_path / "whole"))
+
+
+def failing_at(call: int, error: BaseException, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose ``call``-th call raises ``error``."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("call", [5, 9])
+def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "out"
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+    with monkeypatch.context() as patch:
+        patch.setattr(Gptq, "solve", failing_at(call, error, Gptq.solve))
+        with pytest.raises(
+            QtoolError, match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume"
+        ):
+            run(source, out)
+    assert not out.exists()
+    assert files(run(source, out, resume=True)) == whole
+
+
+def test_the_disk_fills_up_while_blocks_are_computed(source, whole, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    out, full = tmp_path / "out", OSError(errno.ENOSPC, "No space left on device")
+
+    def fsync(file: int) -> None:
+        if "model-00003" in os.readlink(f"/proc/self/fd/{file}"):
+            raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.os, "fsync", fsync)
+        with pytest.raises(QtoolError, match=r"no space left on the disk .*model-00003"):
+            run(source, out)
+    kept = sorted(path.name for path in (tmp_path / "out.partial").iterdir())
+    assert "model-00002-of-00006.safetensors" in kept and not [name for name in kept if name.endswith(".tmp")]
+    assert files(run(source, out, resume=True)) == whole
+
+
+class _Stopped(Exception):
+    pass
+
+
+def stopped(source: Path, out: Path, after: int = 4) -> Path:
+    """A run that stops after ``after`` shards; returns its directory."""
+
+    def stop(done: int, *_: object) -> None:
+        if done == after:
+            raise _Stopped
+
+    with pytest.raises(_Stopped):
+        run(source, out, progress=stop)
+    return out.with_name(out.name + ".partial")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", "\x00\x00"])
+@pytest.mark.parametrize("record", ["job.json", "shard-00002.json", "shard-00003.json"])
+def test_a_damaged_journal(damage: str, record: str, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    partial = stopped(source, tmp_path / "out")
+    (partial / ".run" / record).write_text(damage)
+    assert files(run(source, tmp_path / "out", resume=True)) == whole
+
+
+def test_a_damaged_journal_does_not_mix_two_jobs(source: Path, tmp_path: Path) -> None:
+    other = RECIPE | {"transforms": []}
+    expected = files(run(source, tmp_path / "whole", other))
+    partial = stopped(source, tmp_path / "out")
+    (partial / ".run" / "job.json").write_text("{")
+    assert files(run(source, tmp_path / "out", other, resume=True)) == expected
+
+
+@pytest.mark.parametrize("change", ["cut", "flip", "gone"])
+def test_a_shard_changed_behind_our_back(change: str, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    partial = stopped(source, tmp_path / "out")
+    shard = next(partial.glob("model-00002*"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.unlink() if change == "gone" else shard.write_bytes(data[:-9] if change == "cut" else data)
+    assert files(run(source, tmp_path / "out", resume=True)) == whole
+
+
+def test_a_changed_recipe_is_refused_and_the_difference_named(source: Path, tmp_path: Path) -> None:
+    stopped(source, tmp_path / "out")
+    changed = RECIPE | {"transforms": [{"smooth": {"steps": 2}}]}
+    with pytest.raises(QtoolError, match=r"another recipe \(methods\[0\].smooth.steps: 1, now 2\)"):
+        run(source, tmp_path / "out", changed, resume=True)
+
+
+def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
+    stopped(source, tmp_path / "out")
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    with pytest.raises(QtoolError, match="begun with another source model"):
+        run(source, tmp_path / "out", resume=True)
+
+
+def test_the_first_difference_is_named() -> None:
+    assert difference({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}) == "a[1].b: 2, now 3"
+    assert difference({"a": None}, {}) == "a: null, now null"
+    assert difference({}, {"c": [1]}) == "c: null, now [1]"
+    assert difference("x", "y") == '"x", now "y"'
+    assert difference([1], [1, 2]) == "[1], now [1, 2]"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_activations_in_a_file_change_nothing(resumed: bool, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    if resumed:
+        stopped(source, tmp_path / "out")
+    assert files(run(source, tmp_path / "out", activations="disk", resume=resumed)) == whole
+
+
+def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(activations.os, "posix_fallocate", full)
+    with pytest.raises(QtoolError, match=r"no space left on the disk .* for the activations"):
+        run(source, tmp_path / "out", activations="disk")
+
+
+def test_activations_go_to_the_first_place_with_room() -> None:
+    choose = activations.choose
+    assert choose(10, 100, 100) == "device"
+    assert choose(60, 100, 200) == "host"
+    assert choose(60, 100, 100) == "disk"
+
+
+def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> None:
+    finished: list[int] = []
+    submitted = Event()
+
+    def fail() -> None:
+        submitted.wait()
+        raise QtoolError("no space left")
+
+    with pytest.raises(QtoolError, match="no space"), WriteBehind(lambda shard: None) as writer:
+        writer.submit(1, fail)
+        writer.submit(2, lambda: finished.append(2))
+        submitted.set()
+        writer.wait()
+    assert finished == [2]
+
+
+def test_records_name_their_job(source: Path, tmp_path: Path) -> None:
+    partial = stopped(source, tmp_path / "out")
+    records = [json.loads(path.read_text()) for path in (partial / ".run").glob("shard-*.json")]
+    assert len({record["job"] for record in records}) == 1
