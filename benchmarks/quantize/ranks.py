@@ -73,7 +73,7 @@ def differences(a: Path, b: Path) -> tuple[int, int, int]:
     for path in sorted(a.glob("*.safetensors")):
         one, two = load_file(path), load_file(b / path.name)
         for name, tensor in one.items():
-            if tensor.dtype == torch.int32 and name.endswith("weight"):
+            if name.endswith("qweight"):
                 xor = tensor.flatten().view(torch.uint8) ^ two[name].flatten().view(torch.uint8)
                 different += int((xor & 15 != 0).sum() + (xor >> 4 != 0).sum())
                 codes += 2 * xor.numel()
@@ -101,9 +101,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     chosen = parser.parse_args()
     if chosen.what == "make":
-        for name, layers in (("warm", 1), ("source", chosen.layers)):
+        for name, config in (
+            ("warm", config_of(chosen.shape, 1) | {"vocab_size": 1024}),
+            ("source", config_of(chosen.shape, chosen.layers)),
+        ):
             shutil.rmtree(chosen.directory / name, ignore_errors=True)
-            make(config_of(chosen.shape, layers), chosen.directory / name)
+            make(config, chosen.directory / name)
     elif chosen.what == "run":
         run(chosen.directory, chosen.recipe, chosen.samples, chosen.seqlen, chosen.device)
     else:
