@@ -233,7 +233,7 @@ class _Pickler(pickle.Pickler):
             return None
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value.detach())
+            self.tensors.append(value)  # alive as long as its id counts
         return self.numbers[id(value)]
 
 
@@ -278,7 +278,7 @@ def _buffer(described: Described) -> Tensor:
 def _pack(tensors: list[Tensor], described: Described) -> Tensor:
     buffer = _buffer(described)
     for tensor, place in zip(tensors, _places(described), strict=True):
-        buffer[place] = tensor.contiguous().flatten().view(torch.uint8).to(buffer.device)
+        buffer[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(buffer.device)
     return buffer
 
 

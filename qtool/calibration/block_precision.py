@@ -38,9 +38,11 @@ def allocate(
     exact = [block.run(batch) for batch in batches]
     costs: list[tuple[float, int, tuple[str, ...], int]] = []  # error saved per work, work, linears, block
     total = 0
-    for linears, sample in samples.items():
-        share = block_shares(block, linears, sample)
-        error = output_error(block, batches, exact, linears)
+
+    def judged(linears: tuple[str, ...]) -> tuple[Tensor, float]:
+        return block_shares(block, linears, samples[linears]), output_error(block, batches, exact, linears)
+
+    for linears, (share, error) in zip(samples, ranks.spread(judged, list(samples)), strict=True):
         work = sum(block.weight(name).numel() for name in linears) // len(share)
         costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share)]
         total += work * len(share)
@@ -68,10 +70,9 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
 
 
 def output_error(block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], linears: Sequence[str]) -> float:
-    """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone, over all ranks' batches."""
+    """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone."""
     with rounded_inputs(block, linears):
-        errors = [float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True)]
-    return sum(ranks.in_order(errors))
+        return sum(float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from qtool.calibration.gptq import Gptq
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.method import Rounding
 from qtool.calibration.rtn import RoundToNearest
-from qtool.calibration.statistics import subset
+from qtool.calibration.statistics import own_subset
 from qtool.errors import QtoolError, suggest
 
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
@@ -73,7 +73,7 @@ class Distill(Rounding):
             raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        used = own_sequences(subset(batches, self.samples))
+        used = own_sequences(own_subset(batches, self.samples))
         targets = [None if batch is None else block.run(batch) for batch in used]
         weights = self.weights(targets)
         student = self.student(block, batches)

@@ -84,14 +84,14 @@ class SmoothAttention(Transform):
 
 
 def key_errors(block: Block, batches: Sequence[Batch], factors: dict[float, Tensor]) -> dict[float, float]:
-    """Squared block-output error of 4-bit keys under each factor, over the batches of all ranks."""
-    errors: list[dict[float, float]] = []  # by batch
-    for batch in batches:
-        exact = block.run(batch)
-        outputs = ((alpha, block.run(batch, past_key_values=SmoothedKV4(factor))) for alpha, factor in factors.items())
-        errors.append({alpha: float((output - exact).double().square().sum()) for alpha, output in outputs})
-    of_all = ranks.in_order(errors)
-    return {alpha: sum(of_one[alpha] for of_one in of_all) for alpha in factors}
+    """Squared block-output error of 4-bit keys under each factor."""
+    exact = [block.run(batch) for batch in batches]
+
+    def error_of(factor: Tensor) -> float:
+        outputs = (block.run(batch, past_key_values=SmoothedKV4(factor)) for batch in batches)
+        return sum(float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True))
+
+    return dict(zip(factors, ranks.spread(error_of, list(factors.values())), strict=True))
 
 
 def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:

@@ -102,11 +102,20 @@ def count_tokens(batches: Sequence[Batch]) -> int:
     return sum(ranks.every(sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)))
 
 
-def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Of the first batches, as many as hold ``sequences`` sequences, this rank's: for objectives of the whole block."""
+def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
+    """This rank's of the first batches, as many as hold ``sequences`` sequences."""
     count = held = 0
     for size in ranks.in_order([len(batch.hidden) for batch in batches]):
         if held >= sequences:
             break
         count, held = count + 1, held + size
     return list(batches[: len(ranks.share(range(count)))])
+
+
+def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
+    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole block.
+
+    Every rank gets them all: it is the candidates of a search that are shared out.
+    """
+    own = own_subset(batches, sequences)
+    return own if ranks.size() == 1 else ranks.in_order([Batch(batch.hidden, batch.kwargs) for batch in own])
