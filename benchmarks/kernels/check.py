@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
+import check_kv
 import check_mma
 import check_w4a4
 import check_w4a16
@@ -43,7 +44,7 @@ TILES = [
     Tile(256, 1, 1, 1), Tile(256, 2, 1, 1), Tile(128, 1, 3, 1), Tile(16, 1, 6, 2), Tile(64, 1, 1, 2), Tile(64, 1, 3, 1),
 ]  # fmt: skip
 #: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
-OTHERS = (check_w4a4, check_w4a16, check_mma)
+OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 

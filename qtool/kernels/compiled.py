@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from qtool.kernels import (
+    kv_append,
+    kv_attention,
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
@@ -16,6 +18,8 @@ from qtool.kernels.build import Build
 
 #: modules with a ``builds()``
 MODULES = (
+    kv_append,
+    kv_attention,
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
