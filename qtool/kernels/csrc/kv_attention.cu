@@ -85,51 +85,76 @@ struct Source {
     }
 };
 
-// Query row `row` in the order of the key fragments' slots, step `step`; kv8: times the keys' scales.
-__device__ __forceinline__ void query_slots(const Params& p, float (&f)[4], u64 row, int head, int c, int step) {
-    const u16* const q = p.query + row * DIM;
-    if constexpr (BITS == 4) {
-        const bool tail = kSteps % 2 && step == kSteps - 1;
-        const int byte = c * kKeyBytes + step / 2 * 4 + step % 2, other = byte + (tail ? 1 : 2);
-        const u32 first = *reinterpret_cast<const u32*>(q + 2 * byte);
-        const u32 second = *reinterpret_cast<const u32*>(q + 2 * other);
-        f[0] = widen(first & 0xFFFF), f[1] = widen(second & 0xFFFF);
-        f[2] = widen(first >> 16), f[3] = widen(second >> 16);
-    } else {
-        const int channel = c * kKeyBytes + 4 * step;
-        const float* const scale = static_cast<const float*>(p.k_scale) + head * DIM + channel;
-        const uint2 four = *reinterpret_cast<const uint2*>(q + channel);
-        f[0] = widen(four.x & 0xFFFF) * scale[0], f[1] = widen(four.x >> 16) * scale[1];
-        f[2] = widen(four.y & 0xFFFF) * scale[2], f[3] = widen(four.y >> 16) * scale[3];
+// The lane's part of the query rows as they lie in memory, in the order of the key fragments' slots. They are asked for
+// before the first tiles: behind those they would wait until the memory has delivered them all.
+struct QueryWords {
+    u32 words[ROW_TILES][kSteps][2];
+    float scale[BITS == 8 ? kSteps : 1][4];  // kv8: of the keys' channels
+
+    __device__ __forceinline__ void load(const Params& p, int bh, int row0, int rows, int lane) {
+        const int r = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            const int row = row0 + 8 * n + r;
+            const u16* const q = p.query + (static_cast<u64>(bh) * rows + (row < rows ? row : row0)) * DIM;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                if constexpr (BITS == 4) {
+                    const int byte = c * kKeyBytes + s / 2 * 4 + s % 2;
+                    const int other = byte + (kSteps % 2 && s == kSteps - 1 ? 1 : 2);
+                    words[n][s][0] = *reinterpret_cast<const u32*>(q + 2 * byte);
+                    words[n][s][1] = *reinterpret_cast<const u32*>(q + 2 * other);
+                } else {
+                    const uint2 four = *reinterpret_cast<const uint2*>(q + c * kKeyBytes + 4 * s);
+                    words[n][s][0] = four.x, words[n][s][1] = four.y;
+                }
+            }
+        }
+        if constexpr (BITS == 8) {
+            const float* const scales = static_cast<const float*>(p.k_scale) + bh % p.heads * DIM + c * kKeyBytes;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) scale[s][i] = scales[4 * s + i];
+        }
     }
-}
+    // Slots 2c, 2c + 1, 2c + 8, 2c + 9 of a step; kv8: times the keys' scales.
+    __device__ __forceinline__ void slots(float (&f)[4], int n, int s) const {
+        const u32 first = words[n][s][0], second = words[n][s][1];
+        f[0] = widen(first & 0xFFFF), f[3] = widen(second >> 16);
+        f[1] = widen(BITS == 4 ? second & 0xFFFF : first >> 16);
+        f[2] = widen(BITS == 4 ? first >> 16 : second & 0xFFFF);
+        if constexpr (BITS == 8) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f[i] *= scale[s][i];
+        }
+    }
+};
 
 struct Query {
     u32 b[ROW_TILES][kSteps][2];  // rows scaled by a power of two into f16's range
     float factor[ROW_TILES][2];   // undoes it, and scales the scores, of columns 2c, 2c + 1
     float sum[ROW_TILES][2];      // of the row as it was rounded
 
-    __device__ __forceinline__ void load(const Params& p, int bh, int row0, int rows, int lane) {
+    __device__ __forceinline__ Query(const QueryWords& from, float scaling, int valid_rows, int lane) {
         const int r = lane / 4, c = lane % 4;
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n) {
-            const bool valid = row0 + 8 * n + r < rows;
-            const u64 row = static_cast<u64>(bh) * rows + (valid ? row0 + 8 * n + r : 0);
             float f[4], top = 0.f, sums = 0.f;
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
-                query_slots(p, f, row, bh % p.heads, c, s);
+                from.slots(f, n, s);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) top = fmaxf(top, fabsf(f[i]));
             }
             top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 2));
             const u32 exponent = min(253, max(1, static_cast<int>(__float_as_uint(top) >> 23)));
-            const float down = valid ? __uint_as_float((254 - exponent) << 23) : 0.f;
+            const float down = 8 * n + r < valid_rows ? __uint_as_float((254 - exponent) << 23) : 0.f;
             const float odd = BITS == 4 ? 1.f / 16 : 1.f;
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
-                query_slots(p, f, row, bh % p.heads, c, s);
+                from.slots(f, n, s);
                 b[n][s][0] = pack_halves(f[0] * down, f[1] * down);
                 b[n][s][1] = pack_halves(f[2] * down * odd, f[3] * down * odd);
                 unpack_halves(b[n][s][0], f[0], f[1]);
@@ -138,7 +163,7 @@ struct Query {
             }
             sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
             sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
-            const float up = __uint_as_float(exponent << 23) * (BITS == 4 ? 0x1p24f : 1.f) * p.scaling * (CAPPED ? 1.f : kLog2e);
+            const float up = __uint_as_float(exponent << 23) * (BITS == 4 ? 0x1p24f : 1.f) * scaling;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 factor[n][j] = __shfl_sync(0xFFFFFFFF, up, 4 * (2 * c + j));
@@ -179,6 +204,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     const int end = min(begin + per_split, oldest / TILE + tiles);
 
     const u32 ring = smem_address(memory) + warp * STAGES * kStageBytes;
+    QueryWords words;
+    words.load(p, bh, row0, rows, lane);
     Source source(p, static_cast<u64>(bh) * p.capacity + (begin + warp) * TILE, lane);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -186,8 +213,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         source.advance();
         async_commit();
     }
-    Query query;
-    query.load(p, bh, row0, rows, lane);
+    const Query query(words, p.scaling * (CAPPED ? 1.f : kLog2e), rows - row0, lane);
     int limit[ROW_TILES][2];  // the first token that a row does not see
     State state;
     state.exponent = BITS == 4 ? 0 : 15;  // kv8: p itself, below 1
@@ -419,25 +445,34 @@ extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(con
     const int channel = threadIdx.x;
     const float2* const stats = reinterpret_cast<const float2*>(p.partial) + row * p.splits;
     const float* const parts = p.partial + static_cast<u64>(p.all_rows) * p.splits * 2 + row * p.splits * DIM + channel;
+    constexpr int kBatch = 16;  // loads in flight; the first ones while the weights are made
+    float batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) batch[i] = i < p.splits && channel < DIM ? parts[i * DIM] : 0.f;
     if (channel < 32) {
         float top = kNone, sum = 0.f;
         for (int i = channel; i < p.splits; i += 32) top = fmaxf(top, stats[i].x);
 #pragma unroll
         for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, step));
-        for (int i = channel; i < p.splits; i += 32) {
-            weights[i] = power_of_two(stats[i].x - top);
-            sum += weights[i] * stats[i].y;
+        for (int i = channel; i < MOST_SPLITS; i += 32) {
+            weights[i] = i < p.splits ? power_of_two(stats[i].x - top) : 0.f;
+            if (i < p.splits) sum += weights[i] * stats[i].y;
         }
 #pragma unroll
         for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-        __syncwarp();
         const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
-        for (int i = channel; i < p.splits; i += 32) weights[i] *= inverse;
+        for (int i = channel; i < MOST_SPLITS; i += 32) weights[i] *= inverse;
     }
     __syncthreads();
     if (channel >= DIM) return;
     float value = 0.f;
-#pragma unroll 16
-    for (int i = 0; i < p.splits; ++i) value += weights[i] * parts[i * DIM];
+    for (int first = 0;; first += kBatch) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) value += weights[first + i] * batch[i];
+        if (first + kBatch >= p.splits) break;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            batch[i] = first + kBatch + i < p.splits ? parts[(first + kBatch + i) * DIM] : 0.f;
+    }
     p.out[row * DIM + channel] = narrow(value);
 }
