@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,10 +72,13 @@ def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[st
 
 
 def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build]:
-    """The kernel of ``operand`` with each tile: wgmma, and registers for all its blocks."""
-    for tile in dict.fromkeys(tiles):
-        source, threads = definition(operand, tile, torch.bfloat16), THREADS * tile.blocks_per_sm
-        yield Build(f"{name} {tile}", "sm_90a", source, threads, (f"IGMMA.64x{tile.tokens}x32.",))
+    """The kernel of ``operand`` with each width of ``tiles``, least and most split: wgmma, registers for its blocks."""
+    ordered = sorted(tiles, key=lambda tile: (tile.tokens, tile.split / tile.blocks_per_sm))
+    for _, same in groupby(ordered, key=lambda tile: tile.tokens):
+        width = list(same)
+        for tile in dict.fromkeys((width[0], width[-1])):
+            source, threads = definition(operand, tile, torch.bfloat16), THREADS * tile.blocks_per_sm
+            yield Build(f"{name} {tile}", "sm_90a", source, threads, (f"IGMMA.64x{tile.tokens}x32.",))
 
 
 @cache

@@ -38,7 +38,7 @@ def operand(scheme: str, group_size: int | None) -> Operand:
 
 
 def builds() -> Iterator[Build]:
-    """LiquidQuant g64 with every tile, the others with the widest and the narrowest."""
+    """LiquidQuant g64 with every width, the others with the widest and the narrowest."""
     yield from gemm.builds("w4a8-lqq g64", operand("w4a8-lqq", 64), TABLE)
     for scheme, group in (("w4a8-lqq", 32), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq", None)):
         yield from gemm.builds(f"{scheme} g{group}", operand(scheme, group), (Tile(256), Tile(8, split=8)))
