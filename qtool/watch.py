@@ -17,7 +17,7 @@ from threading import Event, Thread
 from typing import Any, NoReturn
 
 #: seconds between two signs of life; seconds without one after which a rank counts as dead
-BEAT, SILENCE = 1.0, 30.0
+BEAT, SILENCE = 1.0, 20.0
 #: seconds in which a rank that was asked to stop still looks for the one that died (torchrun kills after 30)
 LAST_LOOK = 20.0
 FAILED, TERMINATED = 2, 128 + signal.SIGTERM

@@ -20,13 +20,15 @@ from tests.pipeline import rank_cases
 from tests.pipeline.test_quantize import files
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
+              "--dynamo_backend", "no", "--main_process_port", "0", "--num_processes")  # fmt: skip
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def launch(count: int, *arguments: object) -> subprocess.Popen[str]:
+def launch(count: int, *arguments: object, by: tuple[str, ...] = TORCHRUN) -> subprocess.Popen[str]:
     """``torchrun -m arguments`` on ``count`` ranks."""
-    command = [*LAUNCH, str(count), "-m", *map(str, arguments)]
+    command = [sys.executable, "-m", *by, str(count), "-m", *map(str, arguments)]
     return subprocess.Popen(command, env=ENVIRONMENT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -90,7 +92,7 @@ def test_a_killed_rank_is_named_and_others_go_on(tmp_path: Path) -> None:
     assert f"rank 1 of 2 (process {victim} on " in message and "--resume" in message
     assert not cut.exists()
 
-    resumed = launch(3, *quantize("demo", cut, "--resume"))
+    resumed = launch(3, *quantize("demo", cut, "--resume"), by=ACCELERATE)
     _, errors = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, errors
     assert files(cut) == files(whole)
