@@ -137,6 +137,9 @@ def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: st
 @LAYOUT
 @BLOCKS
 @KV
+@SAMPLES
+@SEQLEN
+@click.option("--device-memory", type=float, help="GB of the GPU that a calibrated run gets; an H200's by default.")
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
     """What quantizing MODEL (a directory or a config.json) will do: bits, bytes, memory, time."""
@@ -253,7 +256,7 @@ def schemes() -> None:
 
 @cli.group(context_settings=CONTEXT)
 def bench() -> None:
-    """Measure: the kernels' GEMMs, or a whole run of the quantizer."""
+    """Measure: the kernels' GEMMs and attention, or a whole run of the quantizer."""
 
 
 @bench.command(
@@ -268,6 +271,15 @@ def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
 
     chosen = schemes.split(",") if schemes else None
     click.echo(commands.bench_gemm(models.split(","), tokens.split(","), chosen))
+
+
+@bench.command("kv", context_settings=CONTEXT, epilog="Example: qtool bench kv --shapes 64x4096x8x32x128")
+@click.option("--shapes", help="Sequences x tokens x kv heads x query heads x head dimension, separated by commas.")
+def bench_kv(shapes: str | None) -> None:
+    """Time decode attention over a packed kv4 and kv8 cache on this GPU beside torch's SDPA on a 16-bit one."""
+    from qtool.pipeline import commands
+
+    click.echo(commands.bench_kv(shapes.split(",") if shapes else None))
 
 
 @bench.command(

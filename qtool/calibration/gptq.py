@@ -183,7 +183,7 @@ class Gptq(Rounding):
         weights = [block.weight(name).float() for name in names]
         groups = scheme.groups(weights[0]).shape[1]
         chosen = [block.clips.get(name, (1.0, 1.0)) for name in names]
-        weight = torch.cat(weights)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         part = ranks.rows(len(weight)) if share else slice(None)
         weight = weight[part]
         clip = stacked([channel for channel, _ in chosen], weights)[part]
@@ -201,6 +201,7 @@ class Gptq(Rounding):
         order = self.visit(hessian.h.diagonal(), scheme)
         back = torch.argsort(order)
         factor = Factor(hessian.h[order][:, order], self.damping)
+        damping, damped = factor.damping, factor.h if self.rounds else None
         target = weight
         if hessian.d is not None:
             target = weight + self.residual * factor.solve((weight @ hessian.d)[:, order])[:, back]
@@ -211,8 +212,11 @@ class Gptq(Rounding):
         kept = target if keep is None else target * keep[:, back]
         params = fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, clip=clip, group_clip=group_clip)
 
+        factor.forget()
+        feedback = factor.feedback
+        del factor
         group = order // scheme.groups(weight).shape[2]
-        wanted, error, feedback = target[:, order], torch.zeros_like(weight), factor.feedback
+        wanted, error = target[:, order], torch.zeros_like(weight)
         for turn in range(1 + self.rounds):
             grid, causal = scheme.grid(params), turn == 0
             codes = sweep(wanted, error, feedback, grid, group, causal=causal, keep=keep, block=self.block)
@@ -220,8 +224,9 @@ class Gptq(Rounding):
             if turn < self.rounds:
                 params = refit(scheme, params, codes, target, hessian.h)
                 error = (target - scheme.dequantize(codes, params))[:, order]
-                feedback = descent_feedback(factor.h)
-        return codes, params, factor.damping
+                assert damped is not None
+                feedback = descent_feedback(damped)
+        return codes, params, damping
 
     def visit(self, importance: Tensor, scheme: Scheme) -> Tensor:
         """The order ``[K]`` of the columns; those that are pruned together stay together."""

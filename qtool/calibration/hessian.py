@@ -107,11 +107,17 @@ class Factor:
             diagonal += self.damping * mean - added
             added = self.damping * mean
             self._lower = hessian.flip(0, 1)
+            if hessian.is_cuda:
+                self._lower = self._lower.mT  # the solver's order: it needs no copy of its own
             failed = torch.empty((), dtype=torch.int32, device=hessian.device)
             torch.linalg.cholesky_ex(self._lower, out=(self._lower, failed))
             if not int(failed):
                 return
             self.damping = max(self.damping * 10, 1e-6)
+
+    def forget(self) -> None:
+        """Let :attr:`h` go: three more of its size are alive while the feedback is made."""
+        self.h = self.h.new_empty(0)
 
     @property
     def feedback(self) -> Tensor:

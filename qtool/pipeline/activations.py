@@ -17,20 +17,18 @@ from qtool import ranks
 from qtool.calibration.block import Batch
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
+from qtool.pipeline.memory import activation_bytes, working_bytes
 
 PLACES = ("device", "host", "disk")
-#: of the free memory of device and host that activations may take
-SHARE = 0.5
+#: of the free memory that a run may plan with, on the device and on the host, which others use too
+DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 
 
-def place_for(job: Job, tokens: Sequence[Tensor], device: torch.device) -> str:
-    """The place for the activations of ``tokens`` on this machine."""
-    dtype = compute_dtype(job, device) or torch.float32
-    nbytes = sum(ids.numel() for ids in tokens) * job.config["hidden_size"] * dtype.itemsize
+def place_for(job: Job, tokens: int, device: torch.device) -> str:
+    """The place for the activations of ``tokens`` tokens on this machine."""
     host_free = available_host_bytes()
-    if device.type != "cuda":
-        return choose(nbytes, host_free, 0)
-    return choose(nbytes, torch.cuda.mem_get_info(device)[0], host_free)
+    device_free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free
+    return choose(job, tokens, device, device_free, host_free)
 
 
 def available_host_bytes() -> int:
@@ -42,11 +40,12 @@ def available_host_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def choose(nbytes: int, device_free: float, host_free: float) -> str:
-    """The first place with room for ``nbytes``, given the bytes that are free beside what the blocks need."""
-    if nbytes <= SHARE * device_free:
+def choose(job: Job, tokens: int, device: torch.device, device_free: float, host_free: float) -> str:
+    """The first place with room for the activations of ``tokens`` beside what a block needs."""
+    nbytes = activation_bytes(job, tokens, device)
+    if nbytes + working_bytes(job, device) <= DEVICE_SHARE * device_free:
         return "device"
-    return "host" if nbytes <= SHARE * host_free else "disk"
+    return "host" if device.type == "cuda" and nbytes <= HOST_SHARE * host_free else "disk"
 
 
 def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:

@@ -11,6 +11,7 @@ import torch
 from qtool.checkpoint.source import Checkpoint
 from qtool.pipeline.ceilings import Ceilings, measure
 from qtool.pipeline.job import Job
+from qtool.pipeline.plan import Plan, plan
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
 from qtool.pipeline.run_record import beside
 from qtool.pipeline.shards import Progress
@@ -21,11 +22,17 @@ from qtool.text_table import render
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: its record (``OUT.run.json``), the ceilings of the machine and each stage's floor in seconds."""
+    """One run: its record (``OUT.run.json``), the ceilings of the machine and each stage's floor in seconds.
+
+    ``reserved``: the most device bytes that torch's cache held, more than were allocated at once. ``planned``: what
+    ``qtool plan`` says of the job.
+    """
 
     record: dict[str, Any]
     ceilings: Ceilings
     floors: dict[str, float]
+    reserved: int
+    planned: Plan
 
     def table(self) -> str:
         """Stages with their seconds, floors and ratios; what a thread did beside the blocks in its own column."""
@@ -38,7 +45,10 @@ class Measured:
         return "\n".join([
             render(("stage", "s", "beside, s", "floor, s", "of floor"), rows),
             f"peak memory: host {self.record['peak_host_bytes'] / 1e9:.2f} GB, "
-            f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB ({self.record['device']})",
+            f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, {self.reserved / 1e9:.2f} GB reserved "
+            f"({self.record['device']})",
+            f"planned: {self.planned.seconds:.0f} s, host {self.planned.host_bytes / 1e9:.2f} GB, device "
+            f"{self.planned.device_bytes / 1e9:.2f} GB",
             f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} GB/s, memory "
             f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 {rates.tf32 / 1e12:.0f}, "
             f"float32 {rates.float32 / 1e12:.1f} TFLOP/s",
@@ -46,7 +56,8 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain data, for ``--json``."""
-        return {"record": self.record, "ceilings": asdict(self.ceilings), "floors": self.floors}
+        return {"record": self.record, "ceilings": asdict(self.ceilings), "floors": self.floors,
+                "reserved_device_bytes": self.reserved}  # fmt: skip
 
 
 def _row(name: str, seconds: float, beside: float | None, floor: float | None) -> tuple[str, ...]:
@@ -84,8 +95,13 @@ def run(
     calibration = random_tokens(checkpoint.config["vocab_size"], samples, seqlen) if job.needs_data else None
     for old in (out, out.with_name(out.name + ".partial")):
         shutil.rmtree(old, ignore_errors=True)
-    ceilings = measure(checkpoint, source.parent, torch.device(device))
+    ceilings, cuda = measure(checkpoint, source.parent, torch.device(device)), torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     quantize(checkpoint, recipe, out, calibration=calibration, device=device, progress=progress,
              activations=activations)  # fmt: skip
     record = json.loads(beside(out).read_text())
-    return Measured(record, ceilings, ceilings.floors(work_of(job, samples, seqlen)))
+    reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
+    floors = ceilings.floors(work_of(job, samples, seqlen))
+    return Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))

@@ -78,11 +78,20 @@ def granularity(scheme: str, target: str) -> tuple[str, str]:
     raise QtoolError(f"--target chooses between granularities of w4a4 and w4a8-qoq; {scheme} has one for every GPU")
 
 
-def plan(model: str, scheme: str, **wishes: Any) -> Plan:
-    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json."""
+def plan(
+    model: str,
+    scheme: str,
+    *,
+    samples: int = 128,
+    seqlen: int = 2048,
+    device_memory: float | None = None,
+    **wishes: Any,
+) -> Plan:
+    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json; ``device_memory`` in GB."""
     path = Path(model)
     config = read_config(path.parent if path.name == "config.json" else resolve(model, weights=False))
-    return make_plan(Job.of(config, Wishes(**wishes).of(scheme)))
+    job = Job.of(config, Wishes(**wishes).of(scheme))
+    return make_plan(job, samples, seqlen, *([] if device_memory is None else [device_memory * 1e9]))
 
 
 def quantize(
@@ -261,3 +270,20 @@ def bench_gemm(models: list[str], tokens: list[str], schemes: list[str] | None =
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are expected"
         )
     return markdown(gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS))
+
+
+def bench_kv(shapes: list[str] | None = None) -> str:
+    """The table of attention times over a packed cache on this GPU.
+
+    Raises:
+        QtoolError: no CUDA device, or a shape that is none.
+    """
+    import torch
+
+    from qtool.kernels.bench_kv import SHAPES, kv_table
+
+    if not torch.cuda.is_available():
+        raise QtoolError(
+            "bench kv: no CUDA device here; the kernels need an NVIDIA GPU of compute capability 8.0 or more"
+        )
+    return kv_table(shapes or SHAPES)

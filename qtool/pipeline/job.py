@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, fields
+from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -172,6 +173,19 @@ class Job:
         tensors |= {name: self._meta(shape) for name, shape in shapes.items()}
         tensors |= kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
+
+    def block_bytes(self, block: int) -> int:
+        """The bytes a block stores: those of :meth:`block_tensors`, without making them."""
+        shapes = self.block_shapes(block)
+        stored = 0
+        for name, (n, k) in self.linears(block).items():
+            if linear_format := self.format.of(self.full(block, name)):
+                permutation = 4 * k if self.format.is_permuted(self.full(block, name)) else 0
+                stored += linear_format.nbytes(n, k) + permutation
+                del shapes[f"{name}.weight"]
+        scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
+        stored += sum(t.numel() * t.dtype.itemsize for t in scales)
+        return stored + sum(map(prod, shapes.values())) * self.dtype.itemsize
 
     def _meta(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")

@@ -1,7 +1,8 @@
 """What a run will do, from config.json alone: bits, bytes, memory and time, layer by layer.
 
-Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are estimates;
-the constants below are measured by ``benchmarks/quantize`` and printed with the plan.
+Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are estimates: of plain
+rounding by the constants below, on two CPU cores; of calibrated runs by :mod:`qtool.pipeline.memory` and
+:mod:`qtool.pipeline.estimate`, on one GPU.
 """
 
 import re
@@ -10,13 +11,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from qtool.models.family import Heads
+import torch
+
+from qtool.pipeline import activations, memory
+from qtool.pipeline.estimate import H200, seconds
 from qtool.pipeline.job import Job
-from qtool.runtime.packed_kv import kv_tensors
 from qtool.text_table import render
 
-#: resident memory of the process with torch and transformers loaded
-PROCESS_BYTES = 600_000_000
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
 PLAIN_WEIGHTS_PER_SECOND = 60e6
 
@@ -39,22 +40,48 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes)."""
+    """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
+
+    Attributes:
+        linears: of block 0; the others are alike unless rules say otherwise.
+        device: what time and memory are of.
+        activation_bytes, place: the calibration activations and where they are kept between blocks.
+    """
 
     job: Job
-    linears: list[PlannedLinear]  # of block 0; the others are alike unless rules say otherwise
+    linears: list[PlannedLinear]
     source_bytes: int
     shard_bytes: list[int]
     host_bytes: int
     seconds: float
+    device: str = "cpu"
+    device_bytes: int = 0
+    activation_bytes: int = 0
+    place: str = ""
 
     @property
     def output_bytes(self) -> int:
         return sum(self.shard_bytes)
 
+    @property
+    def disk_bytes(self) -> int:
+        """What the run takes on disk beside the source: the result, and activations that fit nowhere else."""
+        return self.output_bytes + (self.activation_bytes if self.place == "disk" else 0)
 
-def plan(job: Job) -> Plan:
-    """The plan of ``job``; reads no weights."""
+
+def plan(
+    job: Job,
+    samples: int = 128,
+    seqlen: int = 2048,
+    device_memory: float = H200.memory,
+    host_memory: float | None = None,
+) -> Plan:
+    """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no weights.
+
+    Args:
+        device_memory: free bytes of the GPU that a calibrated run gets.
+        host_memory: free bytes of the host; by default this machine's.
+    """
     size = job.dtype.itemsize
     shapes = job.source_shapes()
     weights = sum(prod(shape) for shape in shapes.values())
@@ -62,19 +89,19 @@ def plan(job: Job) -> Plan:
     if job.tied and not job.unties:
         del last[f"{job.family.head}.weight"]
     ends = [sum(map(prod, end.values())) * size for end in (first, last)]
-    shards = [ends[0], *(_block_bytes(job, block) for block in range(job.blocks)), ends[1]]
-    return Plan(job, _linears(job, 0), weights * size, shards,
-                _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)  # fmt: skip
-
-
-def _block_bytes(job: Job, block: int) -> int:
-    """Stored bytes of a block: its linears as planned, the rest as it is."""
-    linears = _linears(job, block)
-    every = sum(prod(shape) for shape in job.block_shapes(block).values())
-    rest = every - sum(prod(linear.shape) for linear in linears)
-    scales = kv_tensors(job.format.kv, job.family, Heads.of(job.namespace))
-    kv_bytes = sum(t.numel() * t.dtype.itemsize for t in scales.values())
-    return sum(linear.nbytes for linear in linears) + rest * job.dtype.itemsize + kv_bytes
+    kinds = {job.block_family(block): job.block_bytes(block) for block in job.first_of_kinds()}
+    shards = [ends[0], *(kinds[job.block_family(block)] for block in range(job.blocks)), ends[1]]
+    linears, source = _linears(job, 0), weights * size
+    if not job.needs_data:
+        return Plan(job, linears, source, shards, _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)
+    device, tokens = torch.device("cuda"), samples * seqlen
+    host = activations.available_host_bytes() if host_memory is None else host_memory
+    place = activations.choose(job, tokens, device, device_memory, host)
+    kept, working = memory.activation_bytes(job, tokens, device), memory.working_bytes(job, device)
+    host_bytes = memory.host_bytes(job, device, tokens, kept if place == "host" else 0)
+    device_bytes = working + (kept if place == "device" else 0)
+    return Plan(job, linears, source, shards, host_bytes, seconds(job, samples, seqlen), H200.name, device_bytes,
+                kept, place)  # fmt: skip
 
 
 def _linears(job: Job, block: int) -> list[PlannedLinear]:
@@ -96,8 +123,8 @@ def _host_bytes(job: Job) -> int:
     """Streamed: one weight, its codes, its packed form and chunk temporaries. Else: one block in float32, twice."""
     blocks = [[n * k for n, k in job.linears(block).values()] for block in job.first_of_kinds()]
     if job.is_plain:
-        return PROCESS_BYTES + max(map(max, blocks)) * (job.dtype.itemsize + 2) + (200 << 20)
-    return PROCESS_BYTES + 2 * 4 * max(map(sum, blocks))
+        return memory.CPU_PROCESS + max(map(max, blocks)) * (job.dtype.itemsize + 2) + (200 << 20)
+    return memory.CPU_PROCESS + 2 * 4 * max(map(sum, blocks))
 
 
 def as_dict(planned: Plan) -> dict[str, Any]:
@@ -116,6 +143,11 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "output_bytes": planned.output_bytes,
         "peak_host_bytes": planned.host_bytes,
         "seconds": planned.seconds,
+        "device": planned.device,
+        "peak_device_bytes": planned.device_bytes,
+        "activation_bytes": planned.activation_bytes,
+        "activations": planned.place,
+        "disk_bytes": planned.disk_bytes,
     }
 
 
@@ -145,5 +177,30 @@ def as_text(planned: Plan) -> str:
         table,
         f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "
         f"({planned.source_bytes / planned.output_bytes:.2f}x smaller) in {len(planned.shard_bytes)} shards",
-        f"peak host memory about {planned.host_bytes / 1e9:.2f} GB, time about {planned.seconds:.0f} s",
+        *_costs(planned),
     ])  # fmt: skip
+
+
+def _costs(planned: Plan) -> Iterator[str]:
+    """Memory, time and disk."""
+    took = f"time about {duration(planned.seconds)}"
+    host = f"peak host memory about {planned.host_bytes / 1e9:.2f} GB"
+    if not planned.place:
+        yield f"{host}, {took}"
+        return
+    yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
+    yield (
+        f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {PLACES[planned.place]}; "
+        f"disk {planned.disk_bytes / 1e9:.2f} GB"
+    )
+
+
+def duration(seconds: float) -> str:
+    """``95 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+#: where activations are kept, as a sentence ends
+PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}

@@ -111,7 +111,7 @@ class Shards:
         if not self.together:
             return StreamedBlocks(self.source, self.job)
         if activations == "auto":
-            activations = place_for(self.job, tokens, self.device)
+            activations = place_for(self.job, sum(ids.numel() for ids in tokens), self.device)
         kept = Activations(activations, compute_dtype(self.job, self.device), self.output.partial / RUN)
         return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
 

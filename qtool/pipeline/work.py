@@ -69,7 +69,7 @@ class BlockWork:
         """Everything, the forward that makes the next block's inputs included."""
         work = Work(
             read_bytes=sum(map(prod, self.job.block_shapes(self.block).values())) * self.job.dtype.itemsize,
-            write_bytes=sum(t.numel() * t.dtype.itemsize for t in self.job.block_tensors(self.block).values()),
+            write_bytes=self.job.block_bytes(self.block),
             forward_flops=self.forward(),
             packed_weights=2 * self.weights(self.quantized),
         )

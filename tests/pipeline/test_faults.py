@@ -17,6 +17,8 @@ from qtool.checkpoint import safetensors
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline import activations
+from qtool.pipeline.job import Job
+from qtool.pipeline.memory import activation_bytes, working_bytes
 from qtool.pipeline.output import difference
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.write_behind import WriteBehind
@@ -175,11 +177,16 @@ def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) 
         run(source, tmp_path / "out", activations="disk")
 
 
-def test_activations_go_to_the_first_place_with_room() -> None:
-    choose = activations.choose
-    assert choose(10, 100, 100) == "device"
-    assert choose(60, 100, 200) == "host"
-    assert choose(60, 100, 100) == "disk"
+def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
+    job = Job.of(Checkpoint(source).config, recipes.parse(RECIPE, "test"))
+    cuda, cpu, tokens = torch.device("cuda"), torch.device("cpu"), 1 << 20
+    kept, working = activation_bytes(job, tokens, cuda), working_bytes(job, cuda)
+    assert kept == 2 * tokens * 128
+    assert activations.choose(job, tokens, cuda, 2 * (kept + working), 0) == "device"
+    assert activations.choose(job, tokens, cuda, working, 3 * kept) == "host"
+    assert activations.choose(job, tokens, cuda, working, kept) == "disk"
+    assert activations.choose(job, tokens, cpu, 10 * (kept + working), 0) == "device"
+    assert activations.choose(job, tokens, cpu, kept, 9 * kept) == "disk"
 
 
 def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> None:

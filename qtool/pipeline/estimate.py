@@ -1,0 +1,68 @@
+"""Seconds of a calibrated run on a known GPU: its work by the rates that runs on that GPU reached.
+
+The rates are measured by ``qtool bench quantize`` (docs/scale.md has the tables) and hold for blocks of at least a
+few thousand channels; smaller ones are bound by launches, which nothing here counts.
+"""
+
+from dataclasses import dataclass
+
+from qtool.pipeline.job import Job
+from qtool.pipeline.work import Work, work_of
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What runs reached on one device, a second.
+
+    Attributes:
+        forward, hessian, search, rounding: operations. tried: weights rounded by a candidate of a search.
+        looked: weights by the rounding's own. packed: weights packed or unpacked.
+        read, write: bytes, beside the blocks. start: seconds before the first block.
+    """
+
+    name: str
+    memory: float
+    forward: float
+    hessian: float
+    search: float
+    tried: float
+    rounding: float
+    looked: float
+    packed: float
+    read: float
+    write: float
+    start: float
+
+    def seconds(self, work: Work) -> float:
+        """Of a run: its blocks one after another, or its files if those take longer."""
+        blocks = (
+            work.forward_flops / self.forward
+            + work.hessian_flops / self.hessian
+            + work.search_flops / self.search
+            + work.search_weights / self.tried
+            + work.rounding_flops / self.rounding
+            + work.rounding_weights / self.looked
+            + work.packed_weights / self.packed
+        )
+        return self.start + max(blocks, work.read_bytes / self.read, work.write_bytes / self.write)
+
+
+H200 = Rates(
+    name="NVIDIA H200",
+    memory=140e9,
+    forward=530e12,
+    hessian=600e12,
+    search=350e12,
+    tried=130e9,
+    rounding=22e12,
+    looked=900e9,
+    packed=50e9,
+    read=1.5e9,
+    write=0.45e9,
+    start=4.5,
+)
+
+
+def seconds(job: Job, samples: int, seqlen: int, rates: Rates = H200) -> float:
+    """Of quantizing by ``job`` on the GPU of ``rates``."""
+    return rates.seconds(work_of(job, samples, seqlen))
