@@ -1,6 +1,7 @@
 """What the commands do, once parsed: names become objects, objects go to the pipeline."""
 
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from qtool.pipeline.plan import Plan
 from qtool.pipeline.plan import plan as make_plan
 from qtool.recipes import Recipe
 from qtool.schemes import hardware
-from qtool.schemes.kv import KV_QUANTIZERS
+from qtool.schemes.kv import KV4, KV_QUANTIZERS
 
 if TYPE_CHECKING:
     from qtool.pipeline.bench import Measured
@@ -58,7 +59,7 @@ class Wishes:
             if self.kv not in KV_QUANTIZERS:
                 raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV_QUANTIZERS)}")
             chosen = replace(chosen, kv=self.kv)
-            if KV_QUANTIZERS[self.kv].bits == 4 and chosen.variant in ("paper", "best"):
+            if KV_QUANTIZERS[self.kv] is KV4 and chosen.variant in ("paper", "best"):
                 chosen = chosen.with_smooth_attention()
         return chosen
 
@@ -125,6 +126,8 @@ def quantize(
     if "quantization_config" in source.config and _says_nothing_new(chosen, calib, wishes):
         return repack(model, out, wishes["layout"])
     job = Job.of(source.config, chosen)
+    for note in job.recipe.left_out:
+        print(note, file=sys.stderr)
     if export_format is not None:
         from qtool.checkpoint import targets
         from qtool.pipeline.exportable import exported_formats

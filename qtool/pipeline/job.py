@@ -16,9 +16,11 @@ from qtool.calibration.method import Rounding, Transform, check_order
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
 from qtool.models.family import Heads
+from qtool.pipeline.family_recipe import for_family
 from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.packed_kv import kv_tensors
+from qtool.schemes.kv import KV_QUANTIZERS
 
 Method = TypeVar("Method", Transform, Rounding)
 ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
@@ -61,6 +63,7 @@ class Job:
                 "symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, repack it with `qtool import`"
             )
         family = family_of(config["model_type"])
+        recipe = for_family(recipe, family)
         settings = family.settings(config)
         dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
@@ -83,8 +86,8 @@ class Job:
     @property
     def needs_data(self) -> bool:
         """Whether calibration text is needed."""
-        scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
-        return self.rounding.needs_data or bool(scales) or any(t.needs_data for t in self.transforms)
+        static = self.format.kv is not None and KV_QUANTIZERS[self.format.kv].static
+        return self.rounding.needs_data or static or any(t.needs_data for t in self.transforms)
 
     @property
     def is_plain(self) -> bool:

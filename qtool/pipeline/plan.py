@@ -137,6 +137,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     return {
         "scheme": planned.job.format.scheme,
         "reason": planned.job.recipe.reason,
+        "left_out": list(planned.job.recipe.left_out),
         "blocks": planned.job.blocks,
         "linears_of_a_block": linears,
         "source_bytes": planned.source_bytes,
@@ -173,6 +174,7 @@ def as_text(planned: Plan) -> str:
     return "\n".join([
         f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe {job.recipe.variant}: "
         + " -> ".join([*(t.name for t in job.transforms), job.rounding.name]),
+        *job.recipe.left_out,
         *([f"chosen because {job.recipe.reason}"] if job.recipe.reason else []),
         table,
         f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "

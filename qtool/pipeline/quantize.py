@@ -139,7 +139,8 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
 def _methods(recipe: Recipe) -> dict[str, Any]:
     steps = (*recipe.transforms, recipe.rounding)
-    return {"variant": recipe.variant, "methods": [{step.name: dict(step.options)} for step in steps]}
+    left_out = {"left_out": list(recipe.left_out)} if recipe.left_out else {}
+    return {"variant": recipe.variant, "methods": [{step.name: dict(step.options)} for step in steps]} | left_out
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:

@@ -54,7 +54,10 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One complete recipe; ``reason`` says why this one, where something chose it."""
+    """One complete recipe.
+
+    ``reason`` says why this one, where something chose it; ``left_out`` what of it the model's family cannot have.
+    """
 
     scheme: str
     about: str
@@ -64,6 +67,7 @@ class Recipe:
     kv: str | None = None
     variant: str = "custom"
     reason: str = ""
+    left_out: tuple[str, ...] = ()
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
         """Every quantized layer at ``group_size`` (None: the whole channel)."""
@@ -75,7 +79,7 @@ class Recipe:
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
     def with_smooth_attention(self) -> "Recipe":
-        """``smooth-attention`` added where keys will be quantized to 4 bits, unless the recipe has it (QServe 4.2)."""
+        """``smooth-attention`` added where a token's keys will share 4-bit steps (kv4), unless the recipe has it (QServe 4.2)."""
         names = [step.name for step in self.transforms]
         if "smooth-attention" in names:
             return self
