@@ -72,6 +72,7 @@ class Block:
         notes: what methods report (errors, choices), written to qtool.json.
         exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows them; empty where
             the module's own are the exact ones.
+        full_kv: arguments of a run that keep keys and values in full precision, where they are quantized.
     """
 
     index: int
@@ -83,6 +84,7 @@ class Block:
     permutations: dict[str, Tensor] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)
+    full_kv: dict[str, Any] = field(default_factory=dict)
     _copied: dict[str, int] = field(default_factory=dict, init=False)  # the version of an exact tensor the module has
 
     @property
@@ -219,10 +221,10 @@ class Block:
         begin.remove()
 
     @torch.no_grad()
-    def inputs(self, batch: Batch, name: str) -> Tensor | None:
+    def inputs(self, batch: Batch, name: str, **extra: Any) -> Tensor | None:
         """The input ``[tokens, K]`` of submodule ``name`` for one batch; None if it was not called.
 
-        The block runs no further than that submodule.
+        The block runs no further than that submodule; ``extra`` arguments reach it.
         """
         seen: list[Tensor] = []
 
@@ -231,7 +233,7 @@ class Block:
             raise _Reached
 
         with observing(self.module, {name: take}), suppress(_Reached):
-            self.run(batch)
+            self.run(batch, **extra)
         return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class Distill(Rounding):
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         used = own_sequences(own_subset(batches, self.samples))
-        targets = [None if batch is None else block.run(batch) for batch in used]
+        targets = [None if batch is None else block.run(batch, **block.full_kv) for batch in used]
         weights = self.weights(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}

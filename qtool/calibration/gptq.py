@@ -126,7 +126,7 @@ class Gptq(Rounding):
         hessian = Hessian(block.weight(name).shape[1], block.device, drift=float_block is not None)
         for batch in ranks.rounds(batches):
             if batch is not None and (x := block.inputs(batch, name)) is not None:
-                reference = float_block.inputs(batch, name) if float_block else None
+                reference = float_block.inputs(batch, name, **block.full_kv) if float_block else None
                 hessian.add(scheme.fake_activation(x, params), reference)
             hessian.turn()
         return hessian.complete()

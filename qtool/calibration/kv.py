@@ -1,4 +1,4 @@
-"""The KV cache in calibration: static scales from the data, and blocks that see quantized keys and values.
+"""The KV cache in calibration: static scales and offsets from the data, blocks that see quantized keys and values.
 
 Attention hands its keys (after RoPE) and its values to whatever stands where the KV cache would, and
 goes on with what it gets back: here they are observed, or quantized exactly as the cache will do it.
@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qtool.calibration.block import Batch, Block
-from qtool.calibration.smooth_attention import KeyObserver
+from qtool.calibration.smooth_attention import KeyObserver, observe_keys
 from qtool.calibration.statistics import maximum
 from qtool.errors import QtoolError
-from qtool.runtime.packed_kv import PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.runtime.packed_kv import OFFSET, PackedTokens, attention_name, kv_quantizers, kv_tensors
 from qtool.schemes.kv import KV8, KVQuantizer
 
 
@@ -30,6 +31,14 @@ class KVObserver:
         """Note both ``[B, H, S, D]`` and hand them back."""
         self.values.update(values, keys)
         return self.keys.update(keys, values)
+
+
+class ExactKV:
+    """Stands in for a KV cache that forgets nothing."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Both as they came."""
+        return keys, values
 
 
 class SimulatedKV:
@@ -52,21 +61,28 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
     return x + (read - x).detach() if x.requires_grad else read
 
 
-def kv_scales(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """What ``block`` stores for the KV quantizer ``kv``, by name within the block; nothing if ``kv`` is dynamic.
+def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """What ``block`` stores for the KV quantizer ``kv``, by name within the block: scales of kv8, kv4's key offset.
+
+    Without batches the offset is zero.
 
     Raises:
         QtoolError: static scales without calibration data, or NaN in its keys or values.
     """
-    if not kv_tensors(kv, block.family, block.heads):
+    stored = kv_tensors(kv, block.family, block.heads)
+    if not stored:
         return {}
+    attention = attention_name(block.family)
+    if f"{attention}.{OFFSET}" in stored:
+        seen = observe_keys(block, batches)
+        offset = torch.zeros(block.heads.kv, block.heads.dim) if seen is None else seen.mean.cpu()
+        return {f"{attention}.{OFFSET}": offset}
     observer = KVObserver()
     for batch in batches:
         block.run(batch, past_key_values=observer)
     keys, values = maximum(observer.keys.amax), maximum(observer.values.amax)
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
-    attention = attention_name(block.family)
     return {f"{attention}.k_scale": KV8(keys).scale.cpu(), f"{attention}.v_scale": KV8(values).scale.cpu()}
 
 
@@ -74,10 +90,10 @@ def kv_scales(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[st
 def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
     """While it is open, ``block`` computes with keys and values that went through the KV quantizer ``kv``.
 
-    A run that is given a ``past_key_values`` of its own keeps it.
+    A run that is given a ``past_key_values`` of its own keeps it; ``block.full_kv`` is one for full precision.
 
     Args:
-        stored: tensors by their name within the block, :func:`kv_scales` among them.
+        stored: tensors by their name within the block, :func:`kv_constants` among them.
     """
     if kv is None:
         yield
@@ -91,7 +107,9 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
         return args, kwargs | {"past_key_values": simulated if own is None else own}
 
     handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)
+    block.full_kv = {"past_key_values": ExactKV()}
     try:
         yield
     finally:
         handle.remove()
+        block.full_kv = {}

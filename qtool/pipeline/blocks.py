@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.block import Batch, Block, Rounded, SimulatedLinear, first_inputs
-from qtool.calibration.kv import kv_scales, quantized_kv
+from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.rtn import round_to_nearest
 from qtool.calibration.stages import Stages, stage
 from qtool.checkpoint.source import Checkpoint
@@ -23,6 +23,7 @@ from qtool.pipeline.activations import Activations, compute_dtype
 from qtool.pipeline.edges import finite, table_rows
 from qtool.pipeline.job import Job
 from qtool.pipeline.prefetch import Prefetch
+from qtool.runtime.packed_kv import OFFSET
 
 
 class StreamedBlocks:
@@ -44,9 +45,11 @@ class StreamedBlocks:
                 notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
                 for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
                     yield f"{full}.{part}", tensor
-        for full in spec:
+        for full, tensor in spec.items():
             if full in self.source:
                 yield full, finite(full, self.source.read(full)).to(job.dtype)
+            elif full.endswith(f".{OFFSET}"):
+                yield full, torch.zeros(tensor.shape)  # nothing was calibrated
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Nothing depends on what was stored."""
@@ -120,10 +123,10 @@ class BuiltBlocks:
             with stage("search"):
                 transform.apply(block, self.batches)
         stored = {prefix + n: p.to(job.dtype) for n, p in block.parameters().items() if prefix + n in spec}
-        scales = kv_scales(block, job.format.kv, self.batches)
-        with quantized_kv(block, job.format.kv, scales), stage("rounding"):
+        constants = kv_constants(block, job.format.kv, self.batches)
+        with quantized_kv(block, job.format.kv, constants), stage("rounding"):
             rounded = job.rounding.round(block, self.batches)
-        stored |= {prefix + name: scale for name, scale in scales.items()}
+        stored |= {prefix + name: constant for name, constant in constants.items()}
         with stage("pack"):
             for name, linear_format in formats.items():
                 linear_format.scheme_object.check(rounded[name].codes, rounded[name].params)

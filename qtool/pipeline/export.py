@@ -26,6 +26,7 @@ from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
 from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.format import LinearFormat
+from qtool.runtime.packed_kv import OFFSET
 
 #: what the record of a shard calls the distances
 ERRORS = "relative weight errors"
@@ -144,6 +145,8 @@ class _Export:
         for name, entry in self.checkpoint.entries.items():
             module, _, part = name.rpartition(".")
             owner = module if module in self.formats and part != "bias" else name
+            if part == OFFSET:
+                continue  # kv4's: every target makes its own 4-bit cache
             if part in KV_SCALES:
                 owner = f"{module}.{KV_SCALES[0]}"
             shards.setdefault(entry.path, {})[owner] = None

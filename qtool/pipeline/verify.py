@@ -21,6 +21,7 @@ from qtool.pipeline.job import native_format
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.format import LinearFormat
 from qtool.runtime.linear import QuantLinear
+from qtool.runtime.packed_kv import OFFSET
 
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
@@ -85,6 +86,8 @@ def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
             scale = checkpoint.read(name)
             if not (torch.isfinite(scale).all() and (scale > 0).all()):
                 yield Verified(name, "a KV-cache scale is not a positive number")
+        elif name.endswith(f".{OFFSET}") and not torch.isfinite(checkpoint.read(name)).all():
+            yield Verified(name, "a key offset of the KV cache is not a finite number")
 
 
 def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> QuantLinear:

@@ -79,7 +79,7 @@ class Recipe:
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
     def with_smooth_attention(self) -> "Recipe":
-        """``smooth-attention`` added where a token's keys will share 4-bit steps (kv4), unless the recipe has it (QServe 4.2)."""
+        """``smooth-attention`` added for a kv4 cache, unless the recipe has it (QServe 4.2)."""
         names = [step.name for step in self.transforms]
         if "smooth-attention" in names:
             return self

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qtool.runtime.packed_kv import PackedTokens, kernel_packs
+from qtool.schemes.kv import KV4
 
 NAME = "qtool_kv"
 #: new tokens of a forward up to which the kernel is faster than SDPA on dequantized tokens
@@ -43,8 +44,11 @@ def attend(
     """Transformers' attention function: output ``[B, Tq, Hq, D]`` of ``query [B, Hq, Tq, D]``."""
     if isinstance(key, PackedTokens) and isinstance(value, PackedTokens):
         bool_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
-        if bool_mask and not dropout and kwargs.get("position_bias") is None:
-            return _packed(query, key, value, attention_mask, scaling, kwargs.get("softcap")), None
+        softcap = kwargs.get("softcap")
+        # the kernel leaves the keys' offset out, which moves all scores of a query alike: caps would notice
+        shifted = softcap and isinstance(key.quantizer, KV4) and key.quantizer.offset is not None
+        if bool_mask and not dropout and not shifted and kwargs.get("position_bias") is None:
+            return _packed(query, key, value, attention_mask, scaling, softcap), None
     keys, values = (x.read() if isinstance(x, PackedTokens) else x for x in (key, value))
     return sdpa_attention_forward(
         module, query, keys, values, attention_mask, dropout=dropout, scaling=scaling, **kwargs

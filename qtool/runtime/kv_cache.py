@@ -126,7 +126,8 @@ class QuantCache(Cache):
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by ``kv``.
 
-    Static scales become buffers ``k_scale``, ``v_scale`` of each attention module, to be loaded.
+    What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer of each attention
+    module, to be loaded; zeros before, which is no scale but an offset that does nothing.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
@@ -139,7 +140,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
                 device = next(attention.parameters()).device
-                attention.register_buffer(attribute, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+                attention.register_buffer(attribute, torch.zeros(spec.shape, dtype=spec.dtype, device=device))
     if decoder.config._attn_implementation == "sdpa":
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):

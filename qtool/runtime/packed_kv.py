@@ -1,8 +1,9 @@
 """Keys and values of one layer in packed form, and what a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
-``[H, D]``, of the keys after RoPE and the values. The other quantizers compute their parameters from
-the tokens and store nothing.
+``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores
+``self_attn.k_offset``, float32 ``[H, D]``: the keys' mean after RoPE, zeros where nothing was calibrated.
+kv4-channel stores nothing.
 
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
@@ -18,6 +19,8 @@ from qtool.models import Family, Heads
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed
 
 SCALES = ("k_scale", "v_scale")
+OFFSET = "k_offset"
+STORED = {KV8: SCALES, KV4: (OFFSET,)}
 #: the packed tensors' room is a multiple of so many tokens, as the kernels want it
 ROOM = 32
 
@@ -36,10 +39,8 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
         raise QtoolError(f"{kv}: a {family.name} model cannot have a quantized KV cache: {reason}")
     if KV_QUANTIZERS[kv].bits == 4 and heads.dim % 2:
         raise QtoolError(f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte")
-    if not KV_QUANTIZERS[kv].static:
-        return {}
-    scale = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
-    return {f"{attention_name(family)}.{name}": scale for name in SCALES}
+    each = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
+    return {f"{attention_name(family)}.{name}": each for name in STORED.get(KV_QUANTIZERS[kv], ())}
 
 
 def attention_name(family: Family) -> str:
@@ -47,10 +48,12 @@ def attention_name(family: Family) -> str:
     return family.attention.k.rpartition(".")[0]
 
 
-def kv_quantizers(kv: str, scales: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:
-    """The quantizers of keys and of values; ``scales("k_scale")`` gives a stored scale if ``kv`` has any."""
+def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:
+    """The quantizers of keys and of values; ``stored("k_scale")`` gives a stored tensor if ``kv`` has any."""
     if KV_QUANTIZERS[kv] is KV8:
-        return KV8.of_scale(scales("k_scale")), KV8.of_scale(scales("v_scale"))
+        return KV8.of_scale(stored("k_scale")), KV8.of_scale(stored("v_scale"))
+    if KV_QUANTIZERS[kv] is KV4:
+        return KV4(stored(OFFSET)), KV4()
     return KV_QUANTIZERS[kv](), KV_QUANTIZERS[kv]()
 
 
@@ -162,6 +165,8 @@ class PackedTokens:
 
             codes, scale, zero = self.kernel_arguments()
             static = self.quantizer.static
+            if isinstance(self.quantizer, KV4) and self.quantizer.offset is not None:
+                x = self.quantizer.centred(x)
             kv_append(x, codes, None if static else scale, zero, scale if static else None, self._grouped, None)
             return
         for name, tensor in self.quantizer.quantize(x).items():

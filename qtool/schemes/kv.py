@@ -10,6 +10,9 @@ The 4-bit ones are asymmetric, with scale and zero point in fp16 beside the code
     s = (max - min) / 15    z = -min / s    Q = clamp(rne(X / s + z), 0, 15)    X' = (Q - z) * s
 
 The zero point is a real number, so the range need not hold zero: keys have channels far from it.
+kv4 takes a calibrated mean of each channel away from the keys before, and adds it after: tokens of a head share
+the range of 64 or 128 channels, which a channel far from zero would widen for all. (Attention without
+soft-capping does not notice if a kernel leaves the addition out: it moves every score of a query alike.)
 ``s`` is at least max|X| / 2**14, beyond which z would leave fp16; a constant group is so kept too.
 Codes are packed two a byte, the even channel in the low nibble.
 
@@ -94,18 +97,32 @@ class KV8(KVQuantizer):
 
 
 class KV4(KVQuantizer):
-    """``codes`` uint8 ``[B, H, T, D/2]``, ``scale`` and ``zero`` fp16 ``[B, H, T, 1]``."""
+    """``codes`` uint8 ``[B, H, T, D/2]``, ``scale`` and ``zero`` fp16 ``[B, H, T, 1]``.
+
+    Args:
+        offset: ``[H, D]``, taken from every token before it is quantized and added again after; None: nothing.
+    """
 
     name = "kv4"
     bits = 4
 
+    def __init__(self, offset: Tensor | None = None) -> None:
+        self.offset = offset
+
     def quantize(self, x: Tensor) -> Packed:
-        codes, scale, zero = quantize_asymmetric(x, dim=3)
+        codes, scale, zero = quantize_asymmetric(self.centred(x), dim=3)
         return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float()
-        return ((codes - packed["zero"].float()) * packed["scale"].float()).to(dtype)
+        return ((codes - packed["zero"].float()) * packed["scale"].float() + self._offset(codes)).to(dtype)
+
+    def centred(self, x: Tensor) -> Tensor:
+        """``x [B, H, T, D]`` less the offset, float32: what the codes stand for."""
+        return x.float() - self._offset(x)
+
+    def _offset(self, like: Tensor) -> Tensor | float:
+        return 0.0 if self.offset is None else self.offset.to(like.device, torch.float32)[:, None]  # [H, 1, D]
 
 
 class KV4Channel(KVQuantizer):

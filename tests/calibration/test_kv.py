@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qtool.calibration.block import Batch, Block, first_inputs
-from qtool.calibration.kv import SimulatedKV, kv_scales, quantized_kv
+from qtool.calibration.kv import SimulatedKV, kv_constants, quantized_kv
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
 from qtool.runtime.kv_cache import quantize_kv
@@ -23,7 +23,7 @@ def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], lis
     batches, stored = first_inputs(model, family, list(TOKENS.split(2))), []
     for index, module in enumerate(model.get_submodule(family.blocks)):
         block = Block(index, module, family, model.config, {})
-        stored.append(kv_scales(block, kv, batches))
+        stored.append(kv_constants(block, kv, batches))
         with quantized_kv(block, kv, stored[-1]):
             block.propagate(batches)
     return batches, stored
@@ -75,7 +75,7 @@ def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel
 
 def test_gradients_pass_straight_through(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
-    with quantized_kv(block, "kv4", {}):
+    with quantized_kv(block, "kv4", kv_constants(block, "kv4", [])):
         quantized = block.run(batches[0])
         output = block.module(batches[0].hidden, **batches[0].kwargs[0])
         output.square().sum().backward()
@@ -85,13 +85,13 @@ def test_gradients_pass_straight_through(llama: PreTrainedModel, blocks) -> None
 
 def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
-    assert kv_scales(block, "kv4", batches) == kv_scales(block, None, []) == {}
+    assert kv_constants(block, "kv4-channel", batches) == kv_constants(block, None, []) == {}
     with pytest.raises(QtoolError, match="kv8 has static scales: it needs calibration data"):
-        kv_scales(block, "kv8", [])
+        kv_constants(block, "kv8", [])
     with pytest.raises(QtoolError, match="unknown KV-cache quantizer 'kv2'"), quantized_kv(block, "kv2", {}):
         pass
     batches[0].hidden[0, 0, 0] = float("nan")
     with pytest.raises(QtoolError, match="NaN or Inf"):
-        kv_scales(block, "kv8", batches)
+        kv_constants(block, "kv8", batches)
     with pytest.raises(QtoolError, match="head dimension of 7 is odd"):
         kv_tensors("kv4", block.family, Heads(4, 2, 7))

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, key_factor
+from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predicted_error
+from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, observe_keys, query_power
 
 
 def test_logits_stay(any_kv_model, transformed, logits):
@@ -22,15 +23,16 @@ def key_outliers(layer):
                 linear.bias[channels + dim * head] *= factor
 
 
-@pytest.mark.parametrize("alphas", ((0.5,), (0.25, 0.5, 0.75, 1.0)))
-def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas):
+@pytest.mark.parametrize(("alphas", "steps"), (((0.5,), 0), ((0.25, 0.5, 0.75, 1.0), 0), ((), 100)))
+def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas, steps):
     key_outliers(llama.model.layers[0])
     block, batches = blocks(llama)[0]
     before = block.run(batches[0])
-    SmoothAttention(alphas=alphas).apply(block, batches)
+    SmoothAttention(alphas=alphas, steps=steps).apply(block, batches)
     torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-3, atol=1e-3)
     note = block.notes["smooth-attention"]
-    assert note["alpha"] >= 0.5 and note["error"] < 0.5 * note["error_unsmoothed"]
+    assert note["choice"] in ("alpha 0.5", "alpha 0.75", "alpha 1.0", "fitted")
+    assert note["error"] < 0.5 * note["error_unsmoothed"]
 
 
 def test_keys_are_seen_after_rope(llama, blocks):
@@ -66,6 +68,69 @@ def test_partial_rotary_and_shared_norms():
     assert len(factor[0, 8:].unique()) == 8
     assert key_factor(amax, 0.0, 16, False).eq(1).all()
     assert key_factor(torch.zeros(1, 4), 0.5, 4, False).eq(1).all()
+
+
+@pytest.mark.parametrize("rotary", (0, 8, 16))
+def test_scores_do_not_notice_a_key_transform(rotary):
+    transform = KeyTransform(torch.rand(2, 16) + 0.5, torch.randn(2, rotary // 2))
+    pairs = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    transform.factor[:, pairs[1]] = transform.factor[:, pairs[0]]
+    keys, queries, angles = torch.randn(2, 5, 16), torch.randn(2, 5, 16), torch.randn(5, rotary // 2)
+
+    def positioned(x):
+        """RoPE: position t turns pair i by its own angle."""
+        a, b = x[..., pairs[0]], x[..., pairs[1]]
+        cosine, sine = angles.cos(), angles.sin()
+        return torch.cat([a * cosine - b * sine, a * sine + b * cosine, x[..., rotary:]], -1)
+
+    scores = positioned(queries) @ positioned(keys).mT
+    torch.testing.assert_close(positioned(transform.queries(queries)) @ positioned(transform.keys(keys)).mT, scores)
+    torch.testing.assert_close(transform.original(transform.keys(keys)), keys)
+    torch.testing.assert_close(positioned(transform.keys(keys)), transform.keys(positioned(keys)))
+
+
+def test_the_fit_lowers_the_predicted_error_and_a_shared_one_is_shared():
+    torch.manual_seed(0)
+    keys, power = torch.randn(3, 200, 16) * torch.rand(16), torch.rand(3, 16) + 0.1
+    keys[..., 8:] *= 0.1  # the first of each pair is the louder
+    still = torch.zeros(3, 8)
+    start = key_factor(keys.abs().amax(1), 0.5, rotary=16, shared=False)
+    before = predicted_error(KeyTransform(start, still), keys, power)
+    fitted = fit(keys, power, start, 16, shared=False, turns=True, steps=100)
+    unturned = fit(keys, power, start, 16, shared=False, turns=False, steps=100)
+    assert unturned.phase.eq(0).all() and fitted.phase.ne(0).any()
+    assert (predicted_error(unturned, keys, power) < before).all()
+    assert (predicted_error(fitted, keys, power) < predicted_error(unturned, keys, power)).all()
+    shared = fit(keys, power, start, 16, shared=True, turns=False, steps=100)
+    assert torch.equal(shared.factor[0], shared.factor[2])
+
+
+def test_keys_and_queries_are_looked_at_as_they_meet(any_kv_model, blocks):
+    """Power of the queries and mean of the keys, against attention's own."""
+    block, batches = blocks(any_kv_model)[0]
+    queries, keys = [], []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q, k, *rest, **options):
+        queries.append(q)
+        keys.append(k)
+        return attention(q, k, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+        for batch in batches:
+            block.run(batch)
+    if not queries:
+        pytest.skip("this family's attention is not torch's own")
+    heads, dim = block.heads, block.heads.dim
+    power = torch.cat(queries).square().mean((0, 2)).view(heads.kv, -1, dim).sum(1)
+    found = query_power(block, batches, 10**6, 0)
+    # RoPE keeps a pair's length; OPT scales all its queries alike
+    torch.testing.assert_close(found.sum(1) / found.sum(), power.sum(1) / power.sum(), rtol=1e-3, atol=1e-5)
+    mean = torch.cat(keys).mean((0, 2)).view(heads.kv, -1, dim)[:, 0]  # repeated for the query heads, or not
+    observed = observe_keys(block, batches, tokens=20)
+    torch.testing.assert_close(observed.mean, mean, rtol=1e-3, atol=1e-5)
+    assert observed.sample.shape[1] == 20
 
 
 @pytest.mark.parametrize("alphas", ((), (0.5,)))

@@ -123,7 +123,7 @@ def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match=r"self_attn\.[kv]_scale.* is missing"):
         load(directory)
     with pytest.raises(QtoolError, match="kv8 needs calibrated scales"):
-        load(save(make_model(None), "kv4", tmp_path / "dynamic"), kv="kv8")
+        load(save(make_model("kv4"), "kv4", tmp_path / "dynamic"), kv="kv8")
     damaged = make_model("kv8")
     damaged.get_buffer("model.layers.0.self_attn.v_scale")[0, 3] = float("nan")
     with pytest.raises(QtoolError, match=r"layers.0.self_attn.v_scale"):

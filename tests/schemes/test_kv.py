@@ -88,3 +88,13 @@ def test_dtype_names_and_refusals() -> None:
         KV4Channel(64).quantize(heads(tokens=100))
     with pytest.raises(QtoolError, match="NaN or Inf"):
         KV8(torch.tensor([[float("inf")]]))
+
+
+def test_an_offset_is_taken_away_before_and_added_after() -> None:
+    x = heads()
+    offset = x.mean((0, 2)) + 3 * torch.randn(x.shape[1], x.shape[3])
+    centred, plain = KV4(offset), KV4()
+    shift = offset[:, None]
+    expected = plain.dequantize(plain.quantize(x)) + shift
+    assert torch.equal(centred.dequantize(centred.quantize(x + shift)), expected)
+    assert (expected - x - shift).norm() < 0.5 * (plain.dequantize(plain.quantize(x + shift)) - x - shift).norm()
