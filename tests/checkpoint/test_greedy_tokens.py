@@ -1,0 +1,79 @@
+"""Trained models: transformers generates from an export the tokens that qtool's own runtime generates."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qtool import recipes
+from qtool.checkpoint.source import DEMO, Checkpoint
+from qtool.pipeline.export import export
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.huggingface import dequantized
+from qtool.runtime.load import load, load_tokenizer
+
+PROMPTS = ("Once upon a time there was a little girl", "One day, Tom and his mom went to", "The history of")
+TINY = Path(os.environ.get("QTOOL_DATA_DIR", "/nowhere")) / "models" / "tinystories-656K"
+CASES = [
+    ("w4a16", 128, "compressed-tensors"),
+    ("w4a16", None, "compressed-tensors"),
+    ("w4a16", 32, "compressed-tensors"),
+]
+
+
+def tokens(model: nn.Module, directory: Path) -> list[list[int]]:
+    tokenizer = load_tokenizer(directory)
+    found = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        kept = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        found.append(model.generate(ids, max_new_tokens=24, **kept)[0].tolist())  # type: ignore[operator]
+    return found
+
+
+def client(directory: Path, *, dequantize: bool, dtype: torch.dtype) -> nn.Module:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(dequantize=dequantize)  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=dtype).eval()
+
+
+@pytest.fixture(params=[DEMO, TINY], ids=["demo", "tinystories"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A trained model, with a chat template and everything else that lies beside weights."""
+    if not request.param.is_dir():
+        pytest.skip(f"{request.param} is not here")
+    directory = tmp_path / "source"
+    shutil.copytree(request.param, directory)
+    (directory / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return directory
+
+
+@pytest.mark.parametrize(("scheme", "size", "name"), CASES)
+def test_same_tokens_in_float32(scheme: str, size: int | None, name: str, source: Path, tmp_path: Path) -> None:
+    native = quantize(Checkpoint(source), recipes.load(scheme).with_group_size(size), tmp_path / "native")
+    out = export(native, name, tmp_path / "out").directory
+    expected = tokens(load(native, dtype=torch.float32), source)
+    for dequantize in (True, False):
+        assert tokens(client(out, dequantize=dequantize, dtype=torch.float32), out) == expected
+
+
+def test_same_tokens_in_bfloat16(tmp_path: Path) -> None:
+    """Of the weights rounded to 16 bits, as transformers multiplies them; our runtime rounds no weight."""
+    native = quantize(Checkpoint(DEMO), recipes.load("w4a8-lqq"), tmp_path / "native")
+    out = export(native, "compressed-tensors-w8a8", tmp_path / "out").directory
+    found = tokens(client(out, dequantize=True, dtype=torch.bfloat16), out)
+    assert found == tokens(dequantized(load(native)), DEMO)
+
+
+def test_what_lies_beside_the_weights_is_kept(source: Path, tmp_path: Path) -> None:
+    native = quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    out = export(native, "gptq", tmp_path / "out").directory
+    beside = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    for directory in (native, out):
+        for file in beside | {path.name for path in source.glob("special_tokens_map.json")}:
+            assert (directory / file).read_bytes() == (source / file).read_bytes()
