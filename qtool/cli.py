@@ -158,6 +158,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
 @click.option("--limit", type=int, help="At most this many windows or items a task.")
 @click.option("--batch-size", default=8, show_default=True)
+@click.option("--kv", help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.")
 @click.option("--save", is_flag=True, help="Keep each finished task in MODEL's eval.json; use again what is there.")
 @DEVICE
 @JSON
@@ -254,7 +255,7 @@ def schemes() -> None:
     click.echo(render(("scheme", "recipes", "what it is"), recipes.overview()))
 
 
-@cli.group(context_settings=CONTEXT)
+@cli.group(context_settings=CONTEXT, epilog="Example: qtool bench quantize llama-3-8b --layers 4 --device cuda")
 def bench() -> None:
     """Measure: the kernels' GEMMs and attention, or a whole run of the quantizer."""
 
