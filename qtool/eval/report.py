@@ -127,7 +127,8 @@ def quality(answers: Sequence[Answer], model: str, baseline: str) -> list[Qualit
     for answer in answers:
         if answer.model != model:
             continue
-        other = next((a for a in answers if a.model == baseline and a.facts == answer.facts), None)
+        question = {key: fact for key, fact in answer.facts.items() if key != "kv"}  # a baseline keeps its own cache
+        other = next((a for a in answers if a.model == baseline and a.facts == question), None)
         bases = {task.task: task for task in other.tasks} if other else {}
         for result in answer.tasks:
             for metric in result.metrics:

@@ -34,6 +34,7 @@ def _asked(q: Quality) -> Html:
     limit, seqlen = q.facts.get("limit"), q.result.details.get("seqlen")
     how = [f"first {limit:,}"] if limit else []
     how += [f"windows of {seqlen:,} tokens"] if seqlen else []
+    how += [f"KV cache {q.facts['kv']}"] if "kv" in q.facts else []
     return join(q.result.task, tag("span", ", ".join(how), class_="quiet") if how else "")
 
 

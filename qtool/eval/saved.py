@@ -49,10 +49,10 @@ def identity(directory: Path) -> str:
     return hashlib.sha256(config + json.dumps(recorded, sort_keys=True).encode()).hexdigest()
 
 
-def environment(device: str) -> dict[str, str]:
-    """What computes, as far as it moves a result: the kind of device and the versions."""
+def environment(device: str, kv: str | None = None) -> dict[str, str]:
+    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer that was asked for."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions
+    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | ({"kv": kv} if kv else {})
 
 
 def read(directory: Path) -> list[Answer]:

@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,7 @@ class Wishes:
         if self.max_8bit_blocks is not None:
             chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
         if self.kv is not None:
-            if self.kv not in KV_QUANTIZERS:
-                raise QtoolError(f"unknown --kv {self.kv!r}: {suggest(self.kv, KV_QUANTIZERS)}")
+            _require_kv(self.kv)
             chosen = replace(chosen, kv=self.kv)
             if KV_QUANTIZERS[self.kv] is KV4 and chosen.variant in ("paper", "best"):
                 chosen = chosen.with_smooth_attention()
@@ -190,29 +190,48 @@ def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: 
 
 
 def evaluate(
-    tasks: list[str], model: str, compare: str | None, *, device: str, save: bool = False, **options: Any
+    tasks: list[str],
+    model: str,
+    compare: str | None,
+    *,
+    device: str,
+    save: bool = False,
+    kv: str | None = None,
+    **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given.
 
     Args:
         save: keep both in MODEL's eval.json and use again what is there.
+        kv: KV-cache quantizer of MODEL while it is evaluated, by default its own; the baseline keeps its own.
+
+    Raises:
+        QtoolError: an unknown KV quantizer, or a static one that MODEL has no scales for.
     """
     from qtool.eval import saved
     from qtool.eval.evaluate import ask
     from qtool.runtime.load import load, load_tokenizer
 
     store = resolve(model)
+    if kv is not None:
+        _require_kv(kv)
 
-    def run(name: str) -> Results:
+    def run(name: str, kv: str | None = None) -> Results:
         directory = resolve(name)
         asked = ask(tasks, load_tokenizer(directory), **options)
         if save:
-            made = saved.environment(device)
-            return saved.answers(asked, saved.identity(directory), lambda: load(directory, device=device), store, made)
-        loaded = load(directory, device=device)
+            made = saved.environment(device, kv)
+            answer = partial(load, directory, device=device, kv=kv)
+            return saved.answers(asked, saved.identity(directory), answer, store, made)
+        loaded = load(directory, device=device, kv=kv)
         return Results([result for one in asked for result in one.answer(loaded)])
 
-    return run(model), run(compare) if compare else None
+    return run(model, kv), run(compare) if compare else None
+
+
+def _require_kv(kv: str) -> None:
+    if kv not in KV_QUANTIZERS:
+        raise QtoolError(f"unknown --kv {kv!r}: {suggest(kv, KV_QUANTIZERS)}")
 
 
 def bench_quantize(

@@ -39,7 +39,7 @@ def report(
 
     native_format(Checkpoint(directory).config)
     if tasks:
-        options = {"data_dir": data_dir, "seqlen": 2048, "limit": None, "batch_size": 8}
+        options: dict[str, Any] = {"data_dir": data_dir, "seqlen": 2048, "limit": None, "batch_size": 8}
         commands.evaluate(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
     if not out.parent.is_dir():

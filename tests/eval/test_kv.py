@@ -1,0 +1,65 @@
+"""`qtool eval --kv`: the model under another KV cache, the baseline as it is; answers are kept apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from qtool.cli import cli
+from qtool.errors import QtoolError
+from qtool.eval import saved
+from qtool.eval.report import quality
+from qtool.pipeline import commands
+from tests.conftest import MakeModel
+
+OPTIONS: dict[str, Any] = {"seqlen": 64, "limit": 2, "data_dir": None, "batch_size": 2, "device": "cpu"}
+
+
+@pytest.fixture
+def demo_like(make_model: MakeModel) -> Path:
+    """A random model with the demo's tokenizer."""
+    from shutil import copy
+
+    from qtool.checkpoint.source import DEMO
+
+    directory = make_model(hidden_size=256, num_attention_heads=4, head_dim=64, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        copy(path, directory)
+    return directory
+
+
+def perplexities(*arguments: str) -> list[float]:
+    done = CliRunner().invoke(cli, ["eval", "demo", "--seqlen", "64", "--limit", "2", "--json", *arguments])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    tasks = [found["tasks"], *([found["baseline"]["tasks"]] if "baseline" in found else [])]
+    return [task[0]["metrics"]["perplexity"]["value"] for task in tasks]
+
+
+def test_only_the_model_gets_it(demo_like: Path) -> None:
+    [plain] = perplexities("--model", str(demo_like))
+    [kv4] = perplexities("--model", str(demo_like), "--kv", "kv4")
+    assert kv4 != plain and kv4 == pytest.approx(plain, rel=0.1)
+    results, baseline = commands.evaluate(["demo"], str(demo_like), str(demo_like), kv="kv4", **OPTIONS)
+    assert baseline is not None
+    found = [r["demo"].metrics["perplexity"].value for r in (results, baseline)]
+    assert found == [kv4, plain]
+
+
+def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None:
+    for kv in (None, "kv4", "kv4"):
+        commands.evaluate(["demo"], str(demo_like), str(demo_like), kv=kv, save=True, **OPTIONS)
+    answers, identity = saved.read(demo_like), saved.identity(demo_like)
+    assert sorted(answer.facts.get("kv", "") for answer in answers) == ["", "kv4"]
+    rows = quality(answers, identity, identity)
+    assert all(row.baseline and row.change for row in rows) and len(rows) == 2
+    changes = {row.facts.get("kv"): row.change.change for row in rows if row.change}
+    assert changes[None] == 0 and changes["kv4"] != 0
+
+
+@pytest.mark.parametrize(("kv", "message"), [("kv5", "unknown --kv 'kv5'"), ("kv8", "needs calibrated scales")])
+def test_what_it_cannot_be(kv: str, message: str, demo_like: Path) -> None:
+    with pytest.raises(QtoolError, match=message):
+        commands.evaluate(["demo"], str(demo_like), None, kv=kv, **OPTIONS)
