@@ -24,8 +24,8 @@ NARROW = 49152
 MOST_STAGES = 6
 #: a block's least share of the work, in steps of 128 input channels: below, lending sums costs more than it wins
 LEAST_STEPS = 8
-#: tiles for each multiprocessor from which on the tall ones are faster (measured: between 0.25 and 0.85)
-FULL = 0.75
+#: tiles for each multiprocessor from which on the tall ones are faster (on an H200: between 0.18 and 0.24)
+FULL = 0.2
 
 
 @dataclass(frozen=True)
