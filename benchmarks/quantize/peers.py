@@ -1,0 +1,147 @@
+"""llm-compressor's GPTQ beside ours: one machine, one checkpoint, the same tokens and bit width; time and layer error.
+
+    python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128] [--seqlen 2048]
+
+Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to symmetric 4-bit
+weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its log stays in WORK. The clock runs from
+opening the model to the stored result, imports before it are not counted. The layer error is, for each linear,
+||X (W - Q)^T|| / ||X W^T|| of the full-precision model's inputs X on held-out tokens.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from qtool import recipes
+from qtool.checkpoint.foreign import describe
+from qtool.checkpoint.source import Checkpoint
+from qtool.pipeline import bench
+from qtool.pipeline.job import native_format
+from qtool.pipeline.random_checkpoint import config_of, make
+from qtool.text_table import render
+
+TOOLS = ("qtool", "llm-compressor")
+HELD_OUT = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--tool", choices=TOOLS, help="only quantize by this one, in this process")
+    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=2048)
+    arguments = parser.parse_args()
+    source = arguments.work / f"{arguments.shape}-{arguments.layers}"
+    if arguments.tool:
+        seconds = {"qtool": ours, "llm-compressor": llm_compressor}[arguments.tool](arguments, source)
+        facts = {"seconds": seconds, "device_bytes": torch.cuda.max_memory_allocated()}
+        (arguments.work / f"{arguments.tool}.json").write_text(json.dumps(facts))
+        return
+    if not source.exists():
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        make(config_of(arguments.shape, arguments.layers), source)
+    rows = []
+    for tool in TOOLS:
+        with (arguments.work / f"{tool}.log").open("w") as log:
+            command = [sys.executable, *sys.argv, "--tool", tool]
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            print(f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}")
+            continue
+        facts = json.loads((arguments.work / f"{tool}.json").read_text())
+        errors = layer_errors(source, arguments.work / tool, arguments.seqlen)
+        mean, worst = sum(errors.values()) / len(errors), max(errors.values())
+        rows.append(
+            (tool, f"{facts['seconds']:.1f}", f"{facts['device_bytes'] / 1e9:.1f}", f"{mean:.5f}", f"{worst:.5f}")
+        )
+    print(f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x {arguments.seqlen} tokens")
+    print(render(("tool", "s", "device GB", "mean layer error", "largest"), rows))
+
+
+def tokens(arguments: argparse.Namespace, source: Path) -> list[Tensor]:
+    """The calibration windows ``[1, S]``, the same for both."""
+    vocabulary = Checkpoint(source).config["vocab_size"]
+    batches = bench.random_tokens(vocabulary, arguments.samples, arguments.seqlen).tokens
+    return [row[None] for batch in batches for row in batch]
+
+
+def ours(arguments: argparse.Namespace, source: Path) -> float:
+    """Seconds of w4a16/paper."""
+    recipe = recipes.load("w4a16", "paper")
+    measured = bench.run(source, recipe, arguments.work / "qtool", samples=arguments.samples, seqlen=arguments.seqlen,
+                         device="cuda")  # fmt: skip
+    print(measured.table())
+    return float(measured.record["seconds"])
+
+
+def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
+    """Seconds of its GPTQ as its examples set it up."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    out = arguments.work / "llm-compressor"
+    shutil.rmtree(out, ignore_errors=True)
+    batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens(arguments, source)]
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    oneshot(
+        model=model,
+        dataset=torch.utils.data.DataLoader(batches, batch_size=None),
+        recipe=[GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
+        num_calibration_samples=len(batches),
+        max_seq_length=arguments.seqlen,
+    )
+    model.save_pretrained(out, save_compressed=True)
+    return time.perf_counter() - started
+
+
+@torch.no_grad()
+def layer_errors(source: Path, quantized: Path, seqlen: int) -> dict[str, float]:
+    """The relative output error of every quantized linear, by name."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").cuda().eval()
+    checkpoint, sums = Checkpoint(quantized), {}
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear) and (weight := dequantized(checkpoint, name, linear)) is not None:
+            sums[name] = torch.zeros(2, dtype=torch.float64, device="cuda")
+            linear.register_forward_pre_hook(counting(sums[name], weight.cuda().float() - linear.weight.float()))
+    ids = torch.randint(model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1))
+    for row in ids.cuda():
+        model.model(row[None], use_cache=False)
+    return {name: float((lost / power).sqrt()) for name, (lost, power) in sums.items()}
+
+
+def counting(total: Tensor, difference: Tensor):  # type: ignore[no-untyped-def]
+    """A hook that adds ``||X D^T||^2`` and ``||X W^T||^2`` to ``total [2]``."""
+
+    def hook(linear: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].float()
+        total[0] += (x @ difference.T).square().sum(dtype=torch.float64)
+        total[1] += (x @ linear.weight.float().T).square().sum(dtype=torch.float64)
+
+    return hook
+
+
+def dequantized(checkpoint: Checkpoint, name: str, linear: nn.Linear) -> Tensor | None:
+    """The weight ``[N, K]`` of linear ``name`` as it was quantized; None if it was not."""
+    parts = {part.removeprefix(f"{name}."): checkpoint.read(part) for part in checkpoint.under(name)}
+    n, k = linear.weight.shape
+    if checkpoint.config["quantization_config"]["quant_method"] == "qtool":
+        found = native_format(checkpoint.config).of(name) if "qweight" in parts else None
+        return found.scheme_object.dequantize(*found.unpack(parts, n, k)) if found else None
+    foreign = describe(checkpoint.config)
+    return foreign.read(parts, n, k).weight() if foreign.weight in parts else None
+
+
+if __name__ == "__main__":
+    main()

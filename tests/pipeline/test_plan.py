@@ -1,0 +1,134 @@
+"""Plans: bytes as they are written, operations as torch counts them, places with room; the largest models too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from qtool import recipes
+from qtool.calibration.block import Block, first_inputs
+from qtool.calibration.gptq import Gptq
+from qtool.models import family_of
+from qtool.models.skeleton import skeleton
+from qtool.pipeline import commands
+from qtool.pipeline.estimate import H200
+from qtool.pipeline.job import Job
+from qtool.pipeline.plan import as_text, plan
+from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
+from qtool.pipeline.work import BlockWork, Work, work_of
+from tests.conftest import VARIANTS, MakeModel
+
+GPTQ = recipes.parse(
+    {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}], "rounding": {"gptq": {"residual": 0}}}, "test"
+)
+LARGE = {
+    "405b": SHAPES["llama-3-8b"]
+    | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+    "mixtral-8x22b": SHAPES["llama-3-8b"]
+    | {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56}
+    | {"num_attention_heads": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3-235b-a22b": SHAPES["llama-3-8b"]
+    | {"model_type": "qwen3_moe", "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_experts": 128}
+    | {"num_attention_heads": 64, "num_experts_per_tok": 8, "num_key_value_heads": 4, "head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4ax-fmpq"])
+def test_the_bytes_of_a_block_are_those_of_its_tensors(variant: str, scheme: str, make_model: MakeModel) -> None:
+    config = json.loads((make_model(variant) / "config.json").read_text())
+    job = Job.of(config, recipes.load(scheme))
+    for block in range(job.blocks):
+        tensors = job.block_tensors(block).values()
+        assert job.block_bytes(block) == sum(t.numel() * t.dtype.itemsize for t in tensors)
+
+
+def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> None:
+    source = make_model("llama")
+    model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("llama")
+    model.to_empty(device="cpu")
+    batches = first_inputs(model, family, list(torch.zeros(3, 24, dtype=torch.long).split(1)))
+    block = Block(0, model.get_submodule(family.blocks)[0], family, model.config, {})  # type: ignore[index]
+    job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
+    work = BlockWork(job, 0, 3, 24)
+
+    def counted(run) -> int:  # type: ignore[no-untyped-def]
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return sum(n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name))
+
+    assert counted(lambda: [block.run(batch) for batch in batches]) == work.forward() - work.attention()
+    last = family.groups[-1].linears[0]
+    assert counted(lambda: block.observe(batches, {last: lambda x: None})) == work.look() - work.attention()
+    before = sum(counted(lambda g=g: [block.inputs(b, g.linears[0]) for b in batches]) for g in family.groups)
+    gptq = work.gptq(Gptq(residual=0))
+    assert before == gptq.forward_flops - 3 * work.attention()  # three of the four groups lie behind attention
+    assert gptq.hessian_flops == 2 * 72 * sum(work.shapes[g.linears[0]][1] ** 2 for g in family.groups)
+    assert work.gptq(Gptq()).hessian_flops == 2 * gptq.hessian_flops
+
+
+def test_work_adds_up() -> None:
+    assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(read_bytes=8, forward_flops=2)
+    job = Job.of(config_of("llama-tiny", 3), GPTQ)
+    one, three = work_of(Job.of(config_of("llama-tiny", 1), GPTQ), 2, 64), work_of(job, 2, 64)
+    block = BlockWork(job, 0, 2, 64).total()
+    assert three.hessian_flops == 3 * block.hessian_flops == 3 * one.hessian_flops
+    assert three.forward_flops - one.forward_flops == 2 * block.forward_flops
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_largest_models_are_planned(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE[name]))
+    planned = commands.plan(str(tmp_path), "w4a8-lqq", recipe="best")
+    assert planned.place and planned.device == H200.name
+    assert planned.seconds > 60 and planned.device_bytes > 1e9 and planned.host_bytes > 1e9
+    assert planned.disk_bytes >= planned.output_bytes > 0.25 * planned.source_bytes
+    assert "calibration activations" in as_text(planned)
+
+
+def test_experts_cost_what_their_tokens_cost() -> None:
+    job = Job.of(LARGE["mixtral-8x22b"], GPTQ)
+    work = BlockWork(job, 0, 1, 2048)
+    assert work.share("block_sparse_moe.experts.3.w1") == 0.25
+    dense = sum(n * k for name, (n, k) in work.shapes.items() if "experts" not in name)
+    experts = sum(n * k for name, (n, k) in work.shapes.items() if "experts" in name)
+    assert work.forward() == 2 * 2048 * (dense + experts / 4) + work.attention()
+
+
+def test_where_activations_go_is_planned() -> None:
+    job = Job.of(config_of("llama-2-70b"), GPTQ)
+    roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=16e9, host_memory=64e9)
+    assert (roomy.place, tight.place) == ("device", "host")
+    assert roomy.device_bytes - tight.device_bytes == roomy.activation_bytes == 128 * 2048 * 8192 * 2
+    assert tight.host_bytes - roomy.host_bytes == tight.activation_bytes
+    full = plan(job, device_memory=16e9, host_memory=1e9)
+    assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
+    assert plan(job, samples=256, host_memory=64e9).activation_bytes == 2 * roomy.activation_bytes
+
+
+def test_host_and_device_memory_do_not_grow_with_depth() -> None:
+    few, many = (plan(Job.of(config_of("llama-2-70b", layers), GPTQ)) for layers in (4, 80))
+    assert (few.host_bytes, few.device_bytes) == (many.host_bytes, many.device_bytes)
+
+
+def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
+    options = {"samples": 2, "seqlen": 32, "device": "cpu", "activations": "auto", "progress": None}
+    measured = commands.bench_quantize(
+        "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
+    )
+    stages = measured.record["stages"]
+    assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(stages)
+    assert set(measured.floors) == {"read", "forward", "Hessian", "search", "rounding", "pack", "write"}
+    inner = sum(seconds for name, seconds in stages.items() if "beside" not in name)
+    assert inner <= measured.record["seconds"]
+    assert "of floor" in measured.table() and json.dumps(measured.as_dict())
+    assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not (tmp_path / "llama-tiny-2-w4a8-lqq").exists()
+
+
+def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
+    one, two, other = (make(config_of("llama-tiny", 1), tmp_path / n, s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    name = "model-00001.safetensors"
+    assert (one / name).read_bytes() == (two / name).read_bytes() != (other / name).read_bytes()
