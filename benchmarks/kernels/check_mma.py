@@ -231,9 +231,10 @@ def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and None or what is wrong; ``small``: few and tiny, for compute-sanitizer."""
-    compile_all((torch.bfloat16,) if small else (torch.int32, torch.bfloat16, torch.float16, torch.float32))
+    if not small:
+        compile_all((torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):
-        for tile in random_case(kind, 32, 256).operand.tiles:
+        for tile in random_case(kind, 32, 256).operand.tiles[-1 if small and kind != W4A8[0] else 0 :]:
             name = f"mma {kind} {tile.rows} x {tile.tokens}"
             if small:
                 case = random_case(kind, 160, 384 + 128 * (256 in kind))

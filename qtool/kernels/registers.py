@@ -100,6 +100,14 @@ def qoq_dequantize(codes: Tensor, s2: Tensor, szero: Tensor) -> Tensor:
     return vadd4(imad(codes, s2, 0), prmt(szero, 0, 0x0000))
 
 
+def qoq_dequantize_xor(codes: Tensor, s2: Tensor, zero: Tensor) -> Tensor:
+    """The same without ``vadd4``: one IMAD and one XOR, 128 - z * s2 in every byte, negative or not.
+
+    Each byte of the sum is (q - z) * s2 + 128, which the scheme's invariant keeps within 0..255.
+    """
+    return imad(codes, s2, (128 - zero * s2) * 0x01010101 & MASK) ^ 0x80808080
+
+
 def comet_extend(word: Tensor) -> tuple[Tensor, Tensor]:
     """COMET's zero extension (figure 7b): s4 nibbles as s8 bytes worth 16 times the code, low nibbles first."""
     return shl(word, 4) & 0xF0F0F0F0, word & 0xF0F0F0F0

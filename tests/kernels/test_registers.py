@@ -59,6 +59,7 @@ def test_qoq_equals_the_scheme_over_every_code_scale_and_zero() -> None:
     codes = crowded_codes(grid.low[:, 0].long(), grid.high[:, 0].long())
     s2, zero = s2.repeat(4)[:, None], zero.repeat(4)[:, None]
     got = r.to_bytes(r.qoq_dequantize(bytes_of(codes), s2, -zero * s2 & 0xFF)).flatten(1)
+    assert torch.equal(got, r.to_bytes(r.qoq_dequantize_xor(bytes_of(codes), s2, zero)).flatten(1))
 
     params = {"s1": torch.ones(len(codes)), "s2": s2.to(torch.uint8), "zero": zero.to(torch.uint8)}
     scheme.check(codes, params)
