@@ -19,7 +19,8 @@ from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
 from qtool.pipeline.memory import activation_bytes, working_bytes
 
-PLACES = ("device", "host", "disk")
+#: and how a sentence about it ends
+PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}
 #: of the free memory that a run may plan with, on the device and on the host, which others use too
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 
@@ -40,6 +41,11 @@ def available_host_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
+    """One line for plans and logs."""
+    return f"calibration activations: {activation_bytes(job, tokens, device) / 1e9:.2f} GB, kept {PLACES[place]}"
+
+
 def choose(job: Job, tokens: int, device: torch.device, device_free: float, host_free: float) -> str:
     """The first place with room for the activations of ``tokens`` beside what a block needs."""
     nbytes = activation_bytes(job, tokens, device)
@@ -57,7 +63,7 @@ class Activations:
     """Makes batches that live in one place.
 
     Args:
-        place: one of :data:`PLACES`. dtype: they are kept in; None: as they come.
+        place: a key of :data:`PLACES`. dtype: they are kept in; None: as they come.
         directory: for the file of each batch, if ``place`` is ``disk``.
     """
 

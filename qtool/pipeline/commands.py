@@ -2,13 +2,13 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool import recipes
+from qtool import ranks, recipes
 from qtool.checkpoint.source import DEMO, Checkpoint, read_config, resolve
 from qtool.errors import QtoolError, suggest
 from qtool.eval.results import Results
@@ -20,6 +20,8 @@ from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, KV_QUANTIZERS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from qtool.pipeline.bench import Measured
     from qtool.pipeline.export import Exported
 
@@ -135,8 +137,23 @@ def quantize(
         exported_formats(targets.get(export_format), job.format, source.config)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
     calibration = _calibration(source, text, data_dir, samples, seqlen, seed) if job.needs_data else None
+    if calibration is not None:
+        activations = _place(job, calibration.tokens, device, activations)
     return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress,
                activations=activations)  # fmt: skip
+
+
+def _place(job: Job, batches: Sequence["Tensor"], device: str, asked: str) -> str:
+    """Where this rank's activations will be kept; said on stderr."""
+    import torch
+
+    from qtool.pipeline.activations import described, place_for
+
+    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.share(batches))
+    place = place_for(job, tokens, where) if asked == "auto" else asked
+    if ranks.rank() == 0:
+        print(described(job, tokens, where, place), file=sys.stderr)
+    return place
 
 
 def export_beside(native: Path, export_format: str) -> "Exported":

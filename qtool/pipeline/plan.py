@@ -191,10 +191,8 @@ def _costs(planned: Plan) -> Iterator[str]:
         yield f"{host}, {took}"
         return
     yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
-    yield (
-        f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {PLACES[planned.place]}; "
-        f"disk {planned.disk_bytes / 1e9:.2f} GB"
-    )
+    kept = f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {activations.PLACES[planned.place]}"
+    yield f"{kept}; disk {planned.disk_bytes / 1e9:.2f} GB"
 
 
 def duration(seconds: float) -> str:
@@ -202,7 +200,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-#: where activations are kept, as a sentence ends
-PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}
