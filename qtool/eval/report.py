@@ -146,15 +146,20 @@ def _beside(row: Quality, base: TaskResult) -> Quality:
     return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
 
 
+#: rounding that notes an error of each linear: what of, and the note's key
+NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
+
+
 def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
-    """What the rounding wrote into qtool.json: GPTQ's error of each linear, or the loss of a distilled block."""
-    by_role: dict[str, dict[int, float]] = {}
-    for index, notes in enumerate(blocks):
-        for name, note in notes.get("gptq", {}).items():
-            worst = by_role.setdefault(role(f"{index}.{name}"), {})
-            worst[index] = max(worst.get(index, 0.0), note["error"])
-    if by_role:
-        return LayerErrors("output", "gptq", by_role)
+    """What the rounding wrote into qtool.json: an error of each linear, or the loss of a distilled block."""
+    for method, (what, key) in NOTED.items():
+        by_role: dict[str, dict[int, float]] = {}
+        for index, notes in enumerate(blocks):
+            for name, note in notes.get(method, {}).items():
+                worst = by_role.setdefault(role(f"{index}.{name}"), {})
+                worst[index] = max(worst.get(index, 0.0), note[key])
+        if by_role:
+            return LayerErrors(what, method, by_role)
     losses = {index: min(notes["distill"]["loss"]) for index, notes in enumerate(blocks) if "distill" in notes}
     return LayerErrors("block output", "distill", {"whole block": losses}) if losses else None
 

@@ -6,6 +6,7 @@ import yaml
 
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.eval.perplexity import SEQLEN
 from qtool.eval.report import Report
 
 RECIPE = "recipe.yaml"
@@ -24,13 +25,29 @@ def commands(report: Report) -> list[str]:
         quantize += "".join(f" --{flag} {calibration[key]}" for key, flag in named.items() if key in calibration)
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"
-    tasks = list(dict.fromkeys(q.facts["task"] for q in report.quality)) or ["wikitext2"]
     return [
         f"pip install qtool=={record.get('versions', {}).get('qtool', '')}".rstrip("="),
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",
-        f"qtool eval {' '.join(tasks)} --model {directory} --compare {base} --save",
+        *_evaluations(report, base),
         f"qtool report {directory} --compare {base}",
+    ]
+
+
+def _evaluations(report: Report, base: str) -> list[str]:
+    """One command for the tasks that were asked alike."""
+    asked: dict[str, list[str]] = {}
+    for fact in (q.facts for q in report.quality):
+        options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
+        options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
+        options += [f"--kv {fact['kv']}"] if "kv" in fact else []
+        tasks = asked.setdefault(" ".join(options), [])
+        if fact["task"] not in tasks:
+            tasks.append(fact["task"])
+    common = f"--model {report.directory} --compare {base}"
+    return [
+        " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
+        for options, tasks in (asked or {"": ["wikitext2"]}).items()
     ]
 
 

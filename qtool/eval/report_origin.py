@@ -92,6 +92,10 @@ CALIBRATION = {
 }
 
 
+#: of the wall time, that a stage needs to be listed
+LEAST_SHARE = 0.01
+
+
 def run(report: Report) -> Html:
     """Wall time by stage and peak memory, as recorded by the run."""
     found = report.run
@@ -102,7 +106,10 @@ def run(report: Report) -> Html:
         )
     sessions, stages = found["sessions"], found["stages"]
     rows: list[tuple[str, object]] = [("wall time", duration(found["seconds"]))]
-    rows += [(f"of it: {name}", duration(seconds)) for name, seconds in stages.items()]
+    shown = sorted(stages.items(), key=lambda stage: -stage[1])
+    rows += [
+        (f"of it {name}", duration(seconds)) for name, seconds in shown if seconds >= LEAST_SHARE * found["seconds"]
+    ]
     rows += [("peak host memory", nbytes(found["peak_host_bytes"])), ("device", found["device"])]
     if found["peak_device_bytes"]:
         rows.append(("peak device memory", nbytes(found["peak_device_bytes"])))

@@ -18,11 +18,6 @@ def layer_errors(report: Report) -> Html:
 def _errors(report: Report) -> Html:
     errors = report.errors
     if errors is None:
-        if len(report.methods) > 1:
-            return missing(
-                "Not recorded: this rounding measures no error, and the transforms before it changed the weights, so "
-                "that the source's cannot be held against them. A recipe that rounds with gptq records the error."
-            )
         return missing("Not measured. Fill it with", f"qtool report {report.directory} --compare BASE")
     values = [value for by_block in errors.by_role.values() for value in by_block.values()]
     x = svg.axis(BLOCK, [block for by_block in errors.by_role.values() for block in by_block], whole=True)
@@ -40,7 +35,7 @@ EXPLAINED = {
     "output": "Relative error of each linear's output on the calibration text, ‖X(W−V)ᵀ‖ / ‖XWᵀ‖, recorded by GPTQ "
     "while it quantized. All panels share one scale: a linear that stands out is the one to give more bits.",
     "block output": "Loss of each block's output against its teacher's after distillation, as the run recorded it.",
-    "weight": "Relative error of each weight against the baseline's, ‖V−W‖ / ‖W‖: what rounding alone does, whatever "
+    "weight": "Relative error of each weight, ‖V−W‖ / ‖W‖: what rounding alone does, after the transforms and whatever "
     "the inputs are. All panels share one scale.",
 }
 

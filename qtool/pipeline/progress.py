@@ -3,10 +3,12 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
+
+from qtool.eval.report import NOTED
 
 
 class Progress:
@@ -24,7 +26,12 @@ class Progress:
         if self.silent:
             return
         peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
-        errors = [error for note in notes.values() for error in _errors(note)]
+        errors = [
+            linear[key]
+            for method, (_, key) in NOTED.items()
+            for linear in notes.get(method, {}).values()
+            if key in linear
+        ]
         facts = f"peak {peak}" + (f", largest error {max(errors):.4f}" if errors else "")
         if sys.stderr.isatty():
             self.bar = self.bar or tqdm(total=total, unit="shard", desc="quantize")
@@ -38,10 +45,3 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.close()
-
-
-def _errors(note: Any) -> Iterator[float]:
-    """The relative errors that a method noted of the linears of a block: of outputs (gptq) or of weights (rtn)."""
-    for linear in note.values() if isinstance(note, dict) else ():
-        if isinstance(linear, dict):
-            yield from (linear[key] for key in ("error", "weight_error") if linear.get(key) is not None)

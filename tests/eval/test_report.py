@@ -92,7 +92,7 @@ def test_it_is_one_file_that_loads_nothing_and_runs_nothing(page):
 def test_missing_parts_name_the_command_that_fills_them(page, quantized):
     directory = quantized
     assert f"qtool eval wikitext2 piqa --model {directory} --compare BASE --save" in page.words
-    assert page.words.count(f"qtool report {directory} --compare BASE") >= 2
+    assert page.words.count(f"qtool report {directory} --compare BASE") >= 1
     assert "12 of 12" in page.words and "All checks passed." in page.words
 
 
@@ -166,7 +166,28 @@ def test_recorded_errors_and_gains():
     assert found["smooth-attention"].median == 0.5 and "gptq" not in found
     assert recorded_errors([{"distill": {"loss": [3.0, 1.0, 2.0], "epoch": 1}}]).by_role == {"whole block": {0: 1.0}}
     assert gains([{"distill": {"loss": [4.0, 1.0, 2.0], "epoch": 1}, "rotate": {"order": 8}}])[0].median == 0.25
+    weights = recorded_errors([{"rtn": {"mlp.up": {"weight_error": 0.1}}}, {"rtn": {"mlp.up": {"weight_error": 0.2}}}])
+    assert (weights.what, weights.by_role) == ("weight", {"mlp.up": {0: 0.1, 1: 0.2}})
     assert recorded_errors([]) is None
+
+
+def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
+    identity, metric = saved.identity(quantized), {"acc": Metric(0.5, 0.1, True)}
+    for task, facts in (
+        ("t", {"limit": 9}),
+        ("u", {"limit": 9}),
+        ("v", {"seqlen": 64}),
+        ("t", {"limit": 9, "kv": "kv4"}),
+    ):
+        result = TaskResult(task, "zero_shot", "f", 9, metric)
+        saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
+    told = [line for line in report_commands.commands(collect(quantized, None, "cpu")) if line.startswith("qtool eval")]
+    common = f"--model {quantized} --compare llama"
+    assert [line.replace(common, "...") for line in told] == [
+        "qtool eval t u ... --limit 9 --save",
+        "qtool eval v ... --seqlen 64 --save",
+        "qtool eval t ... --limit 9 --kv kv4 --save",
+    ]
 
 
 def answer(model: str, value: float, **facts) -> Answer:
