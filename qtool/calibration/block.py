@@ -9,9 +9,10 @@ schemes only through their protocol and names of linears only through the family
 Legend: B sequences in a batch, S tokens, H hidden size, N x K a linear's weight.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ class Block:
         exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows them; empty where
             the module's own are the exact ones.
         full_kv: arguments of a run that keep keys and values in full precision, where they are quantized.
+        reference: what the float model computes at this place, where the run follows it.
     """
 
     index: int
@@ -85,6 +87,7 @@ class Block:
     notes: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
+    reference: "Reference | None" = None
     _copied: dict[str, int] = field(default_factory=dict, init=False)  # the version of an exact tensor the module has
 
     @property
@@ -256,6 +259,30 @@ class Block:
         quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
         parent, _, attribute = name.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, quantized)
+
+
+@dataclass
+class Reference:
+    """The float model beside the quantized path: a block that stays float, and what enters it there.
+
+    Attributes:
+        block: transformed like the one to be rounded.
+        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that is absent stands
+            for itself.
+    """
+
+    block: Block
+    batches: dict[int, Batch] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
+        """A copy of ``block`` as it is now."""
+        block.follow()
+        return cls(replace(block, module=copy.deepcopy(block.module), exact={}, reference=None), batches or {})
+
+    def inputs(self, batch: Batch, name: str) -> Tensor | None:
+        """The float input ``[tokens, K]`` of submodule ``name`` for the tokens of ``batch``."""
+        return self.block.inputs(self.batches.get(id(batch), batch), name, **self.block.full_kv)
 
 
 class _Reached(Exception):

@@ -72,6 +72,10 @@ class Distill(Rounding):
         if self.loss not in LOSSES:
             raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
 
+    @property
+    def compares(self) -> bool:
+        return STARTS[self.start]().compares
+
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         used = own_sequences(own_subset(batches, self.samples))
         targets = [None if batch is None else block.run(batch, **block.full_kv) for batch in used]

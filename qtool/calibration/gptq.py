@@ -7,7 +7,7 @@ GPTQ, 14.1 with 3 and the clipping search, 13.1 with 2, 12.7 with ten times the 
 
 1. H is taken of the inputs as the quantized linear sees them, after its own activation quantizer.
 2. The target is not W but what best makes up for the error already in the input (after GPTAQ,
-   arXiv 2504.02692): X_fp is the float block's input to the linear, X the quantized path's,
+   arXiv 2504.02692): X_fp is the float model's input to the linear, X the quantized path's,
        min_V ||X V^T - X_fp W^T||  =>  T = W + residual * W (X_fp - X)^T X H^-1
 3. After the GPTQ pass, rounds of: float scales by least squares, then coordinate descent over the codes.
 
@@ -20,7 +20,6 @@ else its share of the rows of each: rows do not depend on each other.
 Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.block import Batch, Block, Reference, Rounded
 from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
@@ -97,9 +96,13 @@ class Gptq(Rounding):
     name = "gptq"
     needs_data = True
 
+    @property
+    def compares(self) -> bool:
+        return self.residual > 0
+
     @torch.no_grad()
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        float_block = replace(block, module=copy.deepcopy(block.module)) if self.residual else None
+        reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
         for stage in stages(block.family.groups):
@@ -108,7 +111,7 @@ class Gptq(Rounding):
             inputs = [names for group in stage for names in alike(block, group.linears)]
             experts = self.observe_experts(block, batches, inputs) if stage[0].routed else {}
             for names in inputs:
-                hessian = experts.pop(names[0], None) or self.observe(block, float_block, batches, names[0])
+                hessian = experts.pop(names[0], None) or self.observe(block, reference, batches, names[0])
                 if saw_enough(block, names, hessian.tokens, tokens):
                     problems.append(Problem(names, hessian))
                 else:
@@ -120,14 +123,14 @@ class Gptq(Rounding):
             rounded |= found
         return rounded
 
-    def observe(self, block: Block, float_block: Block | None, batches: Sequence[Batch], name: str) -> Hessian:
+    def observe(self, block: Block, reference: Reference | None, batches: Sequence[Batch], name: str) -> Hessian:
         """The moments of linear ``name``'s input, as it will see it."""
         scheme, params = block.schemes[name], block.fit(name)
-        hessian = Hessian(block.weight(name).shape[1], block.device, drift=float_block is not None)
+        hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
         for batch in ranks.rounds(batches):
             if batch is not None and (x := block.inputs(batch, name)) is not None:
-                reference = float_block.inputs(batch, name, **block.full_kv) if float_block else None
-                hessian.add(scheme.fake_activation(x, params), reference)
+                float_x = None if reference is None else reference.inputs(batch, name)
+                hessian.add(scheme.fake_activation(x, params), float_x)
             hessian.turn()
         return hessian.complete()
 

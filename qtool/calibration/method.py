@@ -93,6 +93,11 @@ class Rounding(ABC):
     #: what is a batch matters to the result (a batch is a step)
     steps: ClassVar[bool] = False
 
+    @property
+    def compares(self) -> bool:
+        """It looks at what the float model computes (``Block.reference``), so that model runs beside."""
+        return False
+
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         """Codes and parameters of every linear in ``block.schemes``; may install them as it goes."""

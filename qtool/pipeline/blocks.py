@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.block import Batch, Block, Rounded, SimulatedLinear, first_inputs
+from qtool.calibration.block import Batch, Block, Reference, Rounded, SimulatedLinear, first_inputs
 from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.rtn import round_to_nearest
 from qtool.calibration.stages import Stages, stage
@@ -23,6 +23,7 @@ from qtool.pipeline.activations import Activations, compute_dtype
 from qtool.pipeline.edges import finite, table_rows
 from qtool.pipeline.job import Job
 from qtool.pipeline.prefetch import Prefetch
+from qtool.runtime.format import LinearFormat
 from qtool.runtime.packed_kv import OFFSET
 
 
@@ -84,6 +85,9 @@ class BuiltBlocks:
         self.model = skeleton(AutoConfig.from_pretrained(source.directory))
         self.prefetch = Prefetch(source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read"))
         self.batches = self._first_inputs(tokens, activations) if tokens and job.needs_data else []
+        #: the same in the float model, up to block ``self.reached``
+        self.references = [activations.batch(b.hidden, b.kwargs) for b in self.batches if job.rounding.compares]
+        self.reached = 0
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of block 0, from the embedding's rows of the tokens that occur."""
@@ -112,20 +116,12 @@ class BuiltBlocks:
             following: the block whose weights are read meanwhile.
         """
         job, prefix = self.job, self.job.full(index, "")
-        with stage("read"):
-            module = self._module(index, self.prefetch.block(index, following), self.compute or torch.float32)
-            exact = {n: p.detach().float() for n, p in module.named_parameters()} if self.compute else {}
-        formats = {n: f for n in job.linears(index) if (f := job.format.of(prefix + n))}
-        schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
-        block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes,
-                      exact=exact)  # fmt: skip
-        for transform in job.transforms:
-            with stage("search"):
-                transform.apply(block, self.batches)
+        block, formats = self._transformed(index, following, notes)
         stored = {prefix + n: p.to(job.dtype) for n, p in block.parameters().items() if prefix + n in spec}
         constants = kv_constants(block, job.format.kv, self.batches)
         with quantized_kv(block, job.format.kv, constants), stage("rounding"):
             rounded = job.rounding.round(block, self.batches)
+        self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with stage("pack"):
             for name, linear_format in formats.items():
@@ -136,13 +132,43 @@ class BuiltBlocks:
                     order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
                     stored[f"{prefix}{name}.permutation"] = order.to(torch.int32)
                 del rounded[name]
-        _empty(module)
+        _empty(block.module)
         return [(name, stored[name]) for name in spec]
+
+    def _transformed(
+        self, index: int, following: int | None, notes: dict[str, Any]
+    ) -> tuple[Block, dict[str, LinearFormat]]:
+        """Block ``index`` after all transforms, beside the float model if the rounding looks at it; its formats."""
+        job = self.job
+        with stage("read"):
+            module = self._module(index, self.prefetch.block(index, following), self.compute or torch.float32)
+            exact = {n: p.detach().float() for n, p in module.named_parameters()} if self.compute else {}
+        formats = {n: f for n in job.linears(index) if (f := job.format.of(job.full(index, n)))}
+        schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
+        block = Block(index, module, job.block_family(index), self.model.config, schemes, notes=notes,
+                      exact=exact)  # fmt: skip
+        for transform in job.transforms:
+            with stage("search"):
+                transform.apply(block, self.batches)
+        if self.references:
+            pairs = zip(self.batches, self.references, strict=True)
+            block.reference = Reference.of(block, {id(batch): reference for batch, reference in pairs})
+        return block, formats
+
+    def _advance(self, block: Block) -> None:
+        """The float model's batches pass ``block``."""
+        if block.reference and block.index < self.job.blocks - 1:
+            block.reference.block.propagate(self.references)
+            block.reference, self.reached = None, block.index + 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Run block ``index`` as ``stored`` (by full name) on every batch: its outputs are the next block's inputs."""
         if not self.batches or index == self.job.blocks - 1:
             return
+        if self.references and self.reached <= index:  # the block was written by an earlier run
+            block, _ = self._transformed(index, None, {})
+            self._advance(block)
+            _empty(block.module)
         job, prefix = self.job, self.job.full(index, "")
         parts = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()}
         shapes, dtype = job.block_shapes(index), self.compute or torch.float32

@@ -26,8 +26,9 @@ BATCH_TOKENS = 4096
 
 
 def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """The hidden states of ``tokens`` between two blocks."""
-    return tokens * int(job.config["hidden_size"]) * compute_bytes(job, device)
+    """The hidden states of ``tokens`` between two blocks, and the float model's where the rounding looks at them."""
+    paths = 1 + job.rounding.compares
+    return paths * tokens * int(job.config["hidden_size"]) * compute_bytes(job, device)
 
 
 def compute_bytes(job: Job, device: torch.device) -> int:

@@ -73,6 +73,8 @@ class BlockWork:
             forward_flops=self.forward(),
             packed_weights=2 * self.weights(self.quantized),
         )
+        if self.job.rounding.compares:
+            work = work + Work(forward_flops=self.forward())  # the float model beside
         methods: list[Transform | Rounding] = [*self.job.transforms, self.job.rounding]
         for method in methods:
             work = work + self.of(method)

@@ -1,0 +1,63 @@
+"""The float model beside the quantized path, which GPTQ looks at: what it computes, and that a resumed run finds it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.calibration.gptq import Gptq
+from qtool.checkpoint.source import Checkpoint
+from qtool.pipeline.quantize import Calibration, quantize
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+TOKENS = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(3))
+
+
+class Killed(Exception):
+    pass
+
+
+def run(source: Path, out: Path, kv: str | None = None, **options: object) -> Path:
+    layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel"}]
+    transforms = ["norm-fusion", {"smooth": {"steps": 2}}, *(["smooth-attention"] if kv else [])]
+    recipe = recipes.parse({"layers": layers, "transforms": transforms, "rounding": "gptq", "kv": kv}, "mine")
+    return quantize(Checkpoint(source), recipe, out, calibration=Calibration(TOKENS.split(2)), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv", (None, "kv4"))
+def test_it_is_what_the_float_model_computes(
+    kv: str | None, make_model: MakeModel, tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    source = make_model(num_hidden_layers=3)
+    exact = load(source)(TOKENS, output_hidden_states=True).hidden_states
+    seen = []
+
+    def spy(self, block, batches):  # type: ignore[no-untyped-def]
+        references = [block.reference.batches[id(batch)].hidden for batch in batches]
+        torch.testing.assert_close(torch.cat(references), exact[block.index], rtol=1e-4, atol=1e-4)
+        drifted = torch.cat([batch.hidden for batch in batches])
+        assert torch.equal(drifted, torch.cat(references)) == (block.index == 0)
+        seen.append(block.index)
+        return rounded(self, block, batches)
+
+    rounded = Gptq.round
+    monkeypatch.setattr(Gptq, "round", spy)
+    run(source, tmp_path / "out", kv)
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stop", (2, 3, 4))
+def test_a_resumed_run_finds_it_again(stop: int, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model(num_hidden_layers=3, dtype=torch.bfloat16)
+    whole = run(source, tmp_path / "whole", "kv4")
+
+    def kill(done: int, *_: object) -> None:
+        if done == stop:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(source, tmp_path / "cut", "kv4", progress=kill)
+    cut = run(source, tmp_path / "cut", "kv4", resume=True)
+    assert {p.name: p.read_bytes() for p in cut.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
