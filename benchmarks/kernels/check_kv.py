@@ -52,12 +52,12 @@ class Shape:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Shape":
-        tokens = rng.choice([rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 3000)])
+        tokens = rng.choice([rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 2000)])
         return cls(
-            rng.choice(["kv4", "kv8"]), rng.randint(1, 5), rng.randint(1, 4), rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 20]),
-            rng.choice([1, 1, 1, 2, 3, 5, 8]), rng.choice(DIMS), tokens, rng.choice([torch.float16, torch.bfloat16]),
-            rng.random() < 0.4, rng.random() < 0.3, rng.choice([0.0, 5.0]), rng.choice([0, 0, rng.randint(1, 500)]),
-            rng.random() < 0.3,
+            rng.choice(["kv4", "kv8"]), rng.choice([1, 2, 5, 40]), rng.randint(1, 4),
+            rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 20]), rng.choice([1, 1, 1, 2, 3, 5, 8]), rng.choice(DIMS), tokens,
+            rng.choice([torch.float16, torch.bfloat16]), rng.random() < 0.4, rng.random() < 0.3,
+            rng.choice([0.0, 5.0]), rng.choice([0, 0, rng.randint(1, 500)]), rng.random() < 0.3,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -161,10 +161,11 @@ def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:
 
 def _prepare(shapes: list[Shape]) -> None:
     major, minor = torch.cuda.get_device_capability()
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
     sources = []
     for shape in shapes:
         bits = 4 if shape.kv == "kv4" else 8
-        plan = Plan.of(bits, shape.dim, shape.group * shape.queries)
+        plan = Plan.of(bits, shape.dim, shape.group * shape.queries, shape.batch * shape.heads, processors)
         sources.append(definition(plan, shape.dtype, shape.masked, shape.softcap > 0))
         sources.append(append_definition(bits, shape.dim, shape.dtype))
     distinct = {repr(source): source for source in sources}
@@ -201,6 +202,8 @@ def _chosen() -> Iterator[Shape]:
         yield from (make(kv, 2, 2, 4, dim=dim, tokens=200) for dim in range(16, 257, 16))
         yield from (make(kv, 1, 1, 1, dim=64, tokens=n) for n in (1, 2, 31, 32, 33, 127, 128, 129))
         yield Shape(kv, 2, 2, 4, 8, 128, 300, torch.float16, masked=True, softcap=20.0, window=70)
+        yield from (make(kv, 40, 4, 4, dim=dim, tokens=300) for dim in (16, 64, 80, 128, 256))
+        yield Shape(kv, 70, 2, 3, 5, 128, 300, torch.float16, ragged=True, masked=True, softcap=20.0)
         yield make(kv, 64, 8, 4, dim=128, tokens=4096)
         yield make(kv, 1, 8, 4, dim=128, tokens=131072)
 

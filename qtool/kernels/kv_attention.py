@@ -48,7 +48,7 @@ def kv_attention(
 
     Args:
         query: float16 or bfloat16 ``[B, Hq, Tq, D]``; Hq a multiple of H, D of 16, up to 256.
-        k_codes, v_codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``; C a multiple of 32.
+        k_codes, v_codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``; C a multiple of 64.
         k_scale, v_scale: kv4 float16 ``[B, H, C, 1]``, kv8 float32 ``[H, D]``.
         k_zero, v_zero: kv4 float16 ``[B, H, C, 1]``, kv8 None.
         tokens: of every sequence, or the most of any if there are ``lengths``.
@@ -102,9 +102,10 @@ def _(
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise QtoolError(f"kv_attention: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        plan = Plan.of(call.keys.bits, dim, rows)
+        processors = _processors(device.index)
+        plan = Plan.of(call.keys.bits, dim, rows, batch * kv_heads, processors)
         blocks = batch * kv_heads * plan.row_blocks(rows)
-        splits = plan.splits(blocks, tokens, _processors(device.index))
+        splits = plan.splits(blocks, tokens, processors)
         all_rows = batch * kv_heads * rows
         partial = query.new_empty(all_rows * splits * (dim + 2) if splits > 1 else 0, dtype=torch.float32)
         tensors = (query, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, lengths, mask, out, partial)
@@ -153,11 +154,13 @@ class Plan:
     blocks_per_sm: int
 
     @classmethod
-    def of(cls, bits: int, dim: int, rows: int) -> "Plan":
-        """The measured choice for ``rows`` query rows a kv head."""
+    def of(cls, bits: int, dim: int, rows: int, groups: int, processors: int) -> "Plan":
+        """The measured choice for ``rows`` query rows of each of ``groups`` kv heads (of all sequences)."""
         row_tiles = 1 if rows <= 8 or dim > 128 else 2
+        stages = 2 if bits == 4 else 3
+        if bits == 4 and dim <= 128 and groups * -(-rows // (8 * row_tiles)) <= processors:
+            return cls(bits, dim, row_tiles, 64, stages, 1)
         tile = 16 if bits * dim > 1024 else 32
-        stages = 2 if bits == 4 and dim > 192 else 3
         blocks = 2 if row_tiles == 2 or bits * dim > 512 else 4
         return cls(bits, dim, row_tiles, tile, stages, blocks)
 
@@ -198,11 +201,13 @@ def definition(plan: Plan, dtype: torch.dtype, masked: bool, capped: bool) -> tu
 
 def builds() -> Iterator[Build]:
     """Both caches at few and many query rows: every width on Hopper, the longest variant everywhere."""
-    cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
-    cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]
-    for (arch, dim, special), bits, rows in product(cases, (4, 8), (4, 16)):
-        plan = Plan.of(bits, dim, rows)
-        name = f"kv_attention kv{bits} D={dim} rows={rows}{' masked capped' * special}"
+    cases = [("sm_90a", dim, False, 1000) for dim in (64, 80, 128, 256)]
+    cases += [(arch, 128, True, groups) for arch in ("sm_80", "sm_89", "sm_90a") for groups in (1, 1000)]
+    for (arch, dim, special, groups), bits, rows in product(cases, (4, 8), (4, 16)):
+        plan = Plan.of(bits, dim, rows, groups, 132)
+        if bits == 8 and groups == 1:
+            continue  # the same as for many
+        name = f"kv_attention kv{bits} D={dim} rows={rows} tile={plan.tile}{' masked capped' * special}"
         source = definition(plan, torch.bfloat16, special, special)
         threads = 32 * WARPS * plan.blocks_per_sm
         exits = arch != "sm_90a"  # a loop's exit is coded as a call there

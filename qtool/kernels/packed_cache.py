@@ -15,7 +15,7 @@ from qtool.schemes.kv import KV4, KV8, KVQuantizer
 #: numbers of the dtypes in csrc
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: what a capacity is a multiple of: the kernels read whole tiles of tokens
-TOKENS = 32
+TOKENS = 64
 #: largest head dimension
 MOST_CHANNELS = 256
 

@@ -22,7 +22,7 @@ SCALES = ("k_scale", "v_scale")
 OFFSET = "k_offset"
 STORED = {KV8: SCALES, KV4: (OFFSET,)}
 #: the packed tensors' room is a multiple of so many tokens, as the kernels want it
-ROOM = 32
+ROOM = 64
 
 
 def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qtool.errors import QtoolError
 from qtool.kernels.kv_append import kv_append
 from qtool.kernels.kv_attention import MOST_SPLITS, WARPS, Plan, kv_attention
+from qtool.kernels.packed_cache import TOKENS
 from qtool.schemes.kv import KV4, KV8, KVQuantizer, unpack_nibbles
 
 BATCH, HEADS, GROUP, CAPACITY = 2, 2, 3, 64
@@ -135,7 +137,7 @@ def test_opcheck(name: str) -> None:
         (lambda c: {"query": c["query"].float()}, "query is torch.float32; expected torch.float16 or torch.bfloat16"),
         (lambda c: {"query": c["query"][:, :5].contiguous()}, "5 query heads over 2 kv heads"),
         (lambda c: {"k_codes": c["k_codes"].to(torch.int16)}, "k_codes is torch.int16"),
-        (lambda c: {"k_codes": c["k_codes"][:, :, :50]}, "room for 50 tokens; expected a multiple of 32"),
+        (lambda c: {"k_codes": c["k_codes"][:, :, :32]}, "room for 32 tokens; expected a multiple of 64"),
         (lambda c: {"v_scale": c["v_scale"].float()}, "v_scale is torch.float32"),
         (lambda c: {"v_zero": None}, "v_zero is missing"),
         (lambda c: {"tokens": 65}, "65 tokens; the cache has room for 64"),
@@ -206,12 +208,17 @@ def test_fragments_hold_every_code_once_where_the_query_and_the_output_expect_it
 def test_plans_fit_every_gpu_and_splits_cover_the_tokens() -> None:
     for bits in (4, 8):
         for dim in range(16, 257, 16):
-            for rows in (1, 8, 9, 64):
-                plan = Plan.of(bits, dim, rows)
-                assert plan.shared_bytes <= 99 * 1024 and plan.row_blocks(rows) * 8 * plan.row_tiles >= rows
-    plan = Plan.of(4, 128, 4)
-    assert plan.splits(512, 4096, 132) == 1
-    assert plan.splits(8, 1 << 20, 132) == MOST_SPLITS
+            for rows, groups in product((1, 8, 9, 64), (1, 1000)):
+                plan = Plan.of(bits, dim, rows, groups, 132)
+                assert (
+                    TOKENS % plan.tile == 0
+                    and plan.shared_bytes <= 99 * 1024
+                    and plan.row_blocks(rows) * 8 * plan.row_tiles >= rows
+                )
+    assert Plan.of(4, 128, 4, 512, 132).splits(512, 4096, 132) == 1
+    plan = Plan.of(4, 128, 4, 8, 132)
+    assert plan.splits(8, 1 << 15, 132) == 16  # one block a multiprocessor
+    assert plan.splits(1, 1 << 20, 132) == MOST_SPLITS
     for tokens in (0, 1, 127, 128, 129, 5000):
         assert 1 <= plan.splits(8, tokens, 132) <= max(1, -(-tokens // (plan.tile * WARPS)))
 

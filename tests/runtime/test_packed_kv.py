@@ -53,15 +53,15 @@ def test_values_on_the_grid_come_back_exactly() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
     layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
-    x = tokens(32)
+    x = tokens(64)
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
     assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel()
     assert layer.nbytes_16bit == 2 * x.nbytes
     layer.update(tokens(3), tokens(3))  # a group of 8 stays open, in 16 bits; single tokens open new room
     room = layer.stored[0].capacity
-    opened = 16.0 * 3 if room == 32 else quantizers()[name].bits_per_value(DIM) * (room - 32)
-    bits = quantizers()[name].bits_per_value(DIM) * 32 + opened
-    assert 8 * layer.nbytes == bits * 2 * x.numel() // 32
+    opened = 16.0 * 3 if room == 64 else quantizers()[name].bits_per_value(DIM) * (room - 64)
+    bits = quantizers()[name].bits_per_value(DIM) * 64 + opened
+    assert 8 * layer.nbytes == bits * 2 * x.numel() // 64
 
 
 def test_room_grows_by_a_half_in_whole_tiles_and_is_not_given_back_by_a_crop() -> None:
@@ -69,11 +69,11 @@ def test_room_grows_by_a_half_in_whole_tiles_and_is_not_given_back_by_a_crop() -
     for _ in range(200):
         stored.store(tokens(1))
         rooms.append(stored.capacity)
-    assert set(rooms) == {32, 64, 96, 160, 256} and all(room >= n for n, room in enumerate(rooms, 1))
+    assert set(rooms) == {64, 128, 192, 320} and all(room >= n for n, room in enumerate(rooms, 1))
     stored.crop(5)
-    assert stored.capacity == 256 and stored.tokens == 5
+    assert stored.capacity == 320 and stored.tokens == 5
     codes, scale, zero = stored.kernel_arguments()
-    assert codes.shape == (2, HEADS, 256, DIM // 2) and zero is not None and scale.shape == zero.shape
+    assert codes.shape == (2, HEADS, 320, DIM // 2) and zero is not None and scale.shape == zero.shape
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -247,9 +247,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         const u32 params = stage + 2 * kCodeBytes;
         const int first = tile * TILE;
         if (BITS == 4 && first + TILE > length) {  // values' parameters that nothing wrote
-            if (lane < TILE && first + lane >= length)
-                asm volatile("st.shared.u16 [%0], %2;\nst.shared.u16 [%1], %2;" ::"r"(params + 2 * kParamBytes + 2 * lane),
-                             "r"(params + 3 * kParamBytes + 2 * lane), "h"(static_cast<u16>(0)) : "memory");
+            for (int i = lane; i < TILE; i += 32)
+                if (first + i >= length)
+                    asm volatile("st.shared.u16 [%0], %2;\nst.shared.u16 [%1], %2;" ::"r"(params + 2 * kParamBytes + 2 * i),
+                                 "r"(params + 3 * kParamBytes + 2 * i), "h"(static_cast<u16>(0))
+                                 : "memory");
             __syncwarp();
         }
 
@@ -308,8 +310,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
 
         int exponent = state.exponent;
         if constexpr (BITS == 4) {
-            u32 bits = 0;
-            if (lane < TILE) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(bits) : "r"(params + 2 * kParamBytes + 2 * lane));
+            u32 bits = 0;  // halves above 0 are ordered as their bits
+#pragma unroll
+            for (int i = 0; i < TILE; i += 32) {
+                u32 here = 0;
+                if (i + lane < TILE)
+                    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(here) : "r"(params + 2 * kParamBytes + 2 * (i + lane)));
+                bits = max(bits, here);
+            }
             exponent = max(exponent, static_cast<int>(__reduce_max_sync(0xFFFFFFFF, bits) >> 10));
         }
         bool grew = exponent != state.exponent;
