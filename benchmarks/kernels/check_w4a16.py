@@ -58,25 +58,25 @@ class Case:
         scale = (torch.rand(n, k // group if group else 1, device="cuda") + 0.1).mul(0.01).to(dtype)
         return cls.make(prune(codes) if sparse else codes, scale, sparse)
 
-    def run(self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, cluster: bool) -> Tensor:
+    def run(self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, hopper: bool) -> Tensor:
         out = torch.full((len(x) + 1, len(self.exact)), 77.0, dtype=out_dtype, device="cuda")
         out[:-1] = float("nan")
-        run(tile, x, self.weight, out[:-1], bias, cluster=cluster)
+        run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
 
     def verify(
-        self, tile: HalfTile, m: int, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, cluster: bool
+        self, tile: HalfTile, m: int, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, hopper: bool
     ) -> str | None:
         """None, or what is wrong."""
         n, k = self.exact.shape
         x = torch.randn(m, k, device="cuda").to(dtype)
         b = torch.randn(n, device="cuda").to(dtype) if bias else None
-        got = self.run(tile, x, b, out_dtype, cluster)
+        got = self.run(tile, x, b, out_dtype, hopper)
         want = x.double() @ self.exact.t() + (0 if b is None else b.double())
         terms = x.double().abs() @ self.exact.abs().t() + (0 if b is None else b.double().abs())
         wrong = ~((got.double() - want).abs() <= TOLERANCE * terms + torch.finfo(out_dtype).eps * want.abs())
-        if not torch.equal(got, self.run(tile, x, b, out_dtype, cluster)):
+        if not torch.equal(got, self.run(tile, x, b, out_dtype, hopper)):
             return "a second run differs"
         return _describe(wrong, got)
 
@@ -134,8 +134,8 @@ def op_under_graph_and_compile(sparse: bool) -> str | None:
 
 
 def _compile(job: tuple[Variant, HalfTile, bool]) -> None:
-    variant, tile, cluster = job
-    cubin(*definition(variant, tile, CAPABILITY, cluster=cluster), ARCHITECTURES[CAPABILITY][0])
+    variant, tile, hopper = job
+    cubin(*definition(variant, tile, CAPABILITY, hopper=hopper), ARCHITECTURES[CAPABILITY][0])
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
@@ -161,19 +161,19 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     for sparse, group, dtype, scale_dtype, tile in one_hots:
         name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
         yield name, one_hot(sparse, group, tile, dtype, scale_dtype)
-    for tile, sparse, cluster in itertools.product(TILES, (False, True), (True, False)):
+    for tile, sparse, hopper in itertools.product(TILES, (False, True), (True, False)):
         case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
         for m in (1, tile.block_tokens, tile.block_tokens + 3):
-            wrong = case.verify(tile, m, bf16, bf16, True, cluster)
-            yield f"sums M={m} sparse={sparse} cluster={cluster} {tile}", wrong
+            wrong = case.verify(tile, m, bf16, bf16, True, hopper)
+            yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
     for sparse in (False, True):
         yield f"CUDA graph, torch.compile, opcheck sparse={sparse}", op_under_graph_and_compile(sparse)
-    for i, (variant, tile, cluster) in enumerate(fuzzed):
+    for i, (variant, tile, hopper) in enumerate(fuzzed):
         n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
         m = rng.choice([rng.randint(1, 2 * tile.block_tokens), rng.randint(1, 300)])
         case = Case.random(variant.sparse, variant.group, n, k, variant.scale)
-        wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, cluster)
-        yield f"fuzz {i} M={m} N={n} K={k} cluster={cluster} {variant} {tile}", wrong
+        wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, hopper)
+        yield f"fuzz {i} M={m} N={n} K={k} hopper={hopper} {variant} {tile}", wrong
 
 
 def main() -> int:

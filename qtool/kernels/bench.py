@@ -183,7 +183,7 @@ class HalfColumn:
     def source(self, m: int, n: int, k: int) -> Source:
         bf16 = torch.bfloat16
         variant = Variant(self.sparse, self.group_size or 0, bf16, bf16, bf16)
-        return half_gemm.definition(variant, choose_half(m, n, k), (9, 0), cluster=True)
+        return half_gemm.definition(variant, choose_half(m, n), (9, 0), hopper=True)
 
     def weights(self, n: int, k: int) -> list[HalfWeight]:
         inputs = 32 if self.sparse else 16
@@ -201,7 +201,7 @@ class HalfColumn:
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
         def call(weight: HalfWeight) -> Callable[[], object]:
-            return lambda: half_gemm.run(choose_half(m, n, k), x, weight, out, None)
+            return lambda: half_gemm.run(choose_half(m, n), x, weight, out, None)
 
         return [call(weight) for weight in weights]
 

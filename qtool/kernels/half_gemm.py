@@ -15,7 +15,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.build import cubin
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.half_tiles import HalfTile
-from qtool.kernels.launch import launch, load
+from qtool.kernels.launch import item_map, launch, load
 
 #: architectures these kernels are compiled for, and the shared memory of a multiprocessor that blocks may have
 ARCHITECTURES = {(8, 0): ("sm_80", 163), (8, 6): ("sm_86", 99), (8, 9): ("sm_89", 99), (9, 0): ("sm_90a", 227)}
@@ -65,12 +65,12 @@ class Variant:
 
 
 def definition(
-    variant: Variant, tile: HalfTile, capability: tuple[int, int], *, cluster: bool
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], *, hopper: bool
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`.
 
     Args:
-        cluster: the blocks that split K add their sums through distributed shared memory (sm_90).
+        hopper: bulk copies fill the rings, and the blocks that split K add their sums as a cluster (sm_90).
     """
     return (
         "w4a16_24_gemm" if variant.sparse else "w4a16_gemm",
@@ -87,10 +87,22 @@ def definition(
             "SPLIT": tile.split,
             "STAGES": tile.stages(variant.stage_bytes(tile), shared_bytes(tile, capability)),
             "BLOCKS_PER_SM": tile.blocks_per_sm,
-            "CLUSTER": int(cluster),
+            "HOPPER": int(hopper),
             "SHARED_BYTES": shared_bytes(tile, capability),
         },
     )
+
+
+def maps(tile: HalfTile, x: Tensor, weight: HalfWeight) -> bytes:
+    """Descriptors of the boxes that a team copies for 64 input channels: tokens, codes, positions, scales."""
+    n, columns = weight.shape[0], tile.columns
+    tokens = item_map(x, x.shape[1], tile.block_tokens, 64, swizzle=128)
+    metadata, group = bytes(128), bytes(128)
+    if weight.metadata is not None:
+        metadata = item_map(weight.metadata, n, 2, columns)
+    if weight.group:
+        group = item_map(weight.scale, n, max(1, 64 // weight.group), columns)
+    return tokens + item_map(weight.qweight, n, 4 if weight.metadata is None else 2, columns) + metadata + group
 
 
 def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
@@ -100,21 +112,21 @@ def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
 
 @cache
 def _kernels(
-    variant: Variant, tile: HalfTile, capability: tuple[int, int], cluster: bool, device: int
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], hopper: bool, device: int
 ) -> tuple[Any, Any]:
-    source = definition(variant, tile, capability, cluster=cluster)
+    source = definition(variant, tile, capability, hopper=hopper)
     code = cubin(*source, ARCHITECTURES[capability][0])
     main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device)
-    return main, None if cluster or tile.split == 1 else load(code, "qtool_add_splits", 0, device)
+    return main, None if hopper or tile.split == 1 else load(code, "qtool_add_splits", 0, device)
 
 
 def run(
-    tile: HalfTile, x: Tensor, weight: HalfWeight, out: Tensor, bias: Tensor | None, *, cluster: bool | None = None
+    tile: HalfTile, x: Tensor, weight: HalfWeight, out: Tensor, bias: Tensor | None, *, hopper: bool | None = None
 ) -> None:
     """Launch ``out [M, N] = x [M, K] W^T``. All checks were made by the op.
 
     Args:
-        cluster: see :func:`definition`; by default wherever the GPU has clusters.
+        hopper: see :func:`definition`; by default on Hopper.
     """
     device = x.device
     capability = torch.cuda.get_device_capability(device)
@@ -122,16 +134,17 @@ def run(
         known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
         raise QtoolError(f"this kernel is written for {known}, {device} is sm_{capability[0]}{capability[1]}")
     overlap = capability[0] >= 9
-    cluster = overlap if cluster is None else cluster
+    hopper = overlap if hopper is None else hopper
     (m, k), n = x.shape, out.shape[1]
     with torch.cuda.device(device):
-        main, add = _kernels(Variant.of(x, weight, out.dtype), tile, capability, cluster, device.index)
+        main, add = _kernels(Variant.of(x, weight, out.dtype), tile, capability, hopper, device.index)
         token_tiles = -(-m // tile.block_tokens)
         grid = tile.split * token_tiles * -(-n // tile.columns)
         workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
         tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
-        parameters = struct.pack(
-            "<7Q5i4x",
+        parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
+        parameters += struct.pack(
+            "<7Q5i52x",
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(m, n, k),
             0 if bias is None else KINDS[bias.dtype],

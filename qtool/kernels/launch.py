@@ -45,26 +45,32 @@ def resident_blocks(kernel: Any, threads: int, shared_bytes: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: int) -> bytes:
+def _tensor_map(
+    address: int, rows: int, columns: int, item: int, box_rows: int, box_columns: int, swizzle: int
+) -> bytes:
     driver = _driver()
     types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    item = 4 if box_bytes > 256 else 1  # a box has at most 256 elements a row
-    swizzle = {
-        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }.get(box_bytes, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     encoded = check(
         driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_UINT32 if item == 4 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            {
+                1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                4: types.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                8: types.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+            }[item],
             2,
             address,
-            [u64(columns // item), u64(rows)],
-            [u64(columns)],
-            [u32(box_bytes // item), u32(box_rows)],
+            [u64(columns), u64(rows)],
+            [u64(columns * item)],
+            [u32(box_columns), u32(box_rows)],
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
+            {
+                0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+            }[swizzle],
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -77,7 +83,20 @@ def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
 
     Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
     """
-    return _tensor_map(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], box_rows, box_bytes)
+    rows, columns = tensor.shape
+    item = 4 if box_bytes > 256 else 1  # a box has at most 256 items a row
+    swizzle = box_bytes if box_bytes in (64, 128) else 0
+    return _tensor_map(tensor.data_ptr(), rows, columns // item, item, box_rows, box_bytes // item, swizzle)
+
+
+def item_map(tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0) -> bytes:
+    """The same for a matrix of ``columns`` items a row, whatever their size: ``swizzle`` bytes, 0 for none.
+
+    Args:
+        tensor: ``[rows, ...]``, contiguous; its bytes are cut into ``columns`` items of 1, 2, 4 or 8.
+    """
+    item = tensor.nbytes // (tensor.shape[0] * columns)
+    return _tensor_map(tensor.data_ptr(), tensor.shape[0], columns, item, box_rows, box_columns, swizzle)
 
 
 def launch(

@@ -1,10 +1,14 @@
 """The W4A16 ops on a CPU, and where the kernels expect each code, position and scale."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.half_gemm import Variant, shared_bytes
+from qtool.kernels.half_tiles import TABLE, choose
 from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24, compress
@@ -106,6 +110,17 @@ def test_the_kernels_order_of_channel_scales_is_marlins() -> None:
     n = torch.arange(N)
     place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2  # Marlin::channel
     assert torch.equal(MARLIN.pack_channel(n)[place], n)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_every_chosen_tile_is_compiled_and_has_two_stages(capability: tuple[int, int]) -> None:
+    known = TABLE[(8, 9) if capability == (8, 6) else capability]
+    for m, n in itertools.product((1, 8, 9, 16, 17, 32, 33, 64, 100, 4096), (64, 4096, 6144, 57344)):
+        tile = choose(m, n, capability)
+        assert tile in known
+        for sparse, scale in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+            variant = Variant(sparse, 32, torch.bfloat16, scale, torch.float32)
+            assert tile.stages(variant.stage_bytes(tile), shared_bytes(tile, capability)) >= 2
 
 
 def test_refuses_in_one_sentence() -> None:

@@ -2,7 +2,7 @@
 //
 // A block multiplies kColumnWarps * 64 output channels by kTokens * kTokenWarps tokens. Its kTeams teams of warps
 // share the sum over K, and so do kSplit blocks: each of these units takes a run of 128s of input channels, through
-// its own ring of stages (64 channels) filled by cp.async. A team waits for nobody but itself until the end, when all units put
+// its own ring of stages (64 channels), filled by bulk copies on Hopper and by cp.async before. A team waits for nobody but itself until the end, when all units put
 // their sums into shared memory and each thread adds, in the order of K, those it stores.
 //
 // Exact products: the operand is code - 8, which 16 bits hold exactly. A group's sum is scaled in float32 and added
@@ -14,6 +14,7 @@
 #include "weights_marlin.cuh"
 
 struct HalfParams {
+    TensorMap x_map, codes_map, metadata_map, scale_map;  // the same tensors, for Hopper's bulk copies
     const u8* x;         // [M, K], 16 bit
     const u8* qweight;   // rows of [N/64] tiles of 512 bytes
     const u8* metadata;  // rows of [N/64] tiles of 256 bytes (2:4), or null
@@ -25,9 +26,9 @@ struct HalfParams {
     int bias_kind, token_tiles;
 };
 
-// kGroup: input channels that share a scale (32, 64, 128), 0 for all. kCluster: the split blocks are a cluster (sm_90).
+// kGroup: input channels that share a scale (32, 64, 128), 0 for all. kHopper: bulk copies, and the split blocks are a cluster.
 template <class Weights, int kKind, int kScale, int kOut, int kGroup, int kTokens, int kTokenWarps, int kColumnWarps, int kTeams,
-          int kSplit, int kStages, bool kCluster>
+          int kSplit, int kStages, bool kHopper>
 struct HalfGemm {
     static constexpr int kTeamThreads = 32 * kColumnWarps * kTokenWarps, kThreads = kTeams * kTeamThreads;
     static constexpr int kColumns = 64 * kColumnWarps, kTileTokens = kTokens * kTokenWarps, kBlocks = kTokens / 8;
@@ -41,17 +42,22 @@ struct HalfGemm {
 
     static constexpr int kUnrolled = kGroupPairs > kPairs ? kGroupPairs / kPairs : 1;    // steps of a group
 
-    static constexpr int kTokenBytes = kStep * 2;
-    static constexpr int kCodesAt = kTileTokens * kTokenBytes;
-    static constexpr int kMetadataAt = kCodesAt + kRows * 512 * kColumnWarps;
-    static constexpr int kScalesAt = kMetadataAt + kMetadataRows * 256 * kColumnWarps;
-    static constexpr int kStageBytes = kScalesAt + kGroups * kColumns * kScaleBytes;
-    static constexpr int kRingBytes = kStages * kStageBytes;
+    // A ring: stages of tokens and codes, aligned for swizzled copies, then stages of metadata and scales.
+    static constexpr int kTokenBytes = kStep * 2, kCodeBytes = kRows * 512 * kColumnWarps;
+    static constexpr int kMetadataBytes = kMetadataRows * 256 * kColumnWarps, kGroupBytes = kColumns * kScaleBytes;
+    static constexpr int kCodesAt = kTileTokens * kTokenBytes, kStageBytes = kCodesAt + kCodeBytes;
+    static constexpr int kSideAt = kStages * kStageBytes, kSideBytes = kMetadataBytes + kGroups * kGroupBytes;
+    static constexpr int kRingBytes = (kSideAt + kStages * kSideBytes + 1023) / 1024 * 1024;
+    static_assert(kStageBytes % 1024 == 0, "a swizzled token lies at a multiple of 8 of them");
 
     static constexpr int kStride = kColumns + 4;  // floats of a token's sums; the 4 spread the banks
     static constexpr int kSumsBytes = kTileTokens * kStride * 4;
     static_assert(kStages >= 2, "one stage is filled while another is read");
-    static_assert(kTeams * (kRingBytes > kSumsBytes ? kRingBytes : kSumsBytes) <= SHARED_BYTES, "too little shared memory reserved");
+    // A cluster's blocks finish equal shares of the tile, four columns of a token at a time: what the others send here.
+    static constexpr int kFours = kColumns / 4, kShare = (kTileTokens * kFours + kSplit - 1) / kSplit;
+    static constexpr int kReceivedAt = kTeams * (kRingBytes > kSumsBytes ? kRingBytes : kSumsBytes);
+    static constexpr int kBarriersAt = kReceivedAt + (kHopper ? (kSplit - 1) * kShare * 16 : 0);
+    static_assert(kBarriersAt + (kHopper ? 8 * (kTeams * kStages + 1) : 0) <= SHARED_BYTES, "too little shared memory reserved");
 
     static __device__ __forceinline__ void run(const HalfParams& p) {
         grid_release();
@@ -63,9 +69,18 @@ struct HalfGemm {
 
         float acc[kBlocks][4][4] = {};
         const int from = runs * unit / units, to = runs * (unit + 1) / units;
-        Source source(p, m, n, from * kSteps, t);
+        Source<kHopper> source(p, m, n, from * kSteps, t);
+        const u32 received = smem_address(shared) + kBarriersAt, full = received + 8 + team * 8 * kStages;
+        if constexpr (kHopper) {
+            if (t < kStages) mbar_init(full + 8 * t, 1);
+            if (threadIdx.x == 0) mbar_init(received, 1);
+            mbar_init_fence();
+            if constexpr (kSplit > 1) cluster_arrive();
+            if (from < to) source.prefetch();
+            __syncthreads();
+        }
         grid_wait();
-        accumulate(acc, source, shared + team * kRingBytes, (to - from) * kSteps, team, t);
+        accumulate(acc, source, shared + team * kRingBytes, full, (to - from) * kSteps, team, t);
 
         __syncthreads();  // all teams have left their rings
         float* sums = reinterpret_cast<float*>(shared) + team * (kSumsBytes / 4);
@@ -75,14 +90,13 @@ struct HalfGemm {
         for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
             for (int second = 0; second < 2; ++second) Weights::put(mine + (8 * i + second) * kStride, acc[i], second);
-        if constexpr (kCluster && kSplit > 1) cluster_sync();
-        else __syncthreads();
-        finish(p, shared, m, n, rank);
-        if constexpr (kCluster && kSplit > 1) cluster_sync();  // nobody reads this block's sums any more
+        __syncthreads();
+        finish(p, shared, received, m, n, rank);
     }
 
     // What one thread copies into each stage of its team, step after step. Tokens beyond M and columns beyond N stay what
     // they were: their sums are not stored.
+    template <bool kBulk, class = void>
     struct Source {
         const u8 *codes, *metadata, *scales, *tokens;
         u64 code_row, metadata_row, scale_row, token_rows;  // bytes between the rows that this thread copies from
@@ -120,24 +134,28 @@ struct HalfGemm {
         }
 
         // Starts the copies of one step; `last` of its group brings the scales.
-        __device__ __forceinline__ void load(u32 stage, bool last) {
+        __device__ __forceinline__ void load(u32 stage, u32 side, u32, bool last) {
 #pragma unroll
             for (int r = 0; r < kRows; r += kTokenWarps)
                 if (valid_codes && (kRows % kTokenWarps == 0 || r + thread / kChunks < kRows))
                     copy_async(stage + code_at + r * kChunks * 16, codes + r * code_row);
             codes += kRows * code_row;
-            copy_rows<kMetadataRows, kMetadataChunks>(stage + kMetadataAt, metadata, metadata_row, valid_metadata);
+            copy_rows<kMetadataRows, kMetadataChunks>(side, metadata, metadata_row, valid_metadata);
             metadata += kMetadataRows * metadata_row;
             if (last) {
-                copy_rows<kGroups, kScaleChunks>(stage + kScalesAt, scales, scale_row, valid_scales);
+                copy_rows<kGroups, kScaleChunks>(side + kMetadataBytes, scales, scale_row, valid_scales);
                 scales += kGroups * scale_row;
             }
 #pragma unroll
             for (int i = 0; i < kTileTokens; i += kTokensAtOnce)
                 if (i < valid_tokens && (kTileTokens % kTokensAtOnce == 0 || i + thread / kPieces < kTileTokens))
-                    copy_async(stage + token_at + i * kTokenBytes, tokens + i / kTokensAtOnce * token_rows);
+                    copy_async(stage + (token_at ^ i % 8 * 16) + i * kTokenBytes, tokens + i / kTokensAtOnce * token_rows);
             tokens += kTokenBytes;
+            copy_commit();
         }
+        // Where there is nothing to copy any more, so that the groups keep their count.
+        static __device__ __forceinline__ void skip() { copy_commit(); }
+        static __device__ __forceinline__ void wait(u32, u32) { copy_wait<kStages - 2>(); }
 
         // kCount rows of kChunks chunks, some of them in each thread.
         template <int kCount, int kRowChunks>
@@ -151,35 +169,75 @@ struct HalfGemm {
         }
     };
 
+    // The same by one thread of the team's first warp, as boxes. Beyond M and N they are zeros.
+    template <class Void>
+    struct Source<true, Void> {
+        const HalfParams& p;
+        int m, n, step;
+        bool issues;
+
+        __device__ __forceinline__ Source(const HalfParams& p, int m, int n, int step, int t)
+            : p(p), m(m), n(n), step(step), issues(uniform(t / 32) == 0) {
+            if (threadIdx.x == 0) {
+                prefetch_map(&p.x_map);
+                prefetch_map(&p.codes_map);
+                if constexpr (Weights::kSparse) prefetch_map(&p.metadata_map);
+                if constexpr (kGroup != 0) prefetch_map(&p.scale_map);
+            }
+        }
+        // The first codes into L2 while the previous kernel of the stream drains; more than one step costs (measured).
+        __device__ __forceinline__ void prefetch() const {
+            if (issues && elect_one()) tensor_prefetch_l2(&p.codes_map, n, step * kRows);
+        }
+        __device__ __forceinline__ void load(u32 stage, u32 side, u32 bar, bool last) {
+            if (issues && elect_one()) {
+                mbar_expect(bar, kStageBytes + kMetadataBytes + (last ? kGroups * kGroupBytes : 0));
+                tensor_copy(stage + kCodesAt, &p.codes_map, n, step * kRows, bar);
+                tensor_copy(stage, &p.x_map, step * kStep, m, bar);
+                if constexpr (Weights::kSparse) tensor_copy(side, &p.metadata_map, n, step * kRows, bar);
+                if constexpr (kGroup != 0)
+                    if (last) tensor_copy(side + kMetadataBytes, &p.scale_map, n, step / kGroupSteps * kGroups, bar);
+            }
+            ++step;
+        }
+        static __device__ __forceinline__ void skip() {}
+        static __device__ __forceinline__ void wait(u32 bar, u32 parity) { mbar_wait(bar, parity); }
+    };
+
     static __device__ __forceinline__ void team_barrier(int team) {
         if constexpr (kTeamThreads == 32) __syncwarp();
         else named_barrier(1 + team, kTeamThreads);
     }
 
     // The sums of `steps` steps.
-    static __device__ __forceinline__ void accumulate(float (&acc)[kBlocks][4][4], Source& source, u8* ring, int steps, int team, int t) {
+    static __device__ __forceinline__ void accumulate(float (&acc)[kBlocks][4][4], Source<kHopper>& source, u8* ring, u32 full, int steps,
+                                                      int team, int t) {
         const int lane = t % 32, warp = t / 32, column_warp = warp % kColumnWarps, row = warp / kColumnWarps * kTokens + lane % 8;
-        const u32 tokens_at = row * kTokenBytes + (lane / 8 ^ lane % 8) * 16;
+        const u32 base = smem_address(ring), tokens_at = row * kTokenBytes + (lane / 8 ^ lane % 8) * 16;
         int ahead = 0, slot = 0, filled = 0;  // steps asked for; the stage that is read; the one that is filled
+        u32 parity = 0;
+        const auto fill = [&] {
+            if (ahead < steps) source.load(base + filled * kStageBytes, base + kSideAt + filled * kSideBytes, full + 8 * filled, (ahead + 1) % kGroupSteps == 0);
+            else source.skip();
+            ++ahead;
+            filled = filled + 1 == kStages ? 0 : filled + 1;
+        };
 #pragma unroll 1
-        for (; filled < kStages - 1; ++filled) {
-            if (ahead < steps) source.load(smem_address(ring) + filled * kStageBytes, (ahead + 1) % kGroupSteps == 0), ++ahead;
-            copy_commit();
-        }
+        for (int i = 0; i < kStages - 1; ++i) fill();
         float part[kBlocks][4][4];
 #pragma unroll 1
         for (int first = 0; first < steps; first += kUnrolled) {
 #pragma unroll
             for (int s = 0; s < kUnrolled; ++s) {
-                copy_wait<kStages - 2>();
+                source.wait(full + 8 * slot, parity);
                 team_barrier(team);  // the stage is here, and nobody reads the one before
-                if (ahead < steps) source.load(smem_address(ring) + filled * kStageBytes, (ahead + 1) % kGroupSteps == 0), ++ahead;
-                copy_commit();
+                fill();
                 const u8* stage = ring + slot * kStageBytes;
-                const u32 tokens = smem_address(stage) + tokens_at;
+                const u8* side = ring + kSideAt + slot * kSideBytes;
+                const u32 tokens = base + slot * kStageBytes + tokens_at;
                 const u8* codes = stage + kCodesAt + column_warp * 512 + lane * 16;
-                const u8* metadata = stage + kMetadataAt + column_warp * 256 + lane * 4;
-                const u8* scales = stage + kScalesAt + (column_warp * 64 + lane / 4 * 8) * kScaleBytes;
+                const u8* metadata = side + column_warp * 256 + lane * 4;
+                const u8* scales = side + kMetadataBytes + (column_warp * 64 + lane / 4 * 8) * kScaleBytes;
 #pragma unroll(kGroup == 32 ? 1 : kPairs)  // else some of its variants spill
                 for (int pair = 0; pair < kPairs; ++pair) {
                     const int in_group = (s * kPairs + pair) % kGroupPairs;
@@ -188,13 +246,12 @@ struct HalfGemm {
 #pragma unroll
                     for (int i = 0; i < kBlocks; ++i) load_matrices(b[i], (tokens ^ pair * 64) + i * 8 * kTokenBytes);
                     Weights::multiply(part, b, codes, 512 * kColumnWarps, metadata, 256 * kColumnWarps, pair);
-                    if (in_group == kGroupPairs - 1) promote(acc, part, scales + pair / kGroupPairs * kColumns * kScaleBytes);
+                    if (in_group == kGroupPairs - 1) promote(acc, part, scales + pair / kGroupPairs * kGroupBytes);
                 }
-                slot = slot + 1 == kStages ? 0 : slot + 1;
-                filled = filled + 1 == kStages ? 0 : filled + 1;
+                if (++slot == kStages) slot = 0, parity ^= 1;
             }
         }
-        copy_wait<0>();
+        if constexpr (!kHopper) copy_wait<0>();
     }
 
   private:
@@ -225,28 +282,50 @@ struct HalfGemm {
         }
     }
 
-    // Adds the units' sums in the order of K and stores them; a cluster's blocks share the work.
-    static __device__ __forceinline__ void finish(const HalfParams& p, const u8* shared, int m, int n, int rank) {
-        constexpr int kFours = kColumns / 4, kBlocksHere = kCluster ? kSplit : 1;
+    // Adds the teams' sums in the order of K, then the blocks', and stores them. In a cluster each block sends the others
+    // the sums of their shares; nobody waits for more than his own.
+    static __device__ __forceinline__ void finish(const HalfParams& p, u8* shared, u32 received, int m, int n, int rank) {
         const int items = min(kTileTokens, p.m - m) * kFours;
-        for (int i = (kCluster ? rank * kThreads : 0) + threadIdx.x; i < items; i += kBlocksHere * kThreads) {
-            const int token = i / kFours, column = i % kFours * 4;
-            if (n + column >= p.n) continue;
-            float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-            for (int unit = 0; unit < kBlocksHere * kTeams; ++unit) {
-                const u8* at = shared + unit % kTeams * kSumsBytes + (token * kStride + column) * 4;
-                if constexpr (kBlocksHere == 1) {
-                    add(total, *reinterpret_cast<const float4*>(at));
-                } else {
-                    const int4 v = load_remote(smem_address(at), unit / kTeams);
-                    add(total, make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w)));
-                }
+        if constexpr (kHopper && kSplit > 1) {
+            const u32 inbox = smem_address(shared) + kReceivedAt;
+            if (threadIdx.x == 0) mbar_expect(received, max(0, min(kShare, items - rank * kShare)) * (kSplit - 1) * 16);
+            cluster_wait();  // for the others to have started
+            for (int i = threadIdx.x; i < items; i += kThreads) {
+                const int owner = i / kShare;
+                if (owner != rank) send(inbox + ((rank - (rank > owner)) * kShare + i % kShare) * 16, received, owner, block_sum(shared, i));
             }
-            if constexpr (kSplit > 1 && !kCluster)
-                *reinterpret_cast<float4*>(p.workspace + (static_cast<u64>(rank) * p.m + m + token) * p.n + n + column) = total;
-            else store(p, total, m + token, n + column);
+            mbar_wait(received, 0);
+            for (int i = rank * kShare + threadIdx.x; i < min(items, (rank + 1) * kShare); i += kThreads) {
+                float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+                for (int from = 0; from < kSplit; ++from) {
+                    const int slot = (from - (from > rank)) * kShare + i % kShare;
+                    add(total, from == rank ? block_sum(shared, i) : reinterpret_cast<const float4*>(shared + kReceivedAt)[slot]);
+                }
+                store(p, total, m, n, i);
+            }
+        } else {
+            for (int i = threadIdx.x; i < items; i += kThreads) {
+                const float4 total = block_sum(shared, i);
+                const int column = n + i % kFours * 4;
+                if constexpr (kSplit == 1) store(p, total, m, n, i);
+                else if (column < p.n)
+                    *reinterpret_cast<float4*>(p.workspace + (static_cast<u64>(rank) * p.m + m + i / kFours) * p.n + column) = total;
+            }
         }
+    }
+
+    // The teams' sums of item i: four columns of a token.
+    static __device__ __forceinline__ float4 block_sum(const u8* shared, int i) {
+        const float4* sums = reinterpret_cast<const float4*>(shared) + i / kFours * (kStride / 4) + i % kFours;
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int team = 0; team < kTeams; ++team) add(total, sums[team * (kSumsBytes / 16)]);
+        return total;
+    }
+
+    static __device__ __forceinline__ void store(const HalfParams& p, const float4& total, int m, int n, int i) {
+        if (n + i % kFours * 4 < p.n) store(p, total, m + i / kFours, n + i % kFours * 4);
     }
 
     static __device__ __forceinline__ void add(float4& total, const float4& v) {
@@ -268,12 +347,13 @@ struct HalfGemm {
   public:
     // The second pass where the split blocks are no cluster: adds their sums in the order of K.
     static __device__ __forceinline__ void add_splits(const HalfParams& p) {
-        const u64 items = static_cast<u64>(p.m) * p.n / 4, i = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
+        const u32 fours = p.n / 4, items = p.m * fours, i = blockIdx.x * blockDim.x + threadIdx.x;
         grid_release();
         grid_wait();
         if (i >= items) return;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int split = 0; split < kSplit; ++split) add(total, *reinterpret_cast<const float4*>(p.workspace + (split * items + i) * 4));
-        store(p, total, i * 4 / p.n, i * 4 % p.n);
+        for (int split = 0; split < kSplit; ++split)
+            add(total, *reinterpret_cast<const float4*>(p.workspace + (static_cast<u64>(split) * items + i) * 4));
+        store(p, total, i / fours, i % fours * 4);
     }
 };

@@ -109,6 +109,21 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Its two halves, without the memory's order: every block of the cluster has arrived.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+// Writes to the shared memory of block `rank`, at the address it has here, and counts the bytes on its barrier.
+__device__ __forceinline__ void send(u32 address, u32 bar, u32 rank, const float4& v) {
+    asm volatile(
+        "{\n.reg .b32 there, done;\n"
+        "mapa.shared::cluster.u32 there, %0, %2;\n"
+        "mapa.shared::cluster.u32 done, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [done];\n}" ::"r"(address),
+        "r"(bar), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+        : "memory");
+}
+
 __device__ __forceinline__ int4 load_remote(u32 address, u32 rank) {
     int4 v;
     asm volatile(
