@@ -49,8 +49,9 @@ def sweep(
     Returns:
         Codes ``[N, K]``, integral, in weight's dtype.
     """
+    if columns_triton.runs_on(weight):
+        return columns_triton.sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
     codes = torch.empty_like(weight)
-    round_block = columns_triton.round_block if columns_triton.runs_on(weight) else round_block_torch
     for start in range(0, weight.shape[1], block):
         columns = slice(start, start + block)
         heard = slice(0, start) if causal else slice(None)
@@ -58,7 +59,7 @@ def sweep(
         of = group[columns]
         inner = Grid(*(bound[:, of] for bound in (grid.step, grid.offset, grid.low, grid.high)))
         kept = None if keep is None else keep[:, columns]
-        codes[:, columns], error[:, columns] = round_block(
+        codes[:, columns], error[:, columns] = round_block_torch(
             target, weight[:, columns], error[:, columns], feedback[columns, columns], inner, kept
         )
     return codes

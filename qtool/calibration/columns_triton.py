@@ -1,8 +1,9 @@
-"""The columns of one block on a GPU, fused: rows in parallel, columns one after another in registers.
+"""The sweep on a GPU: one fused kernel and one matrix product for each block of columns.
 
-One program holds ``ROWS x b`` targets in registers. Column k is read out of the tile by a masked
-sum, rounded, and its error added to the columns after it: ``b`` steps in one launch where torch
-needs a dozen launches a column. The arithmetic is that of ``columns.round_block_torch``.
+The kernel rounds a block: a program holds ``ROWS x b`` targets in registers, reads column k out of the tile by a masked
+sum, rounds it and adds what its error changed to the columns after it. The product then adds what the block changed
+to all columns behind it, ``T[:, later] += (E - E_old) M[block, later]``, so that a target is ready when its turn comes.
+A product sums over ``b`` terms only, in one order for any number of rows: rows may be shared out, and their codes stay.
 """
 
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from qtool.schemes.base import Grid
 
-ROWS = 16
+#: of a program; fewer where there are too few for all multiprocessors
+ROWS, FEW_ROWS = 16, 8
 
 if find_spec("triton"):
     import triton
@@ -23,30 +25,33 @@ if find_spec("triton"):
 
     @triton.jit
     def _round_block(  # type: ignore[no-untyped-def]
-        target_ptr, weight_ptr, error_ptr, feedback_ptr, step_ptr, offset_ptr, low_ptr, high_ptr, keep_ptr,
-        codes_ptr, errors_ptr, n, b, SPARSE: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
+        target_ptr, weight_ptr, error_ptr, feedback_ptr, step_ptr, offset_ptr, low_ptr, high_ptr, group_ptr, keep_ptr,
+        codes_ptr, change_ptr, n, columns, groups, start, b, SPARSE: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.arange(0, B)
-        at = row[:, None] * b + column[None, :]
-        inside = (row[:, None] < n) & (column[None, :] < b)
-        target = tl.load(target_ptr + at, inside, 0.0)
+        valid = row < n
+        inside = valid[:, None] & (column[None, :] < b)
+        target = tl.load(target_ptr + row[:, None] * columns + start + column[None, :], inside, 0.0)
         for k in range(b):
-            one = row * b + k
-            valid = row < n
+            one = row * columns + start + k
+            of = row * groups + tl.load(group_ptr + start + k)
+            step, offset = tl.load(step_ptr + of, valid, 1.0), tl.load(offset_ptr + of, valid, 0.0)
+            low, high = tl.load(low_ptr + of, valid, 0), tl.load(high_ptr + of, valid, 0)
+            weight, old = tl.load(weight_ptr + one, valid, 0.0), tl.load(error_ptr + one, valid, 0.0)
+            line = feedback_ptr + (start + k).to(tl.int64) * columns + start
+            after = tl.load(line + column, (column > k) & (column < b), 0.0)
             wanted = tl.sum(tl.where(column[None, :] == k, target, 0.0), 1)
             if SPARSE:
                 wanted = tl.where(tl.load(keep_ptr + one, valid, 0) != 0, wanted, 0.0)
-            step, offset = tl.load(step_ptr + one, valid, 1.0), tl.load(offset_ptr + one, valid, 0.0)
-            low, high = tl.load(low_ptr + one, valid, 0), tl.load(high_ptr + one, valid, 0)
             code = tl.div_rn(wanted - offset, step)
             code = tl.minimum(tl.maximum(code, low.to(tl.float32)), high.to(tl.float32))
             code = (code + MAGIC) - MAGIC
-            error = tl.load(weight_ptr + one, valid, 0.0) - (code * step + offset)
+            error = weight - (code * step + offset)
+            change = error - old
             tl.store(codes_ptr + one, code, valid)
-            tl.store(errors_ptr + one, error, valid)
-            change = error - tl.load(error_ptr + one, valid, 0.0)
-            after = tl.load(feedback_ptr + k * b + column, (column > k) & (column < b), 0.0)
+            tl.store(error_ptr + one, error, valid)
+            tl.store(change_ptr + row * B + k, change, valid)
             target += change[:, None] * after[None, :]
 
 
@@ -55,15 +60,33 @@ def runs_on(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
-def round_block(
-    target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes and errors ``[N, b]``, see ``columns.round_block_torch``."""
-    n, b = target.shape
-    codes, errors = torch.empty_like(target), torch.empty_like(target)
-    inputs = [t.contiguous() for t in (target, weight, error, feedback, grid.step, grid.offset, grid.low, grid.high)]
-    kept = inputs[0] if keep is None else keep.to(torch.int8).contiguous()
-    _round_block[(triton.cdiv(n, ROWS),)](
-        *inputs, kept, codes, errors, n, b, SPARSE=keep is not None, ROWS=ROWS, B=triton.next_power_of_2(b)
-    )
-    return codes, errors
+def sweep(
+    weight: Tensor,
+    error: Tensor,
+    feedback: Tensor,
+    grid: Grid,
+    group: Tensor,
+    *,
+    causal: bool = False,
+    keep: Tensor | None = None,
+    block: int = 128,
+) -> Tensor:
+    """As ``columns.sweep``; ``error`` is contiguous."""
+    n, columns = weight.shape
+    weight, feedback = weight.contiguous(), feedback.contiguous()
+    target = weight.clone() if causal else torch.addmm(weight, error, feedback)
+    codes, width = torch.empty_like(weight), triton.next_power_of_2(block)
+    change = weight.new_empty(n, width)
+    fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
+    kept = weight if keep is None else keep.to(torch.int8).contiguous()
+    rows = ROWS if n >= 4096 else FEW_ROWS
+    for start in range(0, columns, block):
+        b = min(block, columns - start)
+        _round_block[(triton.cdiv(n, rows),)](
+            target, weight, error, feedback, *fields, group, kept, codes, change, n, columns, fields[0].shape[1],
+            start, b, SPARSE=keep is not None, ROWS=rows, B=width,
+        )  # fmt: skip
+        later = slice(start + b, None)
+        if start + b < columns:
+            target[:, later].addmm_(change[:, :b], feedback[start : start + b, later])
+    return codes

@@ -97,20 +97,24 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
 @pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no CUDA device and TRITON_INTERPRET is not 1"
 )
-@pytest.mark.parametrize(("n", "b", "sparse"), [(5, 16, False), (37, 24, True)])
-def test_fused_kernel_equals_torch(n: int, b: int, sparse: bool) -> None:
-    weight, hessian = correlated(n, b, torch.float32)
+@pytest.mark.parametrize(("n", "k", "block", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, causal: bool) -> None:
+    weight, hessian = correlated(n, k, torch.float32)
     grid = four_bits(weight, 2)
-    group = torch.arange(b) // (b // 2)
-    inner = Grid(*(field[:, group] for field in (grid.step, grid.offset, grid.low, grid.high)))
-    keep = torch.rand(n, b, generator=torch.Generator().manual_seed(3)) < 0.5 if sparse else None
-    old = 0.1 * torch.randn(n, b, generator=torch.Generator().manual_seed(4))
-    inputs = (weight, weight + 0.1, old, Factor(hessian, 0.01).feedback, inner, keep)
-    expected = round_block_torch(*inputs)
-    on_device = [Grid(*(f.to(DEVICE) for f in vars(t).values())) if isinstance(t, Grid) else t for t in inputs]
-    on_device = [t.to(DEVICE) if isinstance(t, Tensor) else t for t in on_device]
-    codes, errors = columns_triton.round_block(*on_device)  # type: ignore[arg-type]
-    # a fused multiply-add may tip a weight that lies midway between two codes
-    assert (codes.cpu() != expected[0]).float().mean() < 0.01
-    same = (codes.cpu() == expected[0]).all(1)
-    torch.testing.assert_close(errors.cpu()[same], expected[1][same], rtol=1e-4, atol=1e-5)
+    group = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // (k // 2)
+    keep = torch.rand(n, k, generator=torch.Generator().manual_seed(3)) < 0.5 if sparse else None
+    feedback = Factor(hessian.clone(), 0.01).feedback if causal else descent_feedback(hessian)
+    error = torch.zeros(n, k) if causal else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
+    on_device = error.clone().to(DEVICE)
+    expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
+    moved = [t.to(DEVICE) for t in (weight, feedback, group)]
+    fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
+    kept = None if keep is None else keep.to(DEVICE)
+    codes = columns_triton.sweep(
+        moved[0], on_device, moved[1], fields, moved[2], causal=causal, keep=kept, block=block
+    ).cpu()
+    # sums in another order may tip a weight that lies midway between two codes, and with it the rest of its row
+    assert (codes != expected).any(1).float().mean() < 0.1
+    same = (codes == expected).all(1)
+    torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
