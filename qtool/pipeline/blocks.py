@@ -78,11 +78,13 @@ class BuiltBlocks:
     ) -> None:
         from transformers import AutoConfig
 
-        from qtool.models.skeleton import skeleton
+        from qtool.models.skeleton import fuse_norms, skeleton
 
         self.source, self.job, self.device = source, job, device
         self.compute = compute_dtype(job, device)
         self.model = skeleton(AutoConfig.from_pretrained(source.directory))
+        if self.compute:
+            fuse_norms(self.model)
         self.prefetch = Prefetch(source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read"))
         self.batches = self._first_inputs(tokens, activations) if tokens and job.needs_data else []
         #: the same in the float model, up to block ``self.reached``
