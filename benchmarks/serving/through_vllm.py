@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtool.checkpoint.source import Checkpoint
 from qtool.models import family_of
-from qtool.models.family import Experts
+from qtool.models.parts import Experts
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import load_linear, packed_linears
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from qtool.calibration.stages import stage
 from qtool.errors import QtoolError
-from qtool.models.family import Family, Heads
+from qtool.models.family import Family
+from qtool.models.parts import Heads
 from qtool.models.skeleton import recording
 from qtool.schemes.base import Clip, Params, Scheme
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from qtool.calibration.block import Block
-from qtool.models.family import Fold, Heads, LinearGroup
+from qtool.models.parts import Fold, Heads, LinearGroup
 
 
 def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:

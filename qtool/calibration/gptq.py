@@ -38,7 +38,7 @@ from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import count_tokens, saw_enough
 from qtool.calibration.tensor_cores import tensor_cores
-from qtool.models.family import LinearGroup
+from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Params, Scheme
 
 

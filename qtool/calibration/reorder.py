@@ -24,7 +24,8 @@ from qtool.calibration.folding import per_kv_head
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect, subset
 from qtool.errors import QtoolError, suggest
-from qtool.models.family import Family, Fold, LinearGroup
+from qtool.models.family import Family
+from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq import Fmpq
 from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, plan_blocks
 

@@ -27,7 +27,7 @@ from qtool.calibration.method import Transform
 from qtool.calibration.statistics import Inputs, collect
 from qtool.calibration.tensor_cores import tensor_cores
 from qtool.errors import QtoolError, suggest
-from qtool.models.family import Fold, LinearGroup
+from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}

@@ -2,11 +2,12 @@
 
 from qtool.errors import QtoolError
 from qtool.models.falcon import FALCON
-from qtool.models.family import Attention, Family, Fold, Heads, LinearGroup
+from qtool.models.family import Family
 from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
 from qtool.models.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from qtool.models.opt import OPT
+from qtool.models.parts import Attention, Fold, Heads, LinearGroup
 from qtool.models.phi3 import PHI3
 
 FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.models import family_of
-from qtool.models.family import Experts
+from qtool.models.parts import Experts
 
 
 class Expert(nn.Module):

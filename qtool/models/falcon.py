@@ -8,7 +8,8 @@ its query heads, its key, its value.
 from dataclasses import replace
 from typing import Any
 
-from qtool.models.family import Attention, Family, Fold, LinearGroup
+from qtool.models.family import Family
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 QKV, DENSE = "self_attention.query_key_value", "self_attention.dense"
 Q, K, V = (f"self_attention.{x}" for x in "qkv")

@@ -6,8 +6,8 @@ Scaling, soft-capping and sliding windows are transformers' own code and no weig
 
 from dataclasses import replace
 
-from qtool.models.family import Attention, Fold, LinearGroup
 from qtool.models.llama import GATE, LLAMA, OUT, UP, K, Q, V
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 GEMMA = replace(
     LLAMA,

@@ -5,7 +5,8 @@ One pre-norm residual block: attention, then a gated MLP.
 
 from dataclasses import replace
 
-from qtool.models.family import Attention, Family, Fold, LinearGroup
+from qtool.models.family import Family
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 Q, K, V, OUT = (f"self_attn.{x}_proj" for x in "qkvo")
 GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))

@@ -7,8 +7,8 @@ expert that sees every token. Some blocks of a Qwen MoE may be dense: config.jso
 from dataclasses import replace
 from typing import Any
 
-from qtool.models.family import Experts, Fold, LinearGroup
 from qtool.models.llama import LLAMA, QWEN3, K, Q, V
+from qtool.models.parts import Experts, Fold, LinearGroup
 
 MLP_NORM = "post_attention_layernorm"
 ATTENTION_TENSORS = {name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")}

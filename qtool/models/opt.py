@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.models.family import Attention, Family, Fold, LinearGroup
+from qtool.models.family import Family
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 Q, K, V, OUT = (f"self_attn.{x}_proj" for x in ("q", "k", "v", "out"))
 FC1, FC2 = "fc1", "fc2"

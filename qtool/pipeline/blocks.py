@@ -99,7 +99,8 @@ class BuiltBlocks:
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
         for name in tables:
             every = torch.arange(self.source.entry(f"{name}.weight").shape[0])
-            rows = table_rows(self.source, job, name, occurring if name == job.family.embedding else every)
+            wanted = (occurring if name == job.family.embedding else every).to(self.device)
+            rows = table_rows(self.source, job, name, wanted)
             module = self.model.get_submodule(name)
             module.padding_idx = None  # type: ignore[assignment]
             module.weight = torch.nn.Parameter(rows.to(self.device, self.compute or torch.float32), requires_grad=False)

@@ -12,6 +12,7 @@ from qtool.pipeline.job import Job
 
 #: of a matrix that are in memory at a time
 PIECE_BYTES = 64 << 20
+CPU = torch.device("cpu")
 
 
 def tables(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
@@ -28,9 +29,12 @@ def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tens
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
-    """Rows ``wanted [n]`` (sorted) of one table of the result, ``[n, H]``: the others are read and dropped."""
+    """Rows ``wanted [n]`` (sorted) of one table of the result, ``[n, H]``, where ``wanted`` is.
+
+    The others are read and dropped.
+    """
     name, start, found = f"{module}.weight", 0, []
-    for rows in _rows(source, job, name):
+    for rows in _rows(source, job, name, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
         found.append(_embedded(rows[here], job))
         start += len(rows)
@@ -68,11 +72,11 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
     return Norm.of(weight, bias, job.family.norm_offset)
 
 
-def _rows(source: Checkpoint, job: Job, name: str) -> Iterator[Tensor]:
+def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -> Iterator[Tensor]:
     rows, columns = source.entry(name).shape
     step = max(1, PIECE_BYTES // (columns * job.dtype.itemsize))
     for start in range(0, rows, step):
-        yield finite(name, source.read(name, slice(start, start + step)))
+        yield finite(name, source.read(name, slice(start, start + step)).to(device))
 
 
 def finite(name: str, tensor: Tensor) -> Tensor:

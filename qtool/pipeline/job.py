@@ -15,7 +15,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Rounding, Transform, check_order
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
-from qtool.models.family import Heads
+from qtool.models.parts import Heads
 from qtool.pipeline.family_recipe import for_family
 from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule

@@ -15,7 +15,7 @@ from qtool.calibration.distill import Distill
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rtn import CHUNK_ELEMENTS
-from qtool.models.family import LinearGroup
+from qtool.models.parts import LinearGroup
 from qtool.pipeline.job import Job
 from qtool.pipeline.write_behind import AHEAD
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from qtool.checkpoint.safetensors import Entry
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
-from qtool.models.family import Experts
+from qtool.models.parts import Experts
 from qtool.pipeline.job import Job
 
 

@@ -19,7 +19,7 @@ from qtool.calibration.hessian import panels
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.smooth import Smooth
-from qtool.models.family import Heads
+from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 
 

@@ -8,7 +8,8 @@ from qtool.calibration.block import Block
 from qtool.calibration.norm_fusion import NormFusion, fuse
 from qtool.errors import QtoolError
 from qtool.models import family_of
-from qtool.models.family import Attention, Family
+from qtool.models.family import Family
+from qtool.models.parts import Attention
 
 
 def test_logits_stay_and_norms_are_plain(any_model, transformed, logits):

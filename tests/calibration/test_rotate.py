@@ -10,7 +10,8 @@ from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.rotate import Rotate
 from qtool.errors import QtoolError
 from qtool.models import family_of
-from qtool.models.family import Attention, Family, Fold, LinearGroup
+from qtool.models.family import Family
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 
 @pytest.mark.parametrize("options", ({}, {"heads": False}, {"residual": False}, {"seed": 5, "keeps_mean": True}))

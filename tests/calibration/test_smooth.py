@@ -9,7 +9,7 @@ from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.rotate import Rotate
 from qtool.calibration.smooth import Smooth, smoothing_factor
 from qtool.errors import QtoolError
-from qtool.models.family import Fold
+from qtool.models.parts import Fold
 from qtool.schemes import get
 
 

@@ -1,0 +1,107 @@
+"""What a family is declared of: groups of linears that read one input, the attention, the experts, the heads.
+
+Names are module paths within the block. A name may also be a part of a fused linear: some of its rows.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+
+class Fold(Enum):
+    """How a per-channel factor on a group's input may be folded into what produces it."""
+
+    NORM = "norm"  # the input is a norm's output: fold into its weight (and bias)
+    HEADS = "heads"  # the input is attention's output: fold into v's rows, shared by the query heads of a kv head
+    PRODUCT = "product"  # the input is act(gate) * up, or relu(up): fold into up's rows
+    ACTIVATION = "activation"  # the input is act(up): up's rows take an order, but no factor
+    NONE = "none"  # nothing may be folded
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears of a block that read the same input.
+
+    Args:
+        linears: their names within the block.
+        source: the module that makes their input: a norm, or the linear whose rows it follows.
+        fold: how a factor on the input folds into ``source``.
+        writes_residual: the outputs are added to the residual stream (o_proj, down_proj).
+        gate: the linear whose rows are in the order of ``source``'s, because the two are multiplied.
+        routed: a router decides which tokens they see (an expert's).
+    """
+
+    linears: tuple[str, ...]
+    source: str
+    fold: Fold
+    writes_residual: bool = False
+    gate: str | None = None
+    routed: bool = False
+
+    @property
+    def reads_residual(self) -> bool:
+        """The input is a norm of the residual stream."""
+        return self.fold is Fold.NORM
+
+    def of_expert(self, number: int) -> "LinearGroup":
+        """The group with expert ``number`` in place of ``*``."""
+        linears = tuple(of_expert(name, number) for name in self.linears)
+        gate = self.gate and of_expert(self.gate, number)
+        return replace(self, linears=linears, source=of_expert(self.source, number), gate=gate, routed=True)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention linears of a block and, where the family has them, the norms on q and k.
+
+    Args:
+        rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong together.
+    """
+
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str | None = None
+    k_norm: str | None = None
+    rotary: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture: their names have ``*`` for the number, ``gate``, ``up`` and ``down`` within an expert.
+
+    Args:
+        moe: the module that holds router and experts, as checkpoints call it.
+        attribute: what transformers calls it.
+    """
+
+    moe: str = "mlp"
+    attribute: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention geometry: query heads, kv heads, channels a head."""
+
+    query: int
+    kv: int
+    dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Heads":
+        """Read it from a transformers config (or anything with the same attributes)."""
+        query = config.num_attention_heads
+        kv = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
+        if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+            kv = 1  # Falcon 7B, whose num_kv_heads says otherwise
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        return cls(query, kv, dim)
+
+
+def of_expert(name: str, number: int) -> str:
+    """``name`` with expert ``number`` in place of ``*``."""
+    return name.replace("*", str(number))
