@@ -234,6 +234,7 @@ def _append(shape: Shape, seed: int) -> str | None:
             new = min(rng.choice([1, 1, 7, 64, 1000]), shape.tokens - at)
             part, at = x[:, :, at : at + new], at + new
             part = part.transpose(1, 2).contiguous().transpose(1, 2) if rng.random() < 0.5 else part.clone()
+            part = part.float() if rng.random() < 0.3 else part
             kv_append(part, written["codes"], written.get("scale"), written.get("zero"), scale, at, None)
         for n, t in written.items():
             if not torch.equal(t[:, :, : shape.tokens], packed[n][:, :, : shape.tokens]):

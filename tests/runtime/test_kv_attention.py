@@ -1,0 +1,106 @@
+"""Attention reads the packed cache itself: models whose layers hand it over, by the op's CPU reference."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from qtool.runtime import kv_attention, kv_cache
+from qtool.runtime.kv_cache import QuantCache, quantize_kv
+from qtool.runtime.packed_kv import PackedTokens
+
+NAMES = ("kv4", "kv8")
+
+
+def make_model(kv: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        **changes,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    quantize_kv(model, kv)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("k_scale", "v_scale")):
+            buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
+    return model
+
+
+def ids(count: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 61, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def reads_here(stored: PackedTokens, new: torch.Tensor) -> bool:
+    """Where the kernel could read, were this a GPU."""
+    return new.shape[2] <= kv_attention.MOST_QUERIES
+
+
+@pytest.fixture
+def packed_calls() -> Iterator[mock.Mock]:
+    """Layers hand over packed tokens on a CPU too; the calls of the packed attention."""
+    with (
+        mock.patch.object(kv_cache, "kernel_reads", reads_here),
+        mock.patch.object(kv_attention, "_packed", wraps=kv_attention._packed) as calls,
+    ):
+        yield calls
+
+
+def decode(model: Any, tokens: torch.Tensor, cuts: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of ``tokens`` given to ``model`` in parts."""
+    cache, seen, parts = QuantCache.of(model), 0, []
+    for part in tokens.split(cuts, 1):
+        seen += part.shape[1]
+        shown = None if mask is None else mask[:, :seen]
+        parts.append(model(part, past_key_values=cache, attention_mask=shown).logits)
+    return torch.cat(parts, 1).float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("padding", [0, 30])
+def test_decoding_packed_is_decoding_dequantized(name: str, padding: int, packed_calls: mock.Mock) -> None:
+    model, cuts, mask = make_model(name), [70, 1, 1, 4, 1, 1], torch.ones(2, 78, dtype=torch.long)
+    mask[1, :padding] = 0
+    found = decode(model, ids(78), cuts, mask)
+    assert packed_calls.call_count == 5 * 2  # every forward but the first, in each of two layers
+    assert (packed_calls.call_args.args[3] is None) == (padding == 0)
+    with mock.patch.object(kv_cache, "kernel_reads", lambda *_: False):
+        expected = decode(model, ids(78), cuts, mask)
+    assert packed_calls.call_count == 5 * 2
+    assert torch.equal(found[:, :70], expected[:, :70])
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_and_guessed_tokens(name: str, packed_calls: mock.Mock) -> None:
+    model = make_model(name)
+    assert model.generate(ids(24), max_new_tokens=4, num_beams=3, do_sample=False).shape == (2, 28)
+    beams = packed_calls.call_count
+    assert model.generate(ids(24, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (1, 28)
+    assert 0 < beams < packed_calls.call_count
+
+
+@torch.no_grad()
+def test_models_that_are_not_on_sdpa_keep_their_attention(packed_calls: mock.Mock) -> None:
+    model = make_model("kv4", attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    decode(model, ids(9), [8, 1])
+    assert not packed_calls.called
+    assert make_model("kv4").config._attn_implementation == kv_attention.NAME
+    assert "attn" not in make_model("kv4").config.to_json_string().replace("attention", "")
+
+
+@torch.no_grad()
+def test_what_the_kernel_has_not_is_read_dequantized(packed_calls: mock.Mock) -> None:
+    model = make_model("kv4")
+    bias = torch.zeros(2, 1, 1, 21, dtype=torch.bfloat16)
+    bias[..., 0] = -1e9
+    cache = QuantCache.of(model)
+    model(ids(20), past_key_values=cache)
+    model(ids(1), past_key_values=cache, attention_mask=bias)
+    assert not packed_calls.called and cache.get_seq_length() == 21
