@@ -43,7 +43,7 @@ LARGE = tuple(Tile(tokens, split=split) for tokens in STEP for split in (1, 2, 3
 
 
 #: the same for s4 weights, by the groups of a step that are scaled in the main loop (no registers for 256 tokens there)
-STEP_S4 = {0: STEP, 1: {64: 0.27, 128: 0.42}, 2: {64: 0.35, 128: 0.6}, 4: {64: 0.55, 128: 1.0}}
+STEP_S4 = {0: STEP, 1: {64: 0.375, 128: 0.63}, 2: {64: 0.54, 128: 0.91}, 4: {64: 0.865, 128: 1.46}}
 
 
 @cache

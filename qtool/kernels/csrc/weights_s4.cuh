@@ -9,7 +9,8 @@
 // A group's int32 sums become floats inside the main loop: total += float(sum) * sx[m, group] * sw[n, group]. Tokens of
 // 4 and of 8 bits are the same bytes to the tensor core: a mixed-precision layer has no slow blocks.
 //
-// One set of int32 sums is enough: while this warpgroup promotes, the other one's wgmma runs.
+// That is three instructions a sum, and each takes a clock from wgmma, which moves its sums through the same register
+// file: measured, the times add up however the two warpgroups take turns. Hence the plain order, one set of int32 sums.
 #pragma once
 #include "epilogue.cuh"
 #include "ring.cuh"
@@ -133,6 +134,7 @@ struct WeightsS4 {
         const u8* stage = pipe.stage();
         fragments(a, stage, wg, t);
         finish(total, sums, pipe, in_flight, wg, t);
+        keep(a);  // unpacked before the first instruction reads them
         const u64 tokens = pipe.tokens();
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
