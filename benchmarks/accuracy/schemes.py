@@ -1,6 +1,6 @@
 """Every scheme and recipe on one model: perplexity, divergence from full precision, size, time.
 
-    python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes all]
+    python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes all] [--kv kv4]
 
 Prints a Markdown table and, with --write, docs/accuracy.md. Results are kept in --work and reused, so an
 interrupted run goes on where it was.
@@ -41,7 +41,7 @@ def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: torch.Ten
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
     """Quantize, then evaluate; reuses what ``--work`` holds."""
-    out = arguments.work / f"{scheme}-{variant}"
+    out = arguments.work / "-".join([scheme, variant, *([arguments.kv] if arguments.kv else [])])
     record = out.with_name(out.name + ".json")
     if record.exists():
         return dict(json.loads(record.read_text()))
@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         commands.quantize(
             arguments.model, scheme, out, recipe=variant, calib=arguments.calib, data_dir=None,
             samples=arguments.samples, seqlen=arguments.seqlen, seed=0, device=arguments.device, resume=True,
-            progress=None,
+            progress=None, kv=arguments.kv,
         )  # fmt: skip
     seconds = time.perf_counter() - started
     found = evaluated(load(out, device=arguments.device), arguments, base)
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--text", default="demo")
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
     parser.add_argument("--recipes", default="fast,paper,best")
+    parser.add_argument("--kv", help="a KV-cache quantizer for every row")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
