@@ -37,7 +37,6 @@ from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import count_tokens, saw_enough
-from qtool.calibration.tensor_cores import tensor_cores
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Params, Scheme
 
@@ -193,8 +192,7 @@ class Gptq(Rounding):
         group_clip = stacked([group for _, group in chosen], weights, groups)[part]
         codes, params, damping = self.solve(scheme, weight, hessian, clip, group_clip)
         lost = hessian.power(weight - scheme.dequantize(codes, params))
-        with tensor_cores():  # a sum of like magnitudes, which the difference's is not
-            power = hessian.power(weight)
+        power = hessian.power(weight)
         return Solution(codes, params, damping, lost, power)
 
     def solve(

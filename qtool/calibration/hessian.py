@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtool import ranks
 from qtool.calibration.stages import stage
+from qtool.calibration.tensor_cores import precise_matmul
 
 
 class Hessian:
@@ -59,8 +60,13 @@ class Hessian:
         return self
 
     def power(self, weight: Tensor) -> Tensor:
-        """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``."""
-        return (weight @ self.h).mul_(weight).sum(1)
+        """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``: exact also where its products with X cancel."""
+        if not weight.is_cuda:
+            return (weight @ self.h).mul_(weight).sum(1)
+        total = weight.new_zeros(len(weight))
+        for _, columns in panels(weight.shape[1]):
+            total += precise_matmul(weight, self.h[:, columns]).mul_(weight[:, columns]).sum(1)
+        return total
 
 
 def relative_error(lost: Tensor, power: Tensor) -> float:

@@ -5,6 +5,7 @@ import torch
 
 from qtool.calibration.group_fit import group_error
 from qtool.calibration.hessian import Factor, Hessian, panels
+from qtool.calibration.tensor_cores import halves, precise_matmul
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -77,3 +78,28 @@ def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None
     shaped, importance = weight.view(n, groups, size), torch.rand(1, groups, size, device="cuda")
     found = group_error_triton.group_error(shaped, importance, by_group)
     torch.testing.assert_close(found, group_error(shaped, importance, by_group), rtol=1e-4, atol=1e-6)
+
+
+def test_halves_are_the_whole_and_fit_tf32() -> None:
+    x = torch.randn(1000) * torch.logspace(-20, 20, 1000)
+    high, low = halves(x)
+    assert torch.equal(high + low, x)
+    assert (low.abs() <= 2.0**-10 * x.abs()).all()
+    mantissa, _ = torch.frexp(high)
+    assert torch.equal(mantissa * 2**11, (mantissa * 2**11).round())
+
+
+@CUDA
+@pytest.mark.cuda
+def test_products_in_three_parts_are_as_precise_as_float32() -> None:
+    a, b = torch.randn(200, 3000, device="cuda"), torch.randn(3000, 100, device="cuda")
+    exact = a.double() @ b.double()
+
+    def off(found: torch.Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    assert off(precise_matmul(a, b)) < 2 * off(a @ b) + 1e-7
+    hessian = Hessian(3000, a.device)
+    hessian.h = b @ b.T
+    expected = ((a.double() @ b.double()) ** 2).sum(1)
+    torch.testing.assert_close(hessian.power(a).double(), expected, rtol=1e-5, atol=0)
