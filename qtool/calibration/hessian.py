@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
+from qtool.calibration.cholesky import cholesky
 from qtool.calibration.stages import stage
 from qtool.calibration.tensor_cores import precise_matmul
 
@@ -112,12 +113,8 @@ class Factor:
         while True:
             diagonal += self.damping * mean - added
             added = self.damping * mean
-            self._lower = hessian.flip(0, 1)
-            if hessian.is_cuda:
-                self._lower = self._lower.mT  # the solver's order: it needs no copy of its own
-            failed = torch.empty((), dtype=torch.int32, device=hessian.device)
-            torch.linalg.cholesky_ex(self._lower, out=(self._lower, failed))
-            if not int(failed):
+            self._lower, failed = cholesky(hessian.flip(0, 1))
+            if not failed:
                 return
             self.damping = max(self.damping * 10, 1e-6)
 
