@@ -1,18 +1,18 @@
 // Y = X W^T for 4-bit weights in the marlin layout. The host defines the upper-case names (qtool/kernels/half_gemm.py).
 #include "half_gemm.cuh"
 
-using Kernel = HalfGemm<Marlin<KIND>, KIND, SCALE, OUT, GROUP, TOKENS, TOKEN_WARPS, COLUMN_WARPS, TEAMS, SPLIT, STAGES, HOPPER>;
+using Shape = HalfShape<Marlin<KIND>, KIND, SCALE, OUT, GROUP, TOKENS, TOKEN_WARPS, COLUMN_WARPS, TEAMS, SPLIT, STAGES, HOPPER>;
 
-extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, BLOCKS_PER_SM)
 #if HOPPER && SPLIT > 1
     __cluster_dims__(SPLIT)
 #endif
         qtool_gemm(const __grid_constant__ HalfParams p) {
-    Kernel::run(p);
+    HalfGemm<Shape>::run(p);
 }
 
 #if !HOPPER && SPLIT > 1
 extern "C" __global__ void __launch_bounds__(256) qtool_add_splits(const __grid_constant__ HalfParams p) {
-    Kernel::add_splits(p);
+    HalfFinish<Shape>::add_splits(p);
 }
 #endif
