@@ -138,8 +138,11 @@ def test_nan_and_inf(value: float, name: str, refused, make_model: MakeModel) ->
 
 
 def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
-    refused("model.layers.0.mlp.gate_proj: layout dual-mma: a weight of 352", make_model(intermediate_size=352))
+    refused("mlp.down_proj: w4a8-lqq: 352 input channels are not divisible by group size 64 (sizes that do: 32)",
+            make_model(intermediate_size=352))  # fmt: skip
     refused("not divisible by group size 128", make_model(hidden_size=192, head_dim=48), scheme="w4a16")
+    small = make_model(num_key_value_heads=1, head_dim=16)
+    refused("k_proj: layout marlin: a weight of 16 x 128 does not divide", small, "--layout", "marlin")
 
 
 def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

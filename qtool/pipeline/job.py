@@ -17,13 +17,13 @@ from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
 from qtool.pipeline.family_recipe import for_family
+from qtool.pipeline.tile_fit import ROW_MAJOR, for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV_QUANTIZERS
 
 Method = TypeVar("Method", Transform, Rounding)
-ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -71,16 +71,19 @@ class Job:
         check_order(transforms)
         for method in transforms:
             method.prepare(family, settings)
+        first = {family.at(settings, block): block for block in reversed(range(settings.num_hidden_layers))}
+        kinds = list(first)[::-1]
+        shapes = {f"{family.blocks}.{first[kind]}.{n}": kind.shape(f"{n}.weight", settings) for kind in kinds for n in
+                  kind.linears()}  # fmt: skip
+        recipe = for_shapes(recipe, shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
-        kinds = dict.fromkeys(family.at(settings, block) for block in range(settings.num_hidden_layers))
         permuted = tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind)))
         job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
                   transforms, rounding)  # fmt: skip
         kv_tensors(recipe.kv, family, Heads.of(job.namespace))  # an unknown quantizer is refused here
-        for block in job.first_of_kinds():
-            for name, (n, k) in job.linears(block).items():
-                if linear_format := job.format.of(job.full(block, name)):
-                    linear_format.require(job.full(block, name), n, k)
+        for full, shape in shapes.items():
+            if linear_format := job.format.of(full):
+                linear_format.require(full, *shape)
         return job
 
     @property

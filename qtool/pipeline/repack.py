@@ -23,9 +23,9 @@ from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import ANY, size_text
 from qtool.errors import CheckFailed, QtoolError
 from qtool.models import family_of
-from qtool.pipeline.job import ROW_MAJOR
 from qtool.pipeline.output import Output
 from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.tile_fit import ROW_MAJOR
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 
 SCHEME = "w4a16"

@@ -76,7 +76,9 @@ class Scheme(ABC):
         n, k = weight.shape
         size = self.group_size or k
         if not k or k % size:
-            raise QtoolError(f"{self.name}: {k} input channels are not divisible by group size {size}")
+            fits = ["channel" if g is None else str(g) for g in self.group_sizes if k and k % (g or k) == 0]
+            others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
+            raise QtoolError(f"{self.name}: {k} input channels are not divisible by group size {size} ({others})")
         return weight.reshape(n, k // size, size)
 
     def prune(self, weight: Tensor) -> Tensor:

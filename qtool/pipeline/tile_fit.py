@@ -1,0 +1,62 @@
+"""Row-major where the tile of a built-in recipe's layout does not divide a weight: the same numbers, without a kernel.
+
+Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was asked for by name
+(``--layout``, a recipe of the user's own) is never exchanged: there a misfit is an error. So it is where the group size
+does not divide the inputs, because another one would be another quantization.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qtool import layouts, recipes
+from qtool.errors import QtoolError
+from qtool.recipes import VARIANTS, LayerRule, Recipe
+
+#: the layout that takes any shape, by the bits of a code
+ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
+
+
+def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
+    """``recipe`` with a rule before each that does not fit all of its linears; says so in ``Recipe.left_out``.
+
+    Args:
+        shapes: ``(N, K)`` of the linears of a model, by full name.
+    """
+    if recipe.variant not in VARIANTS or not any(rule.layout for rule in recipe.layers):
+        return recipe
+    own = {rule.layout for rule in recipes.load(recipe.scheme, recipe.variant).layers}
+    misfits: dict[LayerRule, dict[str, None]] = {}
+    for name, shape in shapes.items():
+        rule = next((rule for rule in recipe.layers if re.search(rule.match, name)), None)
+        if rule and rule.scheme and rule.layout in own and not _fits(rule, *shape):
+            misfits.setdefault(rule, {})[_role(name)] = None
+    if not misfits:
+        return recipe
+    rules, said = [], []
+    for rule in recipe.layers:
+        if roles := misfits.get(rule):
+            bits = layouts.get(str(rule.layout)).bits
+            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=ROW_MAJOR[bits]))
+            listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
+            said.append(f"layout {ROW_MAJOR[bits]} for {listed}: {rule.layout}'s tile does not divide their weights")
+        rules.append(rule)
+    return replace(recipe, layers=tuple(rules), left_out=(*recipe.left_out, *said))
+
+
+def _fits(rule: LayerRule, n: int, k: int) -> bool:
+    """Whether the layout takes ``[n, k]``; what the group size does not divide is not for this file to judge."""
+    if rule.layout is None or (rule.group_size and k % rule.group_size):
+        return True
+    try:
+        layouts.get(rule.layout).require(n, k)
+    except QtoolError:
+        return False
+    return True
+
+
+def _role(name: str) -> str:
+    """A pattern for the linears like ``name``: its name within the block, any expert."""
+    parts = name.split(".")
+    block = next(index for index, part in enumerate(parts) if part.isdigit())
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts[block + 1 :])
