@@ -6,6 +6,7 @@ the device are those torch allocates; its cache may reserve a third more.
 Legend: P parameters of a block, N x K a linear's weight (or several stacked), T tokens of a batch.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -17,7 +18,6 @@ from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rtn import CHUNK_ELEMENTS
 from qtool.models.parts import LinearGroup
 from qtool.pipeline.job import Job
-from qtool.pipeline.write_behind import AHEAD
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 1_300_000_000
@@ -42,40 +42,47 @@ def working_bytes(job: Job, device: torch.device) -> int:
 
 
 def _working_bytes(job: Job, block: int, device: torch.device) -> int:
+    """16-bit weights, a batch's tensors and a packed block that waits to be written; then what a method holds."""
     shapes = job.linears(block)
     parameters = sum(map(prod, job.block_shapes(block).values()))
-    weights = parameters * (4 + compute_bytes(job, device) % 4)  # exact ones, and 16-bit copies where those compute
-    packed = job.block_bytes(block)
-    widest = max(sum(shape) for shape in shapes.values())
-    batch = BATCH_TOKENS * 3 * widest * compute_bytes(job, device)
+    computing = compute_bytes(job, device) % 4  # 0: the exact weights themselves compute
+    batch = BATCH_TOKENS * 3 * max(sum(shape) for shape in shapes.values()) * compute_bytes(job, device)
     methods: list[Transform | Rounding] = [*job.transforms, job.rounding]
-    return weights + packed * (AHEAD + 1) + batch + max(_method_bytes(job, block, method) for method in methods)
+    held = max(_method_bytes(job, block, method) for method in methods)
+    return parameters * computing + batch + job.block_bytes(block) + held
 
 
 def _method_bytes(job: Job, block: int, method: Transform | Rounding) -> int:
-    """What ``method`` allocates beside the block."""
+    """Exact weights, float32, and what ``method`` allocates beside them."""
     shapes = {n: s for n, s in job.linears(block).items() if job.format.of(job.full(block, n))}
-    largest = max(map(prod, shapes.values()), default=0)
-    if isinstance(method, Distill):  # a copy, Adam's two moments and the gradient of each weight, float32
+    exact, largest = 4 * sum(map(prod, shapes.values())), max(map(prod, shapes.values()), default=0)
+    if isinstance(method, Distill):  # a copy that learns, its gradient and Adam's two moments; codes and targets
         start = _method_bytes(job, block, Gptq()) if method.start == "gptq" else 0
-        return max(start, 5 * 4 * sum(map(prod, shapes.values())))
+        return max(start, 6 * exact)
     if isinstance(method, Gptq):
-        copy = 2 * sum(map(prod, shapes.values())) if method.residual else 0
-        groups = job.block_family(block).groups
-        routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
-        return copy + routed + max((_solver_bytes(g, shapes, method) for g in groups), default=0)
+        return _gptq_bytes(job.block_family(block).groups, shapes, method)
     if isinstance(method, Clip):
-        return 5 * 4 * largest
-    return 4 * 4 * (largest if method.needs_data else min(largest, CHUNK_ELEMENTS[1]))
+        return exact + 5 * 4 * largest
+    return exact + 4 * 4 * (largest if method.needs_data else min(largest, CHUNK_ELEMENTS[1]))
 
 
-def _solver_bytes(group: LinearGroup, shapes: dict[str, tuple[int, int]], method: Gptq) -> int:
-    """Hessian, its factor and feedback; the stacked weight, its target, errors and codes."""
-    rows = [shapes[name] for name in group.linears if name in shapes]
-    if not rows:
-        return 0
-    n, k = sum(shape[0] for shape in rows), rows[0][1]
-    return (4 + bool(method.residual)) * 4 * k * k + 5 * 4 * n * k
+def _gptq_bytes(groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]], method: Gptq) -> int:
+    """The worst group: weights not rounded yet, codes of the others, and the larger half of its own solution.
+
+    First Hessian, damped one and factor, the last with a quarter of itself to work in; then Hessian and feedback beside
+    the stacked weight, its target, errors and codes. Experts have all their Hessians at once.
+    """
+    left, total = sum(map(prod, shapes.values())), sum(map(prod, shapes.values()))
+    routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
+    worst, drift = 0, bool(method.residual)
+    for group in groups:
+        rows = [shapes[name] for name in group.linears if name in shapes]
+        if rows:
+            n, k = sum(shape[0] for shape in rows), rows[0][1]
+            factoring, sweeping = (3.5 + drift) * 4 * k * k, (2 + drift + bool(method.rounds)) * 4 * k * k + 20 * n * k
+            worst = max(worst, 4 * left + (total - left) + int(max(factoring, sweeping)))
+            left -= n * k
+    return worst + routed + (2 * total if drift else 0)
 
 
 def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:
@@ -91,5 +98,5 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.dtype.itemsize
     passing = 2 * largest * job.dtype.itemsize
     if device.type == "cuda":
-        return CUDA_PROCESS + kept_on_host + max(2 * embedded, passing + packed)
+        return CUDA_PROCESS + kept_on_host + passing + packed
     return CPU_PROCESS + kept_on_host + max(4 * embedded, passing + working_bytes(job, device))
