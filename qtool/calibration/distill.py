@@ -153,7 +153,8 @@ class Distill(Rounding):
             step = float(linear.scheme.grid(linear.params).step.mean())
             groups.append({"params": [linear.weight], "lr": self.weight_lr * step})
             groups.append({"params": [linear.log_ratio], "lr": self.scale_lr})
-        return torch.optim.Adam(groups, betas=(0.9, 0.999))
+        fused = any(linear.weight.is_cuda for linear in linears.values())  # a pass over the weights instead of ten
+        return torch.optim.Adam(groups, betas=(0.9, 0.999), fused=fused or None)
 
 
 def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
