@@ -14,7 +14,7 @@ for what in "${@:-8b}"; do
     70b) for layers in 4 8; do
             echo "llama-2-70b, $layers blocks"; bench llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
-    distill) echo "llama-3-8b, 2 blocks, distill"
-        bench llama-3-8b --layers 2 --recipe "$here/distill.yaml" --samples 256 ;;
+    distill) echo "llama-3-8b, 1 block, distill"
+        bench llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
     esac
 done
