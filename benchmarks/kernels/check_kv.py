@@ -20,7 +20,8 @@ from torch import Tensor
 from qtool.kernels.build import cubin
 from qtool.kernels.kv_append import definition as append_definition
 from qtool.kernels.kv_append import kv_append
-from qtool.kernels.kv_attention import Plan, definition, kv_attention
+from qtool.kernels.kv_attention import kv_attention
+from qtool.kernels.kv_plan import Plan, definition
 from qtool.kernels.packed_cache import TOKENS
 from qtool.schemes.kv import KV4, KV8
 

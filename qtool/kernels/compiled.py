@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from qtool.kernels import (
     kv_append,
-    kv_attention,
+    kv_plan,
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
@@ -20,7 +20,7 @@ from qtool.kernels.build import Build
 #: modules with a ``builds()``
 MODULES = (
     kv_append,
-    kv_attention,
+    kv_plan,
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,

@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qtool.errors import QtoolError
 from qtool.kernels.kv_append import kv_append
-from qtool.kernels.kv_attention import MOST_SPLITS, WARPS, Plan, kv_attention
+from qtool.kernels.kv_attention import kv_attention
+from qtool.kernels.kv_plan import MOST_SPLITS, WARPS, Plan
 from qtool.kernels.packed_cache import TOKENS
 from qtool.schemes.kv import KV4, KV8, KVQuantizer, unpack_nibbles
 
