@@ -139,7 +139,7 @@ class PackedTokens:
             return
         assert self.rest is not None
         kept = min(self._grouped, tokens // self.quantizer.tokens * self.quantizer.tokens)
-        self.rest = self.read()[:, :, kept:tokens].clone()
+        self.rest = self.read()[:, :, kept:tokens].clone() if tokens > kept else self.rest[:, :, :0]
         self._grouped = kept
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
