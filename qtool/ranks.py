@@ -158,13 +158,16 @@ def spread(function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], f
     return [results[i] for i in range(len(items))]
 
 
-def rows(count: int) -> slice:
-    """The rows of this rank, of ``count``."""
-    return _rows(count, _world.rank)
+def rows(count: int, unit: int = 1) -> slice:
+    """The rows of this rank, of ``count``; in whole units, if there are enough for all ranks."""
+    return _rows(count, _world.rank, unit)
 
 
-def _rows(count: int, number: int) -> slice:
-    return slice(count * number // _world.size, count * (number + 1) // _world.size)
+def _rows(count: int, number: int, unit: int = 1) -> slice:
+    if count < unit * _world.size:
+        unit = 1
+    units = -(-count // unit)
+    return slice(unit * (units * number // _world.size), min(count, unit * (units * (number + 1) // _world.size)))
 
 
 def add_up(tensor: Tensor) -> None:

@@ -47,7 +47,7 @@ def sweep(
         keep: bool ``[N, K]``, False where the value must be zero (pruned); None: dense.
 
     Returns:
-        Codes ``[N, K]``, integral, in weight's dtype.
+        Codes ``[N, K]``, integral, in weight's dtype or, on a GPU, int16.
     """
     if columns_triton.runs_on(weight):
         return columns_triton.sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.calibration.row_products import product
 from qtool.schemes.base import Grid
 
 #: of a program; fewer where there are too few for all multiprocessors
@@ -49,7 +50,7 @@ if find_spec("triton"):
             code = (code + MAGIC) - MAGIC
             error = weight - (code * step + offset)
             change = error - old
-            tl.store(codes_ptr + one, code, valid)
+            tl.store(codes_ptr + one, code.to(tl.int16), valid)
             tl.store(error_ptr + one, error, valid)
             tl.store(change_ptr + row * B + k, change, valid)
             target += change[:, None] * after[None, :]
@@ -71,11 +72,11 @@ def sweep(
     keep: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
-    """As ``columns.sweep``; ``error`` is contiguous."""
+    """As ``columns.sweep``, but the codes are int16; ``error`` is contiguous."""
     n, columns = weight.shape
     weight, feedback = weight.contiguous(), feedback.contiguous()
-    target = weight.clone() if causal else torch.addmm(weight, error, feedback)
-    codes, width = torch.empty_like(weight), triton.next_power_of_2(block)
+    target = weight.clone() if causal else product(error, feedback).add_(weight)
+    codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(block)
     change = weight.new_empty(n, width)
     fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
     kept = weight if keep is None else keep.to(torch.int8).contiguous()

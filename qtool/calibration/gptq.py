@@ -33,6 +33,7 @@ from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.method import Rounding
+from qtool.calibration.row_products import ROWS, by_rows, product
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
@@ -186,7 +187,7 @@ class Gptq(Rounding):
         groups = scheme.groups(weights[0]).shape[1]
         chosen = [block.clips.get(name, (1.0, 1.0)) for name in names]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        part = ranks.rows(len(weight)) if share else slice(None)
+        part = ranks.rows(len(weight), ROWS) if share else slice(None)
         weight = weight[part]
         clip = stacked([channel for channel, _ in chosen], weights)[part]
         group_clip = stacked([group for _, group in chosen], weights, groups)[part]
@@ -205,7 +206,7 @@ class Gptq(Rounding):
         damping, damped = factor.damping, factor.h if self.rounds else None
         target = weight
         if hessian.d is not None:
-            target = weight + self.residual * factor.solve((weight @ hessian.d)[:, order])[:, back]
+            target = weight + self.residual * by_rows(factor.solve, product(weight, hessian.d)[:, order])[:, back]
 
         keep = None
         if scheme.sparsity:

@@ -13,6 +13,7 @@ Legend: N output channels, K input channels, G groups.
 import torch
 from torch import Tensor
 
+from qtool.calibration.row_products import product
 from qtool.schemes.base import Params, Scheme, stored_scale
 
 
@@ -33,8 +34,8 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
     for start in range(0, values.shape[1], size):
         columns = slice(start, start + size)
         value = values[:, columns]
-        wanted = (error @ hessian[:, columns] * value).sum(1)
-        power = (value @ hessian[columns, columns] * value).sum(1)
+        wanted = (product(error, hessian[:, columns]) * value).sum(1)
+        power = (product(value, hessian[columns, columns]) * value).sum(1)
         ratio = torch.where(power > 0, 1 + wanted / power, 1.0).clamp(0.5, 2)
         error[:, columns] -= value * (ratio - 1)[:, None]
         ratios.append(ratio)

@@ -90,6 +90,8 @@ class BuiltBlocks:
         #: the same in the float model, up to block ``self.reached``
         self.references = [activations.batch(b.hidden, b.kwargs) for b in self.batches if job.rounding.compares]
         self.reached = 0
+        #: whether there are references: they may all be other ranks'
+        self.compares = job.needs_data and job.rounding.compares
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of block 0, from the embedding's rows of the tokens that occur."""
@@ -153,7 +155,7 @@ class BuiltBlocks:
         for transform in job.transforms:
             with stage("search"):
                 transform.apply(block, self.batches)
-        if self.references:
+        if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
             block.reference = Reference.of(block, {id(batch): reference for batch, reference in pairs})
         return block, formats
@@ -166,12 +168,14 @@ class BuiltBlocks:
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Run block ``index`` as ``stored`` (by full name) on every batch: its outputs are the next block's inputs."""
-        if not self.batches or index == self.job.blocks - 1:
+        if index == self.job.blocks - 1:
             return
-        if self.references and self.reached <= index:  # the block was written by an earlier run
+        if self.compares and self.reached <= index:  # the block was written by an earlier run
             block, _ = self._transformed(index, None, {})
             self._advance(block)
             _empty(block.module)
+        if not self.batches:
+            return
         job, prefix = self.job, self.job.full(index, "")
         parts = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()}
         shapes, dtype = job.block_shapes(index), self.compute or torch.float32

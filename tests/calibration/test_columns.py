@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration import columns_triton
-from qtool.calibration.columns import descent_feedback, round_block_torch, sweep
+from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.hessian import Factor
 from qtool.schemes.base import Grid
 
