@@ -32,6 +32,15 @@ def launch(count: int, *arguments: object, by: tuple[str, ...] = TORCHRUN) -> su
     return subprocess.Popen(command, env=ENVIRONMENT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+def errors_of(process: subprocess.Popen[str]) -> str:
+    """What it printed to stderr until it ended."""
+    try:
+        return process.communicate(timeout=240)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
@@ -50,7 +59,7 @@ def alone(models: Path) -> Path:
 def together(request: pytest.FixtureRequest, models: Path) -> Path:
     out = models / f"ranks-{request.param}"
     process = launch(request.param, "tests.pipeline.rank_cases", models, out)
-    _, errors = process.communicate(timeout=240)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     return out
 
@@ -85,7 +94,7 @@ def test_a_killed_rank_is_named_and_others_go_on(tmp_path: Path) -> None:
     victim = rank_process(process.pid, 1)
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    errors = errors_of(process)
     assert time.monotonic() - began < 60
     assert process.returncode
     (message,) = re.findall(r"qtool: .*", errors)
@@ -93,7 +102,7 @@ def test_a_killed_rank_is_named_and_others_go_on(tmp_path: Path) -> None:
     assert not cut.exists()
 
     resumed = launch(3, *quantize("demo", cut, "--resume"), by=ACCELERATE)
-    _, errors = resumed.communicate(timeout=120)
+    errors = errors_of(resumed)
     assert resumed.returncode == 0, errors
     assert files(cut) == files(whole)
     assert errors.count("shard 8/8") == 1
@@ -116,7 +125,7 @@ def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     process = launch(2, "qtool", "quantize", source, "--scheme", "w4a8-lqq", "--out", tmp_path / "out")
-    _, errors = process.communicate(timeout=60)
+    errors = errors_of(process)
     assert process.returncode
     (message,) = re.findall(r"qtool: .*", errors)
     assert "model.layers.1.mlp.up_proj.weight: holds 1 NaN" in message
