@@ -27,6 +27,8 @@ def make_model(kv: str, **changes: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith(("k_scale", "v_scale")):
             buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
+        if name.endswith("k_offset"):
+            buffer.copy_(torch.randn_like(buffer))
     return model
 
 
