@@ -134,6 +134,8 @@ def test_refuses_in_one_sentence() -> None:
         w4a16_gemm(x[:, :128], qweight, scale, None, torch.float16)
     with pytest.raises(QtoolError, match="N must be a multiple of 64 and K of 128"):
         w4a16_gemm(x, qweight[:, :64], scale, None, torch.float16)
+    with pytest.raises(QtoolError, match="the weight is 128 x 192; N must be a multiple of 64 and K of 128"):
+        w4a16_gemm(x[:, :192].contiguous(), qweight[:12], scale, None, torch.float16)
     with pytest.raises(QtoolError, match="scale has 3 rows for K = 256"):
         w4a16_gemm(x, qweight, torch.ones(3, 128), None, torch.float16)
     with pytest.raises(QtoolError, match="scale has strides"):
