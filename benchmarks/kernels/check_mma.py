@@ -214,7 +214,7 @@ def operands() -> list[MmaOperand]:
 
 
 def compile_one(job: tuple[MmaOperand, MmaTile, torch.dtype]) -> None:
-    cubin(*mma.definition(*job, (9, 0)), "sm_90")
+    cubin(*mma.definition(*job, (9, 0)), "sm_90a")
 
 
 def compile_all(dtypes: tuple[torch.dtype, ...]) -> None:

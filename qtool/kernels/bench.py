@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.kernels import gemm, half_gemm, w4a8, w4ax, w8a8
+from qtool.kernels import gemm, half_gemm, mma, w4a8, w4a8_mma, w4ax, w8a8
 from qtool.kernels.gemm import Operand, Weight, run
 from qtool.kernels.half_gemm import HalfWeight, Variant
 from qtool.kernels.half_tiles import choose as choose_half
+from qtool.kernels.mma import MmaWeight
 from qtool.kernels.quantize_activation import quantize_activation
 from qtool.kernels.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.tiles import Tile, choose, choose_s4
@@ -206,7 +207,46 @@ class HalfColumn:
         return [call(weight) for weight in weights]
 
 
-COLUMNS: dict[str, Column | HalfColumn] = {
+@dataclass(frozen=True)
+class MmaColumn:
+    """The same for W4A8 in the compute-aware layout, by mma.sync."""
+
+    scheme: str
+    group_size: int | None
+    bits: float
+
+    def source(self, m: int, n: int, k: int) -> Source:
+        tile = mma.choose(mma.TILES, m, n, torch.cuda.get_device_properties(0).multi_processor_count)
+        return mma.definition(w4a8_mma.operand(self.scheme, self.group_size), tile, torch.bfloat16, (9, 0))
+
+    def weights(self, n: int, k: int) -> list[MmaWeight]:
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+        def random_weight() -> MmaWeight:
+            qweight, scale = draw(0, 256, n, k // 2).view(torch.int8), torch.rand(n, device="cuda") * 1e-3
+            if self.group_size is None:
+                return MmaWeight(qweight, scale, zero1=draw(0, 16, n))
+            level2 = (k // self.group_size, n)
+            return MmaWeight(qweight, scale, scale2=draw(1, 9, *level2), offset2=draw(0, 16, *level2))
+
+        return [random_weight() for _ in range(copies(n * k / 2))]
+
+    def calls(self, weights: Sequence[MmaWeight], m: int, n: int, k: int) -> list[Callable[[], object]]:
+        x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+        sx, token_sum = torch.rand(m, device="cuda"), x.sum(1, dtype=torch.int32)
+        out, operand = (
+            torch.empty(m, n, dtype=torch.bfloat16, device="cuda"),
+            w4a8_mma.operand(self.scheme, self.group_size),
+        )
+
+        def call(weight: MmaWeight) -> Callable[[], object]:
+            return lambda: mma.run(operand, x, sx, weight, out, k, token_sum=token_sum)
+
+        return [call(weight) for weight in weights]
+
+
+COLUMNS: dict[str, Column | HalfColumn | MmaColumn] = {
     "w4a8-lqq-g64": Column("w4a8-lqq", 64, 4.25),
     "w4a8-qoq-g128": Column("w4a8-qoq-g128", 128, 4.125),
     "w4a8-qoq": Column("w4a8-qoq", None, 4.0),
@@ -215,6 +255,8 @@ COLUMNS: dict[str, Column | HalfColumn] = {
     "w4a4-g32": Column("w4a4", 32, 4.5),
     "w4a4": Column("w4a4", None, 4.0),
     "w4ax-fmpq": Column("w4ax-fmpq", 128, 4.125),
+    "w4a8-qoq-g128-mma": MmaColumn("w4a8-qoq-g128", 128, 4.125),
+    "w4a8-qoq-mma": MmaColumn("w4a8-qoq", None, 4.0),
     "w4a16-g128": HalfColumn(False, 128, 4.125),
     "w4a16": HalfColumn(False, None, 4.0),
     "w4a16-24-g128": HalfColumn(True, 128, 3.125),
@@ -241,7 +283,7 @@ class Measurement:
         return floor_us(self.m, self.n, self.k, COLUMNS[column].bits, operations)
 
 
-def quantize_call(column: Column, m: int, k: int) -> Callable[[], object]:
+def quantize_call(column: Column | MmaColumn, m: int, k: int) -> Callable[[], object]:
     """The quantization of a random input for a column."""
     x = torch.randn(m, k, device="cuda").bfloat16()
     if column.scheme not in S4_LAYOUTS:
@@ -264,7 +306,7 @@ def gemm_table(
                 for kind in REFERENCES:
                     us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
                 first = COLUMNS[columns[0]]
-                quantize_us = graph_us([quantize_call(first, m, k)] * 16) if isinstance(first, Column) else 0.0
+                quantize_us = graph_us([quantize_call(first, m, k)] * 16) if not isinstance(first, HalfColumn) else 0.0
                 results.append(Measurement(model, layer, m, n, k, us, quantize_us))
     return results
 

@@ -17,8 +17,13 @@ from qtool.kernels.build import Build, cubin
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.launch import launch, load, resident_blocks
 
-#: bytes of shared memory that a block may have
-SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448}
+#: by compute capability: what NVRTC calls it, and the bytes of shared memory that a block may have
+ARCHITECTURES = {
+    (8, 0): ("sm_80", 166912),
+    (8, 6): ("sm_86", 101376),
+    (8, 9): ("sm_89", 101376),
+    (9, 0): ("sm_90a", 232448),
+}
 #: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM hide it
 NARROW = 49152
 MOST_STAGES = 6
@@ -93,7 +98,7 @@ def definition(
     operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, capability: tuple[int, int]
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
-    shared = NARROW if tile.tokens <= 32 else SHARED[capability]
+    shared = NARROW if tile.tokens <= 32 else ARCHITECTURES[capability][1]
     stages = min(MOST_STAGES, (shared - 64) // operand.stage_bytes(tile))
     defines = dict(operand.defines) | {
         "ROW_WARPS": tile.row_warps,
@@ -106,12 +111,12 @@ def definition(
     return operand.source, "", defines
 
 
-def builds(name: str, operand: MmaOperand, instruction: str, *, s4: bool) -> Iterator[Build]:
-    """The kernel of ``operand`` with each tile; Hopper has no s4 tensor cores and calls their emulation."""
-    for arch, capability in (("sm_80", (8, 0)), ("sm_89", (8, 9)), ("sm_90a", (9, 0))):
-        for tile in operand.tiles if arch == "sm_89" else operand.tiles[-1:]:
+def builds(name: str, operand: MmaOperand, instruction: str, *, s4: bool, every: bool) -> Iterator[Build]:
+    """The kernel of ``operand`` with the widest tile or ``every`` one; Hopper calls an emulation of s4 tensor cores."""
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
+        for tile in operand.tiles if every and arch == "sm_89" else operand.tiles[-1:]:
             source = definition(operand, tile, torch.bfloat16, capability)
-            emulated = s4 and arch == "sm_90a"
             instructions = () if emulated else (instruction,)
             yield Build(f"{name} {tile.rows} x {tile.tokens}", arch, source, tile.threads, instructions, calls=emulated)
 
@@ -121,12 +126,12 @@ def _kernel(operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: 
     """The loaded kernel, its bytes of shared memory, and how many blocks the device holds at once."""
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    if capability not in SHARED:
-        names = ", ".join(f"sm_{major}{minor}" for major, minor in SHARED)
+    if capability not in ARCHITECTURES:
+        names = ", ".join(name for name, _ in ARCHITECTURES.values())
         raise QtoolError(f"this kernel runs on {names}; cuda:{device} is sm_{properties.major}{properties.minor}")
     source = definition(operand, tile, out_dtype, capability)
     shared = source[2]["SHARED_BYTES"]
-    kernel = load(cubin(*source, f"sm_{properties.major}{properties.minor}"), "qtool_mma_gemm", shared, device)
+    kernel = load(cubin(*source, ARCHITECTURES[capability][0]), "qtool_mma_gemm", shared, device)
     return kernel, shared, properties.multi_processor_count * resident_blocks(kernel, tile.threads, shared)
 
 

@@ -31,9 +31,10 @@ def operand(scheme: str, group_size: int | None) -> MmaOperand:
 
 
 def builds() -> Iterator[Build]:
-    """Each scheme and group size."""
+    """Each scheme, QoQ's groups with every tile."""
     for scheme, group in (("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w4a8-lqq", 64), ("w4a8-lqq", 32)):
-        yield from mma.builds(f"mma {scheme} g{group}", operand(scheme, group), "IMMA.16832.S8.S8", s4=False)
+        name, every = f"mma {scheme} g{group}", scheme == "w4a8-qoq-g128"
+        yield from mma.builds(name, operand(scheme, group), "IMMA.16832.S8.S8", s4=False, every=every)
 
 
 @torch.library.custom_op("qtool::w4a8_mma_gemm", mutates_args=())

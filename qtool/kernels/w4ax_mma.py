@@ -53,10 +53,11 @@ def builds() -> Iterator[Build]:
     for group in (128, 32, None):
         kernel = operand("apex4", group, torch.float32, mixed=False)
         instruction = "IMMA.16832.S4.S4" if group == 32 else "IMMA.16864.S4.S4"
-        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True)
+        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True, every=True)
     for dtype in (torch.float32, torch.bfloat16):
         kernel = operand("w4ax-interleaved", BLOCK, dtype, mixed=True)
-        yield from mma.builds(f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True)
+        every = dtype == torch.float32
+        yield from mma.builds(f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True, every=every)
 
 
 @torch.library.custom_op("qtool::w4ax_mma_gemm", mutates_args=())
