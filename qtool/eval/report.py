@@ -107,6 +107,12 @@ class Report:
         return [(name, options) for step in listed for name, options in step.items()]
 
     @property
+    def imported(self) -> Mapping[str, Any]:
+        """``format`` and ``config`` of the foreign checkpoint that this one was imported from; nothing otherwise."""
+        found = self.provenance.get("imported from")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def quantization(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.config["quantization_config"]
         return found

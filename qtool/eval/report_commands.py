@@ -15,6 +15,11 @@ RECIPE = "recipe.yaml"
 def commands(report: Report) -> list[str]:
     """Quantize, verify, evaluate, report."""
     record, quantization, directory = report.provenance, report.quantization, report.directory
+    if report.imported:
+        layouts = {rule["layout"] for rule in quantization["rules"] if rule["scheme"]}
+        layout = f" --layout {layouts.pop()}" if len(layouts) == 1 else ""
+        source = record.get("source", {}).get("directory", "MODEL")
+        return [f"qtool import {source} --out {directory}{layout}", f"qtool verify {directory}"]
     if not report.methods:
         return [f"qtool verify {directory}"]
     base = report.baseline or record.get("source", {}).get("directory", "MODEL")

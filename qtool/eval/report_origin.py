@@ -8,6 +8,8 @@ from qtool.eval.report import Report
 def summary(report: Report) -> str:
     """One sentence: methods, KV cache, calibration."""
     methods, data = [name for name, _ in report.methods], report.provenance.get("calibration", {})
+    if report.imported:
+        return f"Imported code for code from {report.imported.get('format', '?')}; nothing was quantized here."
     if not methods:
         return "How it was made is not known: qtool.json is missing or damaged."
     transforms = f"{', '.join(methods[:-1])}, then {methods[-1]}" if methods[1:] else f"{methods[0]} alone"
@@ -51,15 +53,29 @@ MODEL = (
 
 def recipe(report: Report) -> Html:
     """Methods in order, the format of the layers, the calibration text."""
+    if report.imported:
+        return _imported(report)
     methods = [
         (name, ", ".join(f"{k} = {plain(v)}" for k, v in options.items()) or "defaults")
         for name, options in report.methods
     ]
+    left_out = report.provenance.get("recipe", {}).get("left_out", [])
     steps = (
         table(("step, in order", "options"), methods, "ll")
         if methods
         else missing("Unknown: qtool.json is missing or damaged.")
     )
+    found = report.provenance.get("calibration", {})
+    data = facts(
+        [(CALIBRATION.get(k, k), tag("code", v) if k in ("sha256", "tokens") else plain(v)) for k, v in found.items()]
+    )
+    none = tag("p", "None: the methods look at weights only.")
+    calibration = tag("h3", "Calibration"), data if found else none
+    return join(steps, *(tag("p", note) for note in left_out), *_layers(report), *calibration)
+
+
+def _layers(report: Report) -> tuple[Html, Html]:
+    """The formats of the linears, under their heading."""
     rules = [
         (
             tag("code", r["match"]),
@@ -70,18 +86,18 @@ def recipe(report: Report) -> Html:
         for r in report.quantization["rules"]
     ]
     layers = table(("linears that match", "scheme", "group size", "layout"), rules, "llrl")
-    found = report.provenance.get("calibration", {})
-    data = facts(
-        [(CALIBRATION.get(k, k), tag("code", v) if k in ("sha256", "tokens") else plain(v)) for k, v in found.items()]
-    )
-    none = tag("p", "None: the methods look at weights only.")
-    return join(
-        steps,
-        tag("h3", "Layers (the first rule that matches holds)"),
-        layers,
-        tag("h3", "Calibration"),
-        data if found else none,
-    )
+    return tag("h3", "Layers (the first rule that matches holds)"), layers
+
+
+def _imported(report: Report) -> Html:
+    """What the foreign checkpoint says of itself, and the layers."""
+    config = report.imported.get("config")
+    said = config.items() if isinstance(config, dict) else ()
+    rows: list[tuple[str, object]] = [
+        (key, plain(value)) for key, value in said if value is not None and not isinstance(value, dict)
+    ]
+    text = "Another tool quantized it. Its own configuration:"
+    return join(tag("p", text), facts(rows), *_layers(report))
 
 
 CALIBRATION = {

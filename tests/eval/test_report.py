@@ -19,8 +19,10 @@ from qtool.eval.report import gains, quality, recorded_errors
 from qtool.eval.report_html import render
 from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import Answer
+from qtool.pipeline.export import export
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
+from qtool.pipeline.repack import repack
 from qtool.pipeline.report import collect, report, weight_errors
 from qtool.runtime.load import load
 
@@ -113,6 +115,23 @@ def test_without_provenance_it_says_so(quantized, damage):
     (quantized / "qtool.json").write_text(damage)
     words = page_of(quantized).words
     assert "qtool.json is missing or damaged" in words
+
+
+def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
+    source = make_model(num_key_value_heads=1, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, source)
+    out = quantize(Checkpoint(source), recipes.load("w4a8-lqq"), tmp_path / "out")
+    assert "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile" in page_of(out).words
+
+
+def test_an_imported_model_says_so(base, tmp_path):
+    native = quantize(Checkpoint(base), recipes.load("w4a16"), tmp_path / "native")
+    back = repack(Checkpoint(export(native, "gptq", tmp_path / "foreign").directory), tmp_path / "back")
+    words = page_of(back).words
+    assert "Imported code for code from GPTQ (gptq); nothing was quantized here." in words
+    assert f"qtool import foreign --out {back} --layout marlin" in words
+    assert "checkpoint_format" in words and "missing or damaged" not in words
 
 
 def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
