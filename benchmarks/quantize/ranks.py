@@ -59,18 +59,21 @@ def compare(directory: Path, counts: list[int], layers: int) -> None:
         print("   " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(times[n]["stages"].items(), key=lambda x: -x[1])))
     errors = {n: errors_of(directory / f"ranks-{n}") for n in counts}
     for n in counts[1:]:
-        different, codes, others = differences(directory / f"ranks-{first}", directory / f"ranks-{n}")
+        shards = differences(directory / f"ranks-{first}", directory / f"ranks-{n}")
+        different, codes, others = (sum(counts) for counts in zip(*shards, strict=True))
         pairs = list(zip(errors[n], errors[first], strict=True))
         worst = max((abs(a / b - 1) for a, b in pairs if b), default=0.0)
         mean = sum(errors[n]) / sum(errors[first]) - 1 if sum(errors[first]) else 0.0
         print(f"{n} ranks against {first}: {different} of {codes} codes differ ({100 * different / codes:.4f} %)")
         print(f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most {100 * worst:.4f} %")
+        print("   codes by block: " + " ".join(str(shard[0]) for shard in shards[1:-1]))
 
 
-def differences(a: Path, b: Path) -> tuple[int, int, int]:
-    """Four-bit codes that differ, all of them, and other values that differ."""
-    different = codes = others = 0
+def differences(a: Path, b: Path) -> list[tuple[int, int, int]]:
+    """Four-bit codes that differ, all of them, and other values that differ, by shard."""
+    found = []
     for path in sorted(a.glob("*.safetensors")):
+        different = codes = others = 0
         one, two = load_file(path), load_file(b / path.name)
         for name, tensor in one.items():
             if name.endswith("qweight"):
@@ -79,7 +82,8 @@ def differences(a: Path, b: Path) -> tuple[int, int, int]:
                 codes += 2 * xor.numel()
             else:
                 others += int((tensor != two[name]).sum())
-    return different, codes, others
+        found.append((different, codes, others))
+    return found
 
 
 def errors_of(directory: Path) -> list[float]:
