@@ -1,6 +1,6 @@
 """One rank of ``ranks.sh``: quantize a random checkpoint of a known shape and time it; or compare two results.
 
-    torchrun --nproc-per-node 2 benchmarks/quantize/ranks.py run DIR --layers 8
+    torchrun --nproc-per-node 2 benchmarks/quantize/ranks.py run DIR --layers 16
     python benchmarks/quantize/ranks.py compare DIR 1 2
 
 ``run`` quantizes ``DIR/source`` (made by ``make``) to ``DIR/ranks-R`` and writes the times to ``DIR/ranks-R.json``. A
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("counts", type=int, nargs="*")
     parser.add_argument("--shape", default="llama-3-8b", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--recipe", default=str(Path(__file__).with_name("paper-gptq.yaml")))
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # One rank against several: the 8B shape with random weights, files to files, and how the results differ.
-#   benchmarks/quantize/ranks.sh "1 2" [--layers 8] [--recipe FILE] [--shape llama-3-8b] [--device cpu]
+#   benchmarks/quantize/ranks.sh "1 2" [--layers 16] [--recipe FILE] [--shape llama-3-8b] [--device cpu]
 # DIR (default /tmp/qtool-ranks) holds the checkpoint and the results; PYTHON is the interpreter with torch.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -132,6 +132,19 @@ def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
     assert errors.count("holds 1 NaN") == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "unit"), [(10, 3, 1), (4096, 3, 512), (6144, 4, 512), (700, 2, 512), (1, 2, 1)]
+)
+def test_rows_are_shared_in_whole_units(count: int, size: int, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    for number in range(size):
+        monkeypatch.setattr(ranks, "_world", ranks.World(number, size))
+        shares.append(ranks.rows(count, unit))
+    assert [row for share in shares for row in range(count)[share]] == list(range(count))
+    if count >= unit * size:
+        assert all(share.start % unit == 0 and share.start < share.stop for share in shares)
+
+
 def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
     assert (ranks.rank(), ranks.size()) == (0, 1)
     assert ranks.every(3) == [3] and ranks.first("a") == "a"
