@@ -104,15 +104,18 @@ class Watch:
 
     def fail(self) -> bool:
         """This rank cannot go on and the others shall end; whether it is the first to, and so tells why."""
-        first = bool(self.store.add("qtool/told", 1) == 1)
-        self.store.set("qtool/failed", b"1")
+        first = True
+        with contextlib.suppress(Exception):  # the store may be gone
+            first = self.store.add("qtool/told", 1) == 1
+            self.store.set("qtool/failed", b"1")
         return first
 
     def done(self) -> None:
         """This rank has nothing left to do."""
         self.stopped.set()
         self.thread.join(5 * BEAT)
-        self.store.set(f"qtool/beat/{self.rank}", DONE)
+        with contextlib.suppress(Exception):  # the store is rank 0's where no launcher keeps one, and may be gone
+            self.store.set(f"qtool/beat/{self.rank}", DONE)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
 
