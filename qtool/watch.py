@@ -95,7 +95,7 @@ class Watch:
         self._leave(f"rank {other} of {self.size} (process {pid} on {host}) {what}")
 
     def _leave(self, why: str, code: int = FAILED) -> NoReturn:
-        first = self.rank == 0
+        first = self.rank == 1  # where the store went with rank 0
         with contextlib.suppress(Exception):
             first = self.store.add("qtool/told", 1) == 1
         if first:
