@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.kernels.build import cubin
-from qtool.kernels.half_gemm import ARCHITECTURES, HalfWeight, Variant, definition, run
+from qtool.kernels.build import ARCHITECTURES, cubin
+from qtool.kernels.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.half_tiles import HalfTile
 from qtool.kernels.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN

@@ -20,6 +20,8 @@ from qtool.errors import QtoolError
 
 SOURCES = resources.files("qtool.kernels") / "csrc"
 FLAGS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
+#: by compute capability: NVRTC's name for it, and the KiB of shared memory that a block may have
+ARCHITECTURES = {(8, 0): ("sm_80", 163), (8, 6): ("sm_86", 99), (8, 9): ("sm_89", 99), (9, 0): ("sm_90a", 227)}
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import cubin
+from qtool.kernels.build import ARCHITECTURES, cubin
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.half_tiles import HalfTile
 from qtool.kernels.launch import item_map, launch, load
 
-#: architectures these kernels are compiled for, and the shared memory of a multiprocessor that blocks may have
-ARCHITECTURES = {(8, 0): ("sm_80", 163), (8, 6): ("sm_86", 99), (8, 9): ("sm_89", 99), (9, 0): ("sm_90a", 227)}
 ADD_THREADS = 256
 
 

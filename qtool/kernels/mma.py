@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import ARCHITECTURES, Build, cubin
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.launch import launch, load, resident_blocks
 
-#: by compute capability: what NVRTC calls it, and the bytes of shared memory that a block may have
-ARCHITECTURES = {
-    (8, 0): ("sm_80", 166912),
-    (8, 6): ("sm_86", 101376),
-    (8, 9): ("sm_89", 101376),
-    (9, 0): ("sm_90a", 232448),
-}
 #: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM hide it
 NARROW = 49152
 MOST_STAGES = 6
@@ -98,7 +91,7 @@ def definition(
     operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, capability: tuple[int, int]
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
-    shared = NARROW if tile.tokens <= 32 else ARCHITECTURES[capability][1]
+    shared = NARROW if tile.tokens <= 32 else 1024 * ARCHITECTURES[capability][1]
     stages = min(MOST_STAGES, (shared - 64) // operand.stage_bytes(tile))
     defines = dict(operand.defines) | {
         "ROW_WARPS": tile.row_warps,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.errors import QtoolError
-from qtool.kernels.build import Build
+from qtool.kernels.build import ARCHITECTURES, Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
-from qtool.kernels.half_gemm import ARCHITECTURES, HalfWeight, Variant, definition, run
+from qtool.kernels.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.half_tiles import TABLE, choose
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.kernels.half_gemm import ARCHITECTURES
+from qtool.kernels.build import ARCHITECTURES
 from qtool.runtime.format import LinearFormat
 from tests.kernels.test_w4a16 import multiply
 

@@ -6,7 +6,7 @@
 // Legend: a *row* is an output channel n; a *step* 128 input channels; a warp's sums are [2][tokens / 8][4]: rows
 // 16 i + q, + 8 (q = lane / 4) of tokens 2 (lane % 4) and the next, in the order (row, token) 00 01 10 11.
 #pragma once
-#include "epilogue.cuh"
+#include "convert.cuh"
 #include "mma_ptx.cuh"
 #include "mma_work.cuh"
 

@@ -1,6 +1,6 @@
 // What the host passes to an mma.sync GEMM; `qtool/kernels/mma.py` packs the same fields in the same order.
 #pragma once
-#include "params.cuh"
+#include "ptx.cuh"
 
 struct MmaParams {
     const u8* tokens;          // s8 [M, K], s4 [M, K/2], mixed [M, K]

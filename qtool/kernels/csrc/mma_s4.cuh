@@ -10,16 +10,7 @@
 // (128 * 127 * 128 = 2.1e6), an int32 added to those bits is the same added to the number.
 #pragma once
 #include "mma_gemm.cuh"
-
-enum Layout { kApex4 = 0, kInterleaved = 1 };
-template <bool kScaled>
-struct SumOf {
-    using Type = int;
-};
-template <>
-struct SumOf<true> {
-    using Type = float;
-};
+#include "operands.cuh"
 
 // kGroup: 0 is the whole channel. kScale: the kind of the group scales.
 template <int kLayout, int kGroup, int kScale, bool kMixedTokens, int kRowWarps, int kTokenWarps, int kWarpTokens>

@@ -7,8 +7,7 @@
 // Per channel the codes are multiplied as they are.
 #pragma once
 #include "mma_gemm.cuh"
-
-enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
+#include "operands.cuh"
 
 template <int kScheme, int kGroup, int kRowWarps, int kTokenWarps, int kWarpTokens>
 struct MmaW4A8 {

@@ -13,17 +13,8 @@
 // file: measured, the times add up however the two warpgroups take turns. Hence the plain order, one set of int32 sums.
 #pragma once
 #include "epilogue.cuh"
+#include "operands.cuh"
 #include "ring.cuh"
-
-enum Layout { kApex4 = 0, kInterleaved = 1 };
-template <bool kGrouped>
-struct SumOf {
-    using Type = int;
-};
-template <>
-struct SumOf<true> {
-    using Type = float;
-};
 
 // kGroup: 0 is the whole channel. kScale: the kind of the group scales.
 template <int kLayout, int kGroup, int kScale, int kTokens>

@@ -13,8 +13,7 @@
 #pragma once
 #include "ring.cuh"
 #include "params.cuh"
-
-enum Scheme { kLqq = 0, kQoq = 1, kQoqChannel = 2 };
+#include "operands.cuh"
 
 template <int kScheme, int kGroup>
 struct Weights4 {
