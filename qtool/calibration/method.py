@@ -51,8 +51,11 @@ class Transform(ABC):
     after: ClassVar[dict[str, str]] = {}
     #: names of methods that must be present and come earlier, and why
     requires: ClassVar[dict[str, str]] = {}
-    #: it changes embedding or head, so tied embeddings are untied
-    rewrites_embedding: ClassVar[bool] = False
+
+    @property
+    def rewrites_embedding(self) -> bool:
+        """It changes embedding or head, so tied embeddings are untied."""
+        return False
 
     def prepare(self, family: Family, config: Any) -> None:
         """Learn what there is to know of the model, before any work.

@@ -8,7 +8,7 @@ norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,16 +16,29 @@ from torch import Tensor
 from qtool.calibration.block import Batch, Block
 from qtool.calibration.method import Norm, Transform
 from qtool.errors import QtoolError
+from qtool.models.family import Family
 
 
 @dataclass(kw_only=True)
 class NormFusion(Transform):
-    """Every norm of the residual stream becomes a plain one, the final norm too (into the head)."""
+    """Every norm of the residual stream becomes a plain one, the final norm too (into the head).
+
+    Where the residual stream cannot be rotated (Gemma 2 and 3) nothing needs the final norm plain: it stays, and with
+    it the one table for embedding and head.
+    """
 
     name = "norm-fusion"
     needs_data = False
-    rewrites_embedding = True
     after: ClassVar[dict[str, str]] = {}
+    final = True
+
+    @property
+    def rewrites_embedding(self) -> bool:
+        return self.final
+
+    def prepare(self, family: Family, config: Any) -> None:
+        super().prepare(family, config)
+        self.final = not family.post_norms
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -34,9 +47,11 @@ class NormFusion(Transform):
                 fuse(block, group.source, group.linears)
 
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
-        return (rows.double() * final_norm.double()).to(rows.dtype)
+        return (rows.double() * final_norm.double()).to(rows.dtype) if self.final else rows
 
     def final_norm(self, norm: Norm) -> Norm:
+        if not self.final:
+            return norm
         bias = None if norm.bias is None else kept_bias(norm.gain, norm.bias, "the final norm")
         return replace(norm, gain=torch.ones_like(norm.gain), bias=bias)
 

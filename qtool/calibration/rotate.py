@@ -47,8 +47,11 @@ class Rotate(Transform):
 
     name = "rotate"
     needs_data = False
-    rewrites_embedding = True
     requires: ClassVar[dict[str, str]] = {"norm-fusion": "a norm's weight must be in the linears before they rotate"}
+
+    @property
+    def rewrites_embedding(self) -> bool:
+        return self.residual
 
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)

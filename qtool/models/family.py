@@ -38,6 +38,7 @@ class Family:
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns_tuple: a block returns its output in a tuple.
+        always_tied: serving stacks know no head apart from the embedding, whatever config.json says.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family:
     choose: "Callable[[Any, int], Family] | None" = None
     refuses: Mapping[str, str] = field(default_factory=dict)
     returns_tuple: bool = False
+    always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
         """The family as block ``block`` of a model of ``config`` looks; the same object for blocks alike."""

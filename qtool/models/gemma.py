@@ -16,6 +16,7 @@ GEMMA = replace(
     norm_offset=1.0,
     biased_if={"attention_bias": (Q, K, V, OUT)},
     defaults={"tie_word_embeddings": True},
+    always_tied=True,
 )
 
 GEMMA2 = replace(

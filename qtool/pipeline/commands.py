@@ -134,7 +134,8 @@ def quantize(
         from qtool.checkpoint import targets
         from qtool.pipeline.exportable import exported_formats
 
-        exported_formats(targets.get(export_format), job.format, source.config)
+        untied = {"tie_word_embeddings": False} if job.unties else {}
+        exported_formats(targets.get(export_format), job.format, source.config | untied)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
     calibration = _calibration(source, text, data_dir, samples, seqlen, seed) if job.needs_data else None
     if calibration is not None:

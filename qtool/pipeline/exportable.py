@@ -21,6 +21,11 @@ def exported_formats(
     """
     model = family_of(config["model_type"])
     namespace = model.settings(config)
+    if model.always_tied and not getattr(namespace, "tie_word_embeddings", True):
+        raise QtoolError(
+            f"the head is not the embedding any more, and serving stacks know no other head of a {model.name} model: "
+            "quantize without rotating the residual stream and without norm-fusion"
+        )
     formats: dict[str, LinearFormat | None] = {}
     for block in range(int(config["num_hidden_layers"])):
         family = model.at(namespace, block)

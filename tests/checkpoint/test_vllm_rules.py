@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from qtool import recipes
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline.export import export
@@ -92,3 +93,23 @@ def test_experts_of_a_block_must_agree(
     ours = native(make_model(variant, dtype=torch.bfloat16), [other, rule("w4a16", 128)])
     with pytest.raises(QtoolError, match="run the two as one linear"):
         export(ours, "compressed-tensors", tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
+def test_gemmas_head_stays_the_embedding(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    """vLLM's Gemma models have no head of their own; the built-in recipes leave them tied."""
+    source = make_model(variant, dtype=torch.bfloat16)
+    ours = quantize(
+        Checkpoint(source), recipes.load("w4a16", "best"), tmp_path / "native", calibration=Calibration([IDS])
+    )
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    assert check(out, shapes(source)) >= 8 and "lm_head.weight" not in Checkpoint(out)
+
+
+def test_a_rotated_gemma_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model("gemma", dtype=torch.bfloat16)
+    ours = quantize(
+        Checkpoint(source), recipes.load("w4a16", "best"), tmp_path / "native", calibration=Calibration([IDS])
+    )
+    with pytest.raises(QtoolError, match="serving stacks know no other head of a Gemma model"):
+        export(ours, "gptq", tmp_path / "out")
