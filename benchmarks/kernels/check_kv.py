@@ -162,11 +162,10 @@ def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:
 
 def _prepare(shapes: list[Shape]) -> None:
     major, minor = torch.cuda.get_device_capability()
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
     sources = []
     for shape in shapes:
         bits = 4 if shape.kv == "kv4" else 8
-        plan = Plan.of(bits, shape.dim, shape.group * shape.queries, shape.batch * shape.heads, processors)
+        plan = Plan.of(bits, shape.dim, shape.group * shape.queries)
         sources.append(definition(plan, shape.dtype, shape.masked, shape.softcap > 0))
         sources.append(append_definition(bits, shape.dim, shape.dtype))
     distinct = {repr(source): source for source in sources}

@@ -83,10 +83,9 @@ def _(query: Tensor, *how: Any) -> Tensor:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise QtoolError(f"kv_attention: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        processors = _processors(device.index)
-        plan = Plan.of(call.keys.bits, dim, rows, batch * kv_heads, processors)
+        plan = Plan.of(call.keys.bits, dim, rows)
         blocks = batch * kv_heads * plan.row_blocks(rows)
-        splits = plan.splits(blocks, call.tokens, processors)
+        splits = plan.splits(blocks, call.tokens, _processors(device.index))
         all_rows = batch * kv_heads * rows
         partial = query.new_empty(all_rows * splits * (dim + 2) if splits > 1 else 0, dtype=torch.float32)
         parts = (part for side in (call.keys, call.values) for part in (side.codes, side.scale, side.zero))

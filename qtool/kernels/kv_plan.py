@@ -25,15 +25,12 @@ class Plan:
     blocks_per_sm: int
 
     @classmethod
-    def of(cls, bits: int, dim: int, rows: int, groups: int, processors: int) -> "Plan":
-        """The measured choice for ``rows`` query rows of each of ``groups`` kv heads (of all sequences)."""
+    def of(cls, bits: int, dim: int, rows: int) -> "Plan":
+        """The measured choice for ``rows`` query rows a kv head."""
         row_tiles = 1 if rows <= 8 or dim > 128 else 2
-        stages = 2 if bits == 4 else 3
-        if bits == 4 and dim <= 128 and groups * -(-rows // (8 * row_tiles)) <= processors:
-            return cls(bits, dim, row_tiles, 64, stages, 1)
         tile = 16 if bits * dim > 1024 else 32
         blocks = 2 if row_tiles == 2 or bits * dim > 512 else 4
-        return cls(bits, dim, row_tiles, tile, stages, blocks)
+        return cls(bits, dim, row_tiles, tile, 2 if bits == 4 else 3, blocks)
 
     @property
     def shared_bytes(self) -> int:
@@ -72,13 +69,11 @@ def definition(plan: Plan, dtype: torch.dtype, masked: bool, capped: bool) -> tu
 
 def builds() -> Iterator[Build]:
     """Both caches at few and many query rows: every width on Hopper, the longest variant everywhere."""
-    cases = [("sm_90a", dim, False, 1000) for dim in (64, 80, 128, 256)]
-    cases += [(arch, 128, True, groups) for arch in ("sm_80", "sm_89", "sm_90a") for groups in (1, 1000)]
-    for (arch, dim, special, groups), bits, rows in product(cases, (4, 8), (4, 16)):
-        plan = Plan.of(bits, dim, rows, groups, 132)
-        if bits == 8 and groups == 1:
-            continue  # the same as for many
-        name = f"kv_attention kv{bits} D={dim} rows={rows} tile={plan.tile}{' masked capped' * special}"
+    cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
+    cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]
+    for (arch, dim, special), bits, rows in product(cases, (4, 8), (4, 16)):
+        plan = Plan.of(bits, dim, rows)
+        name = f"kv_attention kv{bits} D={dim} rows={rows}{' masked capped' * special}"
         source = definition(plan, torch.bfloat16, special, special)
         threads = 32 * WARPS * plan.blocks_per_sm
         exits = arch != "sm_90a"  # a loop's exit is coded as a call there
