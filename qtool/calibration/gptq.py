@@ -202,7 +202,7 @@ class Gptq(Rounding):
         """Codes ``[N, K]``, parameters and the damping it took, for ``weight [N, K]`` float32."""
         order = self.visit(hessian.h.diagonal(), scheme)
         back = torch.argsort(order)
-        factor = Factor(hessian.h[order][:, order], self.damping)
+        factor = Factor(hessian.h, self.damping, order)
         damping, damped = factor.damping, factor.h if self.rounds else None
         target = weight
         if hessian.d is not None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.cholesky import cholesky
 from qtool.calibration.stages import stage
 from qtool.calibration.tensor_cores import precise_matmul
 
@@ -98,29 +97,38 @@ class Factor:
 
     A channel that was never active (``H_kk = 0``) gets the diagonal 1: its weights are rounded to nearest.
 
+    Args:
+        hessian: ``H [K, K]``. order: of its columns ``[K]``; None as they lie.
+
     Attributes:
-        h: the damped Hessian ``[K, K]``; the argument is changed in place.
         damping: the share of the mean diagonal that was added.
     """
 
-    def __init__(self, hessian: Tensor, damping: float) -> None:
-        diagonal = hessian.diagonal()
+    def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
+        #: the damped Hessian, last column first: what has a lower factor where it itself has an upper one
+        self._reversed = hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
+        diagonal = self._reversed.diagonal()
         dead = diagonal == 0
         mean = float(diagonal.mean())
         diagonal[dead] = mean or 1.0
         added = 0.0
-        self.h, self.damping = hessian, damping
+        self.damping = damping
         while True:
             diagonal += self.damping * mean - added
             added = self.damping * mean
-            self._lower, failed = cholesky(hessian.flip(0, 1))
-            if not failed:
+            self._lower, failed = torch.linalg.cholesky_ex(self._reversed)
+            if not int(failed):
                 return
             self.damping = max(self.damping * 10, 1e-6)
 
+    @property
+    def h(self) -> Tensor:
+        """The damped Hessian ``[K, K]``."""
+        return self._reversed.flip(0, 1)
+
     def forget(self) -> None:
-        """Let :attr:`h` go: three more of its size are alive while the feedback is made."""
-        self.h = self.h.new_empty(0)
+        """Let the damped Hessian go: two more of its size are alive while the feedback is made."""
+        self._reversed = self._reversed.new_empty(0)
 
     @property
     def feedback(self) -> Tensor:

@@ -50,16 +50,16 @@ class Rates:
 H200 = Rates(
     name="NVIDIA H200",
     memory=140e9,
-    forward=530e12,
-    hessian=600e12,
+    forward=510e12,
+    hessian=690e12,
     search=350e12,
-    tried=130e9,
-    rounding=22e12,
+    tried=35e9,
+    rounding=27e12,
     looked=900e9,
-    packed=50e9,
+    packed=36e9,
     read=1.5e9,
     write=0.45e9,
-    start=4.5,
+    start=2.8,
 )
 
 

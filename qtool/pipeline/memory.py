@@ -20,7 +20,7 @@ from qtool.models.parts import LinearGroup
 from qtool.pipeline.job import Job
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
-CPU_PROCESS, CUDA_PROCESS = 600_000_000, 1_300_000_000
+CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 #: tokens of a batch
 BATCH_TOKENS = 4096
 
@@ -69,8 +69,8 @@ def _method_bytes(job: Job, block: int, method: Transform | Rounding) -> int:
 def _gptq_bytes(groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]], method: Gptq) -> int:
     """The worst group: weights not rounded yet, codes of the others, and the larger half of its own solution.
 
-    First Hessian, damped one and factor, the last with a quarter of itself to work in; then Hessian and feedback beside
-    the stacked weight, its target, errors and codes. Experts have all their Hessians at once.
+    First Hessian, damped one and factor; then Hessian and feedback beside the stacked weight, its target, errors and
+    codes. Experts have all their Hessians at once.
     """
     left, total = sum(map(prod, shapes.values())), sum(map(prod, shapes.values()))
     routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
@@ -79,7 +79,7 @@ def _gptq_bytes(groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]
         rows = [shapes[name] for name in group.linears if name in shapes]
         if rows:
             n, k = sum(shape[0] for shape in rows), rows[0][1]
-            factoring, sweeping = (3.5 + drift) * 4 * k * k, (2 + drift + bool(method.rounds)) * 4 * k * k + 20 * n * k
+            factoring, sweeping = (3 + drift) * 4 * k * k, (2 + drift + bool(method.rounds)) * 4 * k * k + 20 * n * k
             worst = max(worst, 4 * left + (total - left) + int(max(factoring, sweeping)))
             left -= n * k
     return worst + routed + (2 * total if drift else 0)
