@@ -132,8 +132,10 @@ class Distill(Rounding):
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
-        student = replace(block, module=copy.deepcopy(block.module))
+        block.follow()
+        student = replace(block, module=copy.deepcopy(block.module), exact=dict(block.exact))
         start = STARTS[self.start]().round(student, batches)
+        student.exact = {}  # from here on its module follows nobody
         for name, rounded in start.items():
             parent, _, attribute = name.rpartition(".")
             linear = LearnedLinear(block.get(name), block.schemes[name], rounded, block.permutations.get(name))  # type: ignore[arg-type]

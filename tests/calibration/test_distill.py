@@ -51,6 +51,22 @@ def test_the_loss_falls_and_so_does_the_error_of_the_block(block: tuple[Block, l
     assert error < before
 
 
+@pytest.mark.parametrize("start", ["rtn", "gptq"])
+def test_a_16_bit_module_learns_beside_the_exact_weights(block: tuple[Block, list], start: str) -> None:
+    own, batches = block
+    expected, _, _ = distilled(block, start=start, epochs=0)
+    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
+    own.module.bfloat16()
+    for batch in batches:
+        batch.hidden = batch.hidden.bfloat16()
+        kwargs = batch.kwargs[0]
+        kwargs["position_embeddings"] = tuple(x.bfloat16() for x in kwargs["position_embeddings"])
+    rounded, curve, _ = distilled(block, start=start)
+    assert min(curve) < curve[0] or start == "gptq"
+    same = torch.cat([(rounded[n].codes == expected[n].codes).flatten() for n in expected]).float().mean()
+    assert 0.5 < same <= 1
+
+
 def test_it_never_ends_worse_than_gptq(block: tuple[Block, list]) -> None:
     _, curve, _ = distilled(block, start="gptq")
     _, (before,), _ = distilled(block, start="gptq", epochs=0)
