@@ -101,7 +101,7 @@ class Case:
             want, size = want + b.double(), size + b.double().abs()
         smallest = torch.finfo(dtype).tiny
         ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[dtype])
-        # each part is rounded twice, the total once a part (Higham, section 4.2), the sums of a cluster and the bias once
+        # each part is rounded twice, the total once a part; then the sums of a cluster and the bias
         rounding = (len(parts) + 8) * 2.0**-24 * size
         wrong = where(~((got.double() - want).abs() <= ulp + rounding), got)
         if wrong is None and not torch.equal(got, self.run(tile, x, sx, self.scale, b, dtype)):
