@@ -11,13 +11,20 @@ from torch import Tensor
 
 from qtool.runtime.format import LinearFormat
 
-#: (x [M, K] contiguous, input permutation [K] or None, stored tensors, bias, format, out_dtype) -> [M, N] of out_dtype
-Multiply = Callable[
-    [Tensor, Tensor | None, Mapping[str, Tensor], Tensor | None, LinearFormat, torch.dtype],
-    Tensor,
-]
 HALF = (torch.float16, torch.bfloat16)
 ANY = (*HALF, torch.float32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one, what is stored."""
+
+    x: Tensor
+    permutation: Tensor | None
+    stored: Mapping[str, Tensor]
+    bias: Tensor | None
+    format: LinearFormat
+    out_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Kernel:
     Attributes:
         name, precision: for reports.
         capabilities: of the GPUs it runs on, ``(major, minor)``.
-        multiply: the call.
+        multiply: gives ``[M, N]`` of ``out_dtype``.
         n, k: what N and K must be multiples of.
         dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
@@ -37,7 +44,7 @@ class Kernel:
     name: str
     precision: str
     capabilities: frozenset[tuple[int, int]]
-    multiply: Multiply
+    multiply: Callable[[Call], Tensor]
     n: int = 64
     k: int = 64
     dtypes: tuple[torch.dtype, ...] = ANY
@@ -49,91 +56,55 @@ class Kernel:
         return capability in self.capabilities and dtype in self.dtypes and n % self.n == 0 and k % self.k == 0
 
 
-def _w4a8(
-    x: Tensor,
-    permutation: Tensor | None,
-    stored: Mapping[str, Tensor],
-    bias: Tensor | None,
-    linear_format: LinearFormat,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _w4a8(call: Call) -> Tensor:
     from qtool.kernels.quantize_activation import quantize_activation
     from qtool.kernels.w4a8 import w4a8_gemm
     from qtool.kernels.w4a8_mma import w4a8_mma_gemm
 
-    gemm = w4a8_mma_gemm if linear_format.layout == "compute-aware" else w4a8_gemm
-    codes, scale, token_sum = quantize_activation(x, permutation, None, "none", 0.0)
-    s2, offset, zero = (stored.get(name) for name in ("s2", "offset", "zero"))
-    scheme, group_size = linear_format.scheme, linear_format.group_size
-    return gemm(
-        codes, scale, stored["qweight"], stored["s1"], s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
+    gemm = w4a8_mma_gemm if call.format.layout == "compute-aware" else w4a8_gemm
+    codes, scale, token_sum = quantize_activation(call.x, call.permutation, None, "none", 0.0)
+    qweight, s1, s2, offset, zero = (call.stored.get(name) for name in ("qweight", "s1", "s2", "offset", "zero"))
+    scheme, group_size = call.format.scheme, call.format.group_size
+    return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, scheme, group_size, call.out_dtype)
 
 
-def _w8a8(
-    x: Tensor,
-    permutation: Tensor | None,
-    stored: Mapping[str, Tensor],
-    bias: Tensor | None,
-    linear_format: LinearFormat,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _w8a8(call: Call) -> Tensor:
     from qtool.kernels.quantize_activation import quantize_activation
     from qtool.kernels.w8a8 import w8a8_gemm
 
-    codes, scale, _ = quantize_activation(x, permutation, None, "none", 0.0)
-    return w8a8_gemm(codes, scale, stored["qweight"].view(torch.int8), stored["scale"][:, 0], bias, out_dtype)
+    codes, scale, _ = quantize_activation(call.x, call.permutation, None, "none", 0.0)
+    qweight = call.stored["qweight"].view(torch.int8)
+    return w8a8_gemm(codes, scale, qweight, call.stored["scale"][:, 0], call.bias, call.out_dtype)
 
 
-def _w4ax(
-    x: Tensor,
-    permutation: Tensor | None,
-    stored: Mapping[str, Tensor],
-    bias: Tensor | None,
-    linear_format: LinearFormat,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _w4ax(call: Call) -> Tensor:
     from qtool.kernels.quantize_activation_groups import quantize_activation_groups
     from qtool.kernels.w4ax import w4ax_gemm
 
-    layout, group_size = linear_format.layout, linear_format.group_size
-    blocks = stored.get("eight_bit")
-    codes, scale = quantize_activation_groups(x, permutation, None, blocks, "none", 0.0, group_size, layout)
-    return w4ax_gemm(codes, scale, stored["qweight"], stored["scale"], bias, layout, group_size, out_dtype)
+    layout, group_size = call.format.layout, call.format.group_size
+    qweight, weight_scale, blocks = (call.stored.get(name) for name in ("qweight", "scale", "eight_bit"))
+    codes, scale = quantize_activation_groups(call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout)
+    return w4ax_gemm(codes, scale, qweight, weight_scale, call.bias, layout, group_size, call.out_dtype)
 
 
-def _w4ax_mma(
-    x: Tensor,
-    permutation: Tensor | None,
-    stored: Mapping[str, Tensor],
-    bias: Tensor | None,
-    linear_format: LinearFormat,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _w4ax_mma(call: Call) -> Tensor:
     from qtool.kernels.quantize_packed_groups import quantize_packed_groups
     from qtool.kernels.w4ax_mma import w4ax_mma_gemm
 
-    layout, group_size = linear_format.layout, linear_format.group_size
-    blocks = stored.get("eight_bit")
-    codes, scale = quantize_packed_groups(x, permutation, None, blocks, "none", 0.0, group_size, layout)
-    return w4ax_mma_gemm(codes, scale, stored["qweight"], stored["scale"], blocks, bias, layout, group_size, out_dtype)
+    layout, group_size = call.format.layout, call.format.group_size
+    qweight, weight_scale, blocks = (call.stored.get(name) for name in ("qweight", "scale", "eight_bit"))
+    codes, scale = quantize_packed_groups(call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout)
+    return w4ax_mma_gemm(codes, scale, qweight, weight_scale, blocks, call.bias, layout, group_size, call.out_dtype)
 
 
-def _w4a16(
-    x: Tensor,
-    permutation: Tensor | None,
-    stored: Mapping[str, Tensor],
-    bias: Tensor | None,
-    linear_format: LinearFormat,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _w4a16(call: Call) -> Tensor:
     from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
 
-    gathered = x if permutation is None else x[:, permutation.long()]
-    qweight, scale = stored["qweight"], stored["scale"]
-    if "metadata" in stored:
-        return w4a16_24_gemm(gathered, qweight, stored["metadata"], scale, bias, out_dtype)
-    return w4a16_gemm(gathered, qweight, scale, bias, out_dtype)
+    x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
+    qweight, scale = call.stored["qweight"], call.stored["scale"]
+    if "metadata" in call.stored:
+        return w4a16_24_gemm(x, qweight, call.stored["metadata"], scale, call.bias, call.out_dtype)
+    return w4a16_gemm(x, qweight, scale, call.bias, call.out_dtype)
 
 
 HOPPER = frozenset({(9, 0)})

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qtool.runtime.dispatch import Kernel, kernel_for
+from qtool.runtime.dispatch import Call, Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
 
 
@@ -69,7 +69,7 @@ class QuantLinear(nn.Module):
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
         """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of an exact one."""
-        return kernel.multiply(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype)
+        return kernel.multiply(Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype))
 
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
