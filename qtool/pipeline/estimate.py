@@ -16,8 +16,9 @@ class Rates:
 
     Attributes:
         forward, hessian, search, rounding: operations. tried: weights rounded by a candidate of a search.
-        looked: weights by the rounding's own. packed: weights packed or unpacked.
-        read, write: bytes, beside the blocks. start: seconds before the first block.
+        tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks of columns.
+        packed: weights packed or unpacked. read, write: bytes, beside the blocks.
+        start: seconds before the first block.
     """
 
     name: str
@@ -26,8 +27,10 @@ class Rates:
     hessian: float
     search: float
     tried: float
+    tries: float
     rounding: float
     looked: float
+    steps: float
     packed: float
     read: float
     write: float
@@ -40,8 +43,10 @@ class Rates:
             + work.hessian_flops / self.hessian
             + work.search_flops / self.search
             + work.search_weights / self.tried
+            + work.search_tries / self.tries
             + work.rounding_flops / self.rounding
             + work.rounding_weights / self.looked
+            + work.rounding_steps / self.steps
             + work.packed_weights / self.packed
         )
         return self.start + max(blocks, work.read_bytes / self.read, work.write_bytes / self.write)
@@ -50,12 +55,14 @@ class Rates:
 H200 = Rates(
     name="NVIDIA H200",
     memory=140e9,
-    forward=510e12,
+    forward=540e12,
     hessian=690e12,
     search=350e12,
-    tried=35e9,
-    rounding=27e12,
+    tried=73e9,
+    tries=2200.0,
+    rounding=76e12,
     looked=900e9,
+    steps=1010.0,
     packed=36e9,
     read=1.5e9,
     write=0.45e9,

@@ -33,8 +33,10 @@ class Work:
         hessian_flops: likewise.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
+        search_tries: linears that a candidate was tried on: each takes some fifty launches, whatever its size.
         rounding_flops: of factors, sweeps and errors, float32.
         rounding_weights: weights looked at by the rounding's own search.
+        rounding_steps: blocks of columns swept one after another, launches again.
         packed_weights: weights packed, and unpacked again to compute the next block's inputs.
     """
 
@@ -44,8 +46,10 @@ class Work:
     hessian_flops: float = 0
     search_weights: float = 0
     search_flops: float = 0
+    search_tries: float = 0
     rounding_flops: float = 0
     rounding_weights: float = 0
+    rounding_steps: float = 0
     packed_weights: float = 0
 
     def __add__(self, other: "Work") -> "Work":
@@ -86,14 +90,14 @@ class BlockWork:
             candidates = (method.steps + 1) ** 2 + 1
             flops = 2 * method.tokens * self.weights(self.quantized) * candidates
             return Work(forward_flops=self.look(), search_weights=candidates * self.weights(self.quantized),
-                        search_flops=flops)  # fmt: skip
+                        search_flops=flops, search_tries=candidates * len(self.quantized))  # fmt: skip
         if isinstance(method, Clip):
             ratios = len(method.ratios)
             candidates = 2 * ratios + 1
             flops = 2 * method.tokens * self.weights(self.quantized) * (ratios + 1)
             blocks = (ratios + 2) * min(1.0, method.sequences / self.samples) * self.forward()
             return Work(forward_flops=self.look() + blocks, search_weights=candidates * self.weights(self.quantized),
-                        search_flops=flops)  # fmt: skip
+                        search_flops=flops, search_tries=candidates * len(self.quantized))  # fmt: skip
         if isinstance(method, Gptq):
             return self.gptq(method)
         if isinstance(method, Distill):
@@ -122,6 +126,7 @@ class BlockWork:
                     hessian_flops=grams,
                     rounding_flops=k**3 / 3 + sweeps,
                     rounding_weights=n * k * (method.clip_steps + 4),
+                    rounding_steps=-(-k // method.block) * (1 + method.rounds),
                 )
             before += 2 * self.tokens * sum(prod(self.shapes[n]) * self.share(n) for n in group.linears)
             before += self.attention() if number == 0 else 0
