@@ -7,9 +7,7 @@ process alone is rank 0 of 1: nothing here then costs anything.
 Legend: R ranks.
 """
 
-import io
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtool import watch
+from qtool import parcels, watch
 from qtool.errors import QtoolError
 
 T = TypeVar("T")
@@ -29,8 +27,6 @@ S = TypeVar("S")
 
 #: of a collective; a rank that dies is found much earlier (:mod:`qtool.watch`)
 TIMEOUT = timedelta(hours=2)
-#: bytes; tensors that travel together begin at multiples of it
-ALIGNMENT = 16
 
 
 @dataclass
@@ -118,18 +114,19 @@ def every(value: T) -> list[T]:
     """``value`` of each rank, by rank; tensors in it go from device to device."""
     if _world.size == 1:
         return [value]
-    blob, tensors = _take_apart(value)
-    described = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
+    blob, tensors = parcels.take_apart(value)
     found: list[Any] = [None] * _world.size
     with _together():
-        dist.all_gather_object(found, (blob, described))
+        dist.all_gather_object(found, (blob, parcels.describe(tensors)))
     values = []
-    for owner, (its_blob, its_tensors) in enumerate(found):
-        buffer = _pack(tensors, its_tensors) if owner == _world.rank else _buffer(its_tensors)
+    for owner, (its_blob, described) in enumerate(found):
+        buffer = parcels.buffer(described, _world.device)
+        if owner == _world.rank:
+            parcels.pack(tensors, described, buffer)
         if len(buffer):
             with _together():
                 dist.broadcast(buffer, owner)
-        values.append(value if owner == _world.rank else _put_together(its_blob, _unpack(buffer, its_tensors)))
+        values.append(value if owner == _world.rank else parcels.put_together(its_blob, described, buffer))
     return values
 
 
@@ -223,70 +220,3 @@ def _together() -> Iterator[None]:
     except RuntimeError as error:
         time.sleep(watch.SILENCE + 5)  # the watch ends this process as soon as it knows which
         raise QtoolError(f"the ranks lost each other: {error}") from error
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self.numbers: dict[int, int] = {}  # by id: a tensor that occurs often travels once
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)  # alive as long as its id counts
-        return self.numbers[id(value)]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self.tensors[number]
-
-
-def _take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-def _put_together(blob: bytes, tensors: list[Tensor]) -> Any:
-    return _Unpickler(io.BytesIO(blob), tensors).load()
-
-
-Described = list[tuple[tuple[int, ...], torch.dtype, str]]
-
-
-def _places(described: Described) -> list[slice]:
-    """Where the bytes of each tensor lie in the buffer they travel in."""
-    places, start = [], 0
-    for shape, dtype, _ in described:
-        stop = start + torch.Size(shape).numel() * dtype.itemsize
-        places.append(slice(start, stop))
-        start = -(-stop // ALIGNMENT) * ALIGNMENT
-    return places
-
-
-def _buffer(described: Described) -> Tensor:
-    places = _places(described)
-    return torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, device=_world.device)
-
-
-def _pack(tensors: list[Tensor], described: Described) -> Tensor:
-    buffer = _buffer(described)
-    for tensor, place in zip(tensors, _places(described), strict=True):
-        buffer[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(buffer.device)
-    return buffer
-
-
-def _unpack(buffer: Tensor, described: Described) -> list[Tensor]:
-    return [
-        buffer[place].view(dtype).view(shape).to("cpu" if kind == "cpu" else _world.device)
-        for (shape, dtype, kind), place in zip(described, _places(described), strict=True)
-    ]
