@@ -2,6 +2,7 @@
 # What docs/scale.md says, measured again: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill]
 # Each line of it is one fresh process; random checkpoints are made in WORK and kept (8B: 16 GB, 70B: 7.4 and 14.2 GB).
 set -e
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 here=$(dirname "$0") work=$1
 shift
 bench() { python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device cuda --work "$work" 2>"$work/log" || tail "$work/log"; }
