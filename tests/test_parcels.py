@@ -3,7 +3,7 @@
 import torch
 
 from qtool import parcels
-from qtool.calibration.block import Rounded
+from qtool.calibration.rounded import Rounded
 
 
 def test_a_value_with_tensors_survives_the_journey() -> None:

@@ -18,47 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration.batch import Batch, to_device
+from qtool.calibration.rounded import Rounded, SimulatedLinear
 from qtool.calibration.stages import stage
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.parts import Heads
-from qtool.models.skeleton import recording
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
-    from transformers import PretrainedConfig, PreTrainedModel
-
-
-@dataclass
-class Batch:
-    """Hidden states ``[B, S, H]`` entering a block and the other arguments of every block."""
-
-    hidden: Tensor
-    kwargs: Sequence[dict[str, Any]]
-
-    def halves(self) -> Iterator["Batch"]:
-        """The first and the second half of the sequences."""
-        size = len(self.hidden)
-        for part in (slice(None, size // 2), slice(size // 2, None)):
-            yield self.part(part)
-
-    def part(self, sequences: slice) -> "Batch":
-        """Some of the sequences."""
-        size = len(self.hidden)
-        return Batch(self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs])
-
-    def keep(self, hidden: Tensor) -> None:
-        """``hidden`` takes the place of the hidden states, where those are kept."""
-        self.hidden = hidden.to(self.hidden.device)
-
-
-@dataclass
-class Rounded:
-    """The outcome of rounding one linear: codes ``[N, K]``, the scheme's parameters, ``||W - V|| / ||W||`` if known."""
-
-    codes: Tensor
-    params: Params
-    weight_error: float | None = None
+    from transformers import PretrainedConfig
 
 
 @dataclass
@@ -290,22 +259,6 @@ class _Reached(Exception):
     """A forward that has shown what it was run for."""
 
 
-class SimulatedLinear(nn.Module):
-    """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
-
-    def __init__(self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None) -> None:
-        super().__init__()
-        self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
-        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.permutation is not None:
-            x = x[..., self.permutation]
-        return nn.functional.linear(self.scheme.fake_activation(x, self.params), self.weight, self.bias)
-
-
 @contextmanager
 def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
     """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs."""
@@ -319,44 +272,3 @@ def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]])
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _sequences(value: Any, part: slice, size: int) -> Any:
-    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to ``part``."""
-    if isinstance(value, Tensor):
-        return value[part] if value.dim() and len(value) == size else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_sequences(v, part, size) for v in value)
-    if isinstance(value, dict):
-        return {k: _sequences(v, part, size) for k, v in value.items()}
-    return value
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it (in tuples and dicts too) on ``device``."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    return value
-
-
-@torch.no_grad()
-def first_inputs(
-    model: "PreTrainedModel",
-    family: Family,
-    tokens: Sequence[Tensor],
-    keep: Callable[[Tensor, Sequence[dict[str, Any]]], Batch] = Batch,
-) -> list[Batch]:
-    """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
-
-    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a batch of both.
-    """
-    batches = []
-    for ids in tokens:
-        with recording(model, family) as recorders:
-            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-            batches.append(keep(hidden, [r.kwargs for r in recorders]))
-    return batches

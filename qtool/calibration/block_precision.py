@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.schemes.base import Scheme
 
 

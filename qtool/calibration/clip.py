@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.method import Transform
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.calibration.tensor_cores import tensor_cores
 from qtool.schemes.base import Clip as Ratio

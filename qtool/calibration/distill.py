@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.method import Rounding
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.statistics import own_subset
 from qtool.errors import QtoolError, suggest

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block, Reference, Rounded
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block, Reference
 from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.method import Rounding
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.row_products import ROWS, by_rows, product
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.smooth_attention import KeyObserver, observe_keys
 from qtool.calibration.statistics import maximum
 from qtool.errors import QtoolError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.block import Rounded
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.scales import float_scale
 from qtool.schemes.base import Params, Scheme, stored_scale
 

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 

@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.block_precision import allocate
 from qtool.calibration.folding import per_kv_head
 from qtool.calibration.method import Transform

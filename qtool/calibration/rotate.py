@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.hadamard import Hadamard
 from qtool.calibration.method import Norm, Transform

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block, Rounded
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.method import Rounding
+from qtool.calibration.rounded import Rounded
 from qtool.schemes.base import Clip, Params, Scheme
 
 #: of a chunk on CPU and on a GPU

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import Inputs, collect

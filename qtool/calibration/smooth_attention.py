@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect, count_tokens, subset

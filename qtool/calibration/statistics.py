@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch, Block
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
 LEAST_TOKENS = 16

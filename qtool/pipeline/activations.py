@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.block import Batch
+from qtool.calibration.batch import Batch
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
 from qtool.pipeline.memory import activation_bytes, working_bytes

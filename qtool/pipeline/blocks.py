@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.block import Batch, Block, Reference, Rounded, SimulatedLinear, first_inputs
+from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.block import Block, Reference
 from qtool.calibration.kv import kv_constants, quantized_kv
+from qtool.calibration.rounded import Rounded, SimulatedLinear
 from qtool.calibration.rtn import round_to_nearest
 from qtool.calibration.stages import Stages, stage
 from qtool.checkpoint.source import Checkpoint

@@ -24,7 +24,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from qtool.calibration.block import Block, first_inputs
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.method import Norm, Transform
 from qtool.models import family_of
 from qtool.models.experts import separate_experts

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from qtool.calibration.block import Batch, Block, Rounded, first_inputs
+from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.block import Block
+from qtool.calibration.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import fill, skeleton

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from qtool.calibration.block import Block, Rounded, first_inputs
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.distill import Distill
 from qtool.calibration.learned_linear import LearnedLinear
+from qtool.calibration.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, get

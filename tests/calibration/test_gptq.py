@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from qtool.calibration.block import Block, first_inputs
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.scales import float_scale

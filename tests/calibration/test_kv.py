@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qtool.calibration.block import Batch, Block, first_inputs
+from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.kv import SimulatedKV, kv_constants, quantized_kv
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of

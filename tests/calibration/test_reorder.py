@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 
-from qtool.calibration.block import Rounded
 from qtool.calibration.block_precision import rounded_inputs
 from qtool.calibration.method import check_order
 from qtool.calibration.reorder import GatherOutliers, Reorder
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of

@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 
-from qtool.calibration.block import Rounded
 from qtool.calibration.method import check_order
 from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.rotate import Rotate
+from qtool.calibration.rounded import Rounded
 from qtool.calibration.smooth import Smooth, smoothing_factor
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from qtool import recipes
-from qtool.calibration.block import Block, first_inputs
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
 from qtool.models import family_of
 from qtool.models.skeleton import skeleton

@@ -1,0 +1,81 @@
+"""What flows through the blocks: batches of hidden states, and those that enter the first block.
+
+Legend: B sequences in a batch, S tokens, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qtool.models.family import Family
+from qtool.models.skeleton import recording
+
+if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Batch:
+    """Hidden states ``[B, S, H]`` entering a block and the other arguments of every block."""
+
+    hidden: Tensor
+    kwargs: Sequence[dict[str, Any]]
+
+    def halves(self) -> Iterator["Batch"]:
+        """The first and the second half of the sequences."""
+        size = len(self.hidden)
+        for part in (slice(None, size // 2), slice(size // 2, None)):
+            yield self.part(part)
+
+    def part(self, sequences: slice) -> "Batch":
+        """Some of the sequences."""
+        size = len(self.hidden)
+        return Batch(self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs])
+
+    def keep(self, hidden: Tensor) -> None:
+        """``hidden`` takes the place of the hidden states, where those are kept."""
+        self.hidden = hidden.to(self.hidden.device)
+
+
+def _sequences(value: Any, part: slice, size: int) -> Any:
+    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to ``part``."""
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and len(value) == size else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_sequences(v, part, size) for v in value)
+    if isinstance(value, dict):
+        return {k: _sequences(v, part, size) for k, v in value.items()}
+    return value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with every tensor in it (in tuples and dicts too) on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: to_device(v, device) for k, v in value.items()}
+    return value
+
+
+@torch.no_grad()
+def first_inputs(
+    model: "PreTrainedModel",
+    family: Family,
+    tokens: Sequence[Tensor],
+    keep: Callable[[Tensor, Sequence[dict[str, Any]]], Batch] = Batch,
+) -> list[Batch]:
+    """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
+
+    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a batch of both.
+    """
+    batches = []
+    for ids in tokens:
+        with recording(model, family) as recorders:
+            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            batches.append(keep(hidden, [r.kwargs for r in recorders]))
+    return batches
