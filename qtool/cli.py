@@ -30,6 +30,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if not sys.stderr.isatty():  # bars are for terminals
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory is not cut into odd pieces
     try:
         cli(standalone_mode=False)
     except QtoolError as error:
