@@ -55,15 +55,15 @@ def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_cli
         codes[rows] = scheme.quantize(weight[rows], params)
         scheme.check(codes[rows], params)
         exact = weight[rows].float()
-        power += _total(exact.square())
-        lost += _total((exact - scheme.dequantize(codes[rows], params)).square_())
+        power += _square(exact)
+        lost += _square(exact - scheme.dequantize(codes[rows], params))
         parts.append(params)
     return Rounded(codes, _concatenate(scheme, parts), (lost / power) ** 0.5 if power else 0.0)
 
 
-def _total(squares: Tensor) -> float:
-    """The sum of ``squares [n, K]``, row by row: no bit of it depends on the number of threads."""
-    return float(squares.sum(1).double().sum())
+def _square(x: Tensor) -> float:
+    """The sum of squares of ``x [n, K]``, row by row: no bit of it depends on the number of threads."""
+    return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
 
 
 def _rows(clip: Clip, rows: slice) -> Clip:
