@@ -2,7 +2,7 @@
 // a linear, fused: x gathered, RMSNorm(x) * weight, SiLU(gate) * up, rounded to the input's dtype where the unfused model
 // rounds it, so that fusing changes speed only. The host defines DTYPE, FUSION, GATHER, THREADS, PIECES.
 #pragma once
-#include "ptx.cuh"
+#include "element.cuh"
 
 enum Fusion { kPlain = 0, kRmsNorm = 1, kSiluUp = 2 };
 
@@ -12,32 +12,6 @@ struct Input {
     const int* order;  // [K] input channel of each code, or null
     const void* norm;  // [K], RMSNorm's weight
 };
-
-#if DTYPE == 0
-typedef float Element;
-__device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float rounded(float v) { return v; }
-#else
-typedef u16 Element;
-__device__ __forceinline__ float widen(u16 h) {
-#if DTYPE == 2
-    return __uint_as_float(static_cast<u32>(h) << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-#endif
-}
-__device__ __forceinline__ float rounded(float v) {
-    u16 h;
-#if DTYPE == 2
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-#endif
-    return widen(h);
-}
-#endif
 
 struct alignas(8 * sizeof(Element) < 16 ? 8 : 16) Eight {
     Element v[8];

@@ -108,7 +108,7 @@ struct HalfGemm {
                 if (++slot == S::kStages) slot = 0, parity ^= 1;
             }
         }
-        if constexpr (!S::kHopper) copy_wait<0>();
+        if constexpr (!S::kHopper) async_wait<0>();
     }
 
     static __device__ __forceinline__ void clear(Sums& part) {

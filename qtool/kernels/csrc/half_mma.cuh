@@ -1,28 +1,9 @@
 // Tensor-core instructions of sm_80 and newer for 16-bit operands, and 4-bit codes turned into those operands.
 #pragma once
+#include "async_copy.cuh"
 #include "convert.cuh"
 
-// ---- asynchronous copies (global -> shared), 16 bytes a thread --------------------------------------------
-
-__device__ __forceinline__ void copy_async(u32 dst, const void* src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // ---- fragments and products ---------------------------------------------------------------------------------
-
-// Four 8 x 8 matrices of 16-bit items; lane l names row l % 8 of matrix l / 8, and gets row l / 4, columns 2 (l % 4) and next.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
 
 // d [16, 8] += a [16, 16] b [8, 16]^T
 template <int kKind>

@@ -46,7 +46,7 @@ struct AsyncSource {
 #pragma unroll
         for (int r = 0; r < S::kRows; r += S::kTokenWarps)
             if (valid_codes && (S::kRows % S::kTokenWarps == 0 || r + thread / kChunks < S::kRows))
-                copy_async(stage + code_at + r * kChunks * 16, codes + r * code_row);
+                async_copy(stage + code_at + r * kChunks * 16, codes + r * code_row);
         codes += S::kRows * code_row;
         copy_rows<S::kMetadataRows, kMetadataChunks>(side, metadata, metadata_row, valid_metadata);
         metadata += S::kMetadataRows * metadata_row;
@@ -57,13 +57,13 @@ struct AsyncSource {
 #pragma unroll
         for (int i = 0; i < S::kTileTokens; i += kTokensAtOnce)
             if (i < valid_tokens && (S::kTileTokens % kTokensAtOnce == 0 || i + thread / kPieces < S::kTileTokens))
-                copy_async(stage + (token_at ^ i % 8 * 16) + i * S::kTokenBytes, tokens + i / kTokensAtOnce * token_rows);
+                async_copy(stage + (token_at ^ i % 8 * 16) + i * S::kTokenBytes, tokens + i / kTokensAtOnce * token_rows);
         tokens += S::kTokenBytes;
-        copy_commit();
+        async_commit();
     }
     // Where there is nothing to copy any more, so that the groups keep their count.
-    static __device__ __forceinline__ void skip() { copy_commit(); }
-    static __device__ __forceinline__ void wait(u32, u32) { copy_wait<S::kStages - 2>(); }
+    static __device__ __forceinline__ void skip() { async_commit(); }
+    static __device__ __forceinline__ void wait(u32, u32) { async_wait<S::kStages - 2>(); }
 
     // kCount rows of kChunks chunks, some of them in each thread.
     template <int kCount, int kRowChunks>
@@ -73,7 +73,7 @@ struct AsyncSource {
 #pragma unroll
         for (int r = 0; r < kCount; r += kRowsAtOnce)
             if (valid && (kCount % kRowsAtOnce == 0 || r + thread / kRowChunks < kCount))
-                copy_async(to + thread * 16 + r * kRowChunks * 16, from + r * row_bytes);
+                async_copy(to + thread * 16 + r * kRowChunks * 16, from + r * row_bytes);
     }
 };
 

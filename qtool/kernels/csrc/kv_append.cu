@@ -2,7 +2,7 @@
 // kv4: s = max((max - min) / 15, max|x| / 2^14), z = -min / s in f16, code = clamp(rne(x / s + z), 0, 15);
 // kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
 // rounded by itself, so that the bytes are the scheme's.
-#include "ptx.cuh"
+#include "element.cuh"
 
 struct Params {
     const void* x;        // [B, H, new tokens, D] with strides, of DTYPE
@@ -13,22 +13,6 @@ struct Params {
     long long stride[3];  // of x, in elements: batch, head, token
     int warps, heads, added, tokens, capacity;
 };
-
-#if DTYPE == 0
-typedef float Element;
-__device__ __forceinline__ float widen(float v) { return v; }
-#else
-typedef u16 Element;
-__device__ __forceinline__ float widen(u16 h) {
-#if DTYPE == 2
-    return __uint_as_float(static_cast<u32>(h) << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-#endif
-}
-#endif
 
 struct alignas(16) Eight {
     Element v[8];

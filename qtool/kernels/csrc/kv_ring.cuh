@@ -1,18 +1,15 @@
 // A warp's ring of shared memory: TILE tokens of keys, values and their parameters a stage, filled by cp.async.
 #pragma once
+#include "async_copy.cuh"
 #include "kv_codes.cuh"
 #include "kv_params.cuh"
 
 constexpr int kCodeBytes = TILE * kTokenBytes, kParamBytes = 2 * TILE;
 constexpr int kStageBytes = 2 * kCodeBytes + (BITS == 4 ? 4 * kParamBytes : 0);
 
-__device__ __forceinline__ void async_copy(u32 to, const void* from) {
+// 16 bytes, and the rest of their 128 into L2: the next lanes ask for it.
+__device__ __forceinline__ void copy_line(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 enum Parameter { kKeyScale, kKeyZero, kValueScale, kValueZero };
@@ -71,10 +68,10 @@ struct Source {
 #pragma unroll
         for (int i = 0; i < kCodeBytes; i += 512) {
             if (kCodeBytes % 512 && i + 16 * lane >= kCodeBytes) break;
-            async_copy(to + i, keys + i);
-            async_copy(to + kCodeBytes + i, values + i);
+            copy_line(to + i, keys + i);
+            copy_line(to + kCodeBytes + i, values + i);
         }
-        if (BITS == 4 && lane < 4 * kParamBytes / 16) async_copy(to + 2 * kCodeBytes, params);
+        if (BITS == 4 && lane < 4 * kParamBytes / 16) copy_line(to + 2 * kCodeBytes, params);
     }
     __device__ __forceinline__ void advance() {  // to the warp's next tile
         keys += WARPS * kCodeBytes, values += WARPS * kCodeBytes, params += WARPS * kParamBytes;
