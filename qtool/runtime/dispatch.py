@@ -1,4 +1,5 @@
-"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference does.
+"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference does, and
+torch's linear where activations have 16 bits.
 
 A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to add one to.
 """

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
@@ -62,10 +63,20 @@ class QuantLinear(nn.Module):
         return kernel_for(self.format, self.out_features, self.in_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # [M, K]
         kernel = self.kernel(x.device, x.dtype)
+        if kernel is None and self.format.scheme_object.activation.bits == 16:
+            return self.plain(x)
+        rows = x.flatten(0, -2)  # [M, K]
         y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def plain(self, x: Tensor) -> Tensor:
+        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to ``x``'s dtype.
+
+        To the last bit what transformers computes from an export.
+        """
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, self.dequantize().to(x.dtype), bias)
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
         """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of an exact one."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.checkpoint.source import DEMO, Checkpoint
@@ -14,6 +15,7 @@ from qtool.pipeline.export import export
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load, load_tokenizer
+from tests.checkpoint.test_compressed_tensors import client, library_activation, with_activations
 
 PROMPTS = ("Once upon a time there was a little girl", "One day, Tom and his mom went to", "The history of")
 TINY = Path(os.environ.get("QTOOL_DATA_DIR", "/nowhere")) / "models" / "tinystories-656K"
@@ -24,22 +26,15 @@ CASES = [
 ]
 
 
-def tokens(model: nn.Module, directory: Path) -> list[list[int]]:
+def tokens(model: nn.Module, directory: Path, count: int = 24, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
     tokenizer = load_tokenizer(directory)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         kept = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
-        found.append(model.generate(ids, max_new_tokens=24, **kept)[0].tolist())  # type: ignore[operator]
+        generated = model.generate(ids, max_new_tokens=count, min_new_tokens=count, **kept)  # type: ignore[operator]
+        found.append(generated[0].tolist())
     return found
-
-
-def client(directory: Path, *, dequantize: bool, dtype: torch.dtype) -> nn.Module:
-    pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
-    config = CompressedTensorsConfig(dequantize=dequantize)  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=dtype).eval()
 
 
 @pytest.fixture(params=[DEMO, TINY], ids=["demo", "tinystories"])
@@ -62,12 +57,25 @@ def test_same_tokens_in_float32(scheme: str, size: int | None, name: str, source
         assert tokens(client(out, dequantize=dequantize, dtype=torch.float32), out) == expected
 
 
-def test_same_tokens_in_bfloat16(tmp_path: Path) -> None:
-    """Of the weights rounded to 16 bits, as transformers multiplies them; our runtime rounds no weight."""
-    native = quantize(Checkpoint(DEMO), recipes.load("w4a8-lqq"), tmp_path / "native")
-    out = export(native, "compressed-tensors-w8a8", tmp_path / "out").directory
-    found = tokens(client(out, dequantize=True, dtype=torch.bfloat16), out)
-    assert found == tokens(dequantized(load(native)), DEMO)
+@pytest.mark.parametrize("size", [32, 128])
+def test_same_tokens_in_bfloat16(size: int, source: Path, tmp_path: Path) -> None:
+    """Both round a weight once, to 16 bits, and multiply it by the same routine: nothing can part them."""
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)  # and so its scales
+    native = quantize(Checkpoint(source), recipes.load("w4a16").with_group_size(size), tmp_path / "native")
+    out = export(native, "compressed-tensors", tmp_path / "out").directory
+    expected = tokens(load(native, dtype=torch.bfloat16), source, 96, PROMPTS[:1])
+    for dequantize in (True, False):
+        assert tokens(client(out, dequantize=dequantize, dtype=torch.bfloat16), out, 96, PROMPTS[:1]) == expected
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("w4a8-lqq", "compressed-tensors-w8a8"), ("w8a8", "compressed-tensors")])
+def test_same_tokens_under_the_clients_own_activations(scheme: str, name: str, tmp_path: Path) -> None:
+    """compressed-tensors rounds int8 activations by another rule than vLLM and qtool; the weights are the same."""
+    native = quantize(Checkpoint(DEMO), recipes.load(scheme), tmp_path / "native")
+    out = export(native, name, tmp_path / "out").directory
+    ours = with_activations(dequantized(load(native)), library_activation)
+    found = tokens(client(out, dequantize=False, dtype=torch.bfloat16), out, 48)
+    assert found == tokens(ours, DEMO, 48)
 
 
 def test_what_lies_beside_the_weights_is_kept(source: Path, tmp_path: Path) -> None:

@@ -34,10 +34,26 @@ def test_packed_linear_is_the_scheme(scheme: str, layout: str) -> None:
     linear = quantized(scheme, layout, weight)
     codes, params = linear.unpack()
     expected = linear.format.scheme_object.matmul(x.flatten(0, 1), codes, params) + linear.bias
-    assert torch.equal(linear(x), expected.view(2, 3, 128))
+    assert torch.equal(linear.reference(x.flatten(0, 1)), expected)
+    assert torch.equal(linear(x), expected.view(2, 3, 128)) or schemes.SCHEMES[scheme].activation.bits == 16
     declared = {name: (t.shape, t.dtype) for name, t in linear.format.tensors(128, 256).items()}
     assert {name: (t.shape, t.dtype) for name, t in linear.stored().items()} == declared
     assert linear.format.nbytes(128, 256) == sum(t.nbytes for t in linear.stored().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("scheme", "layout"), [("w4a16", "marlin"), ("w4a16-24", "marlin-24")])
+def test_sixteen_bit_activations_multiply_a_weight_rounded_to_their_dtype(
+    scheme: str, layout: str, dtype: torch.dtype
+) -> None:
+    """What every client of an export computes: one rounding of each weight, the bias inside the linear."""
+    torch.manual_seed(0)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(2, 3, 256).to(dtype)
+    weight = linear.dequantize().to(dtype)
+    expected = torch.nn.functional.linear(x, weight, linear.bias.to(dtype))  # type: ignore[union-attr]
+    assert torch.equal(linear(x), expected) and linear(x).dtype == dtype
+    exact = linear.reference(x.flatten(0, 1)).view(2, 3, 128)
+    assert (linear(x) - exact).norm() < 2 * torch.finfo(dtype).eps * exact.norm()
 
 
 def test_a_permuted_linear_gathers_its_input() -> None:
