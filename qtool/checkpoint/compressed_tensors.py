@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtool.checkpoint import gptq
 from qtool.checkpoint.affine import ASYMMETRIC_4, INT_8, SYMMETRIC_4, Affine, Form, asymmetric_4, int_8, symmetric_4
-from qtool.checkpoint.target import ANY, SIXTEEN_BIT, TOKEN_INT8, Formats, Target, left_in_16_bit
+from qtool.checkpoint.target import ANY, SIXTEEN_BIT, TOKEN_INT8, Formats, Target, kind_of, left_in_16_bit
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.runtime.format import LinearFormat
 from qtool.schemes import Params
@@ -80,11 +80,11 @@ class CompressedTensors(Target):
         return read(tensors, n, k).weight()
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        kinds = list(dict.fromkeys(found for found in formats.values() if found is not None))
+        kinds = {kind_of(found): found for found in formats.values() if found is not None}
         groups = {}
-        for index, kind in enumerate(kinds):
-            targets = ["Linear"] if len(kinds) == 1 else [name for name, found in formats.items() if found == kind]
-            groups[f"group_{index}"] = self._group(kind, targets)
+        for index, (kind, one) in enumerate(kinds.items()):
+            targets = [name for name, found in formats.items() if kind_of(found) == kind]
+            groups[f"group_{index}"] = self._group(one, targets if len(kinds) > 1 else ["Linear"])
         used = {group["format"] for group in groups.values()}
         return {
             "quant_method": "compressed-tensors",

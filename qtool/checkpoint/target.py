@@ -119,6 +119,11 @@ def only(formats: Formats) -> LinearFormat:
     return next(found for found in formats.values() if found is not None)
 
 
+def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
+    """Scheme and group size: all that a file can tell of a linear, whatever layout its codes were in here."""
+    return (found.scheme, found.group_size) if found else None
+
+
 def left_in_16_bit(formats: Formats) -> list[str]:
     """Names of the linears that are not quantized."""
     return [name for name, found in formats.items() if found is None]
@@ -163,7 +168,7 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
     """
     first = formats[fused[0]]
     for name in fused[1:]:
-        if formats[name] != first:
+        if kind_of(formats[name]) != kind_of(first):
             raise QtoolError(
                 f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: serving stacks run the two "
                 "as one linear, so they must be stored alike; use one rule for both in the recipe"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.checkpoint import targets
-from qtool.checkpoint.target import Target, file_group_size, fused_shards_agree, size_text
+from qtool.checkpoint.target import Target, file_group_size, fused_shards_agree, kind_of, size_text
 from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
 from qtool.runtime.format import CheckpointFormat, LinearFormat
@@ -115,7 +115,7 @@ def _ranks(target: Target, family: Family, namespace: SimpleNamespace, ranks: in
 
 def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
     """Refuse mixtures where the format has one setting for all linears."""
-    kinds = {(found.scheme, found.group_size) for found in formats.values() if found}
+    kinds = {kind for found in formats.values() if (kind := kind_of(found))}
     if not kinds:
         raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
     if target.uniform and len(kinds) > 1:

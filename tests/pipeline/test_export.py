@@ -98,6 +98,23 @@ def test_fused_shards_must_agree(name: str, make_model: MakeModel) -> None:
     refused(directory, name, "up_proj is w4a16 with group size 64, .*gate_proj is w4a16 with group size 128")
 
 
+@pytest.mark.parametrize(("scheme", "name"), [("w4a16", "compressed-tensors"), ("w4a16", "gptq"),
+                                             ("w4a8-lqq", "compressed-tensors-w8a8")])  # fmt: skip
+def test_shards_that_differ_in_our_layout_alone_agree(
+    scheme: str, name: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """One kv head of 48 rows: no tile of the recipe's layout, so k and v are stored row-major and q is not."""
+    source = make_model(dtype=torch.float16, head_dim=48, num_attention_heads=8, num_key_value_heads=1)
+    ours = quantize(Checkpoint(source), recipes.load(scheme), tmp_path / "native")
+    rules = Checkpoint(ours).config["quantization_config"]["rules"]
+    assert len({rule["layout"] for rule in rules}) == 2
+    done = export(ours, name, tmp_path / "out")
+    assert set(done.errors.values()) == {0.0}
+    if name != "gptq":
+        config = json.loads((done.directory / "config.json").read_text())["quantization_config"]
+        assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
+
+
 def test_one_group_size_for_all_or_a_format_that_mixes(make_model: MakeModel, tmp_path: Path) -> None:
     directory = native(make_model(), rule("w4a16", 32, match="down_proj"), rule("w4a16", 128))
     refused(directory, "gptq", "one group size for the whole model, .*mixes w4a16 128, w4a16 32")
