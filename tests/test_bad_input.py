@@ -108,6 +108,35 @@ def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: 
     refused("is a pickle", model)
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [None, "4096", 0, -1, 1.5, True, []])
+def test_sizes_that_are_none(key: str, value: object, refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    edit_config(model, **{key: value})
+    refused(f"config.json: {key} is {value!r}", model)
+
+
+def test_sizes_of_one_family(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    edit_config(model, head_dim="64")
+    refused("head_dim is '64'", model)
+    edit_config(model, head_dim=None, intermediate_size=None)
+    refused("the size 'inter' of a Llama model is None", model)
+    edit_config(model, model_type="opt")
+    refused("does not hold the sizes of OPT", model)
+    edit_config(model, model_type=["llama"])
+    refused("no model_type", model)
+    edit_config(model, model_type="llama", quantization_config="gptq")
+    refused("its quantization_config is no object", model)
+
+
+def test_a_null_quantization_config_is_none(make_model: MakeModel, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model = make_model()
+    edit_config(model, quantization_config=None, max_position_embeddings=None)
+    code, said = qtool_run(monkeypatch, capsys, "plan", model, "--scheme", "w4a8-lqq")
+    assert code == 0 and "w4a8-lqq" in said
+
+
 def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     rewrite(model, DOWN, torch.zeros(128, 256))

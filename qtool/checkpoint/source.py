@@ -139,8 +139,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
     config = _json(path)
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
+    if config.get("quantization_config", {}) is None:
+        del config["quantization_config"]
+    if not isinstance(config.get("quantization_config", {}), dict):
+        raise QtoolError(f"{path}: its quantization_config is no object")
     return config
 
 

@@ -13,7 +13,12 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from qtool.errors import QtoolError
 from qtool.models.parts import Attention, Experts, Heads, LinearGroup, of_expert
+
+#: sizes in config.json that every family reads, and those that may be absent
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+OPTIONAL = ("intermediate_size", "head_dim", "num_key_value_heads", "num_kv_heads", "max_position_embeddings")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +96,24 @@ class Family:
         """config.json as an object, with the defaults of what it leaves out."""
         return SimpleNamespace(**{**self.defaults, **config})
 
+    def require_sizes(self, settings: SimpleNamespace) -> None:
+        """Check that every size the family's shapes are declared in is there.
+
+        Raises:
+            QtoolError: one is missing, or no positive whole number.
+        """
+        for key in (*REQUIRED, *OPTIONAL):
+            value = getattr(settings, key, None)
+            if (key in REQUIRED or value is not None) and not _positive(value):
+                raise QtoolError(f"config.json: {key} is {value!r}; a positive whole number is expected")
+        try:
+            dims = self.dimensions(settings)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise QtoolError(f"config.json does not hold the sizes of {self.name}: {error}") from error
+        for word in {word for shape in self.tensors.values() for word in shape.replace("+", " ").split()} & dims.keys():
+            if not _positive(dims[word]):
+                raise QtoolError(f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} there")
+
     def linears(self) -> Iterator[str]:
         """Names within a block of every linear that may be quantized."""
         for group in self.groups:
@@ -152,6 +175,10 @@ class Family:
             "vocab": config.vocab_size,
             **{name: size(config) for name, size in self.sizes.items()},
         }
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _shape(words: str, dims: Mapping[str, int]) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: 
     from qtool.runtime.load import load_tokenizer
 
     corpus = corpora.load(text, split="train", data_dir=data_dir)
-    seqlen = min(seqlen, source.config.get("max_position_embeddings", seqlen))
+    seqlen = min(seqlen, source.config.get("max_position_embeddings") or seqlen)
     ids = windows(
         corpus.documents,
         load_tokenizer(source.directory),

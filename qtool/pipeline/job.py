@@ -65,6 +65,7 @@ class Job:
         family = family_of(config["model_type"])
         recipe = for_family(recipe, family)
         settings = family.settings(config)
+        family.require_sizes(settings)
         dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")

@@ -81,6 +81,7 @@ def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]
     """Every quantized linear and its ``(N, K)``; all of them, and all else the model needs, are there."""
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
+    model.require_sizes(namespace)
     quantized = {name for tensor in source.entries if (name := is_quantized(foreign, tensor))}
     for block in range(int(source.config["num_hidden_layers"])):
         family = model.at(namespace, block)

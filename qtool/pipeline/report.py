@@ -138,4 +138,4 @@ def _windows(directory: Path, config: dict[str, Any]) -> Tensor:
     from qtool.runtime.load import load_tokenizer
 
     ids = load_tokenizer(directory)(corpora.load("demo", split=corpora.TEST).text, verbose=False)["input_ids"]
-    return cut_windows(torch.tensor(ids), min(TOKENS, config.get("max_position_embeddings", TOKENS)))[:WINDOWS]
+    return cut_windows(torch.tensor(ids), min(TOKENS, config.get("max_position_embeddings") or TOKENS))[:WINDOWS]
