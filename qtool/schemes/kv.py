@@ -7,8 +7,11 @@
 
 The 4-bit ones are asymmetric, with scale and zero point in fp16 beside the codes:
 
-    s = (max - min) / 15    z = -min / s    Q = clamp(rne(X / s + z), 0, 15)    X' = (Q - z) * s
+    X' = (Q - z) * s    s = 0.95 (max - min) / 15    z = 7.5 - (max + min) / 2s    Q = clamp(rne(X / s + z), 0, 15)
 
+QServe has the whole range. Beyond the paper, the line through the codes is fitted by least squares, the values are
+rounded once more on it, and what stands nearer to X is kept (:func:`refit`): with the 5 % that are clamped a tenth
+less squared error than on the whole range, in the same format.
 The zero point is a real number, so the range need not hold zero: keys have channels far from it.
 kv4 takes a calibrated mean of each channel away from the keys before, and adds it after: tokens of a head share
 the range of 64 or 128 channels, which a channel far from zero would widen for all. (Attention without
@@ -29,6 +32,10 @@ from qtool.errors import QtoolError
 from qtool.schemes.base import stored_scale
 
 Packed = dict[str, Tensor]
+#: share of the range of values that the 15 steps begin with
+RANGE = 0.95
+#: of a lane of the warp that appends a token (csrc/kv_append.cu)
+LANE_CHANNELS = 8
 
 
 class KVQuantizer(ABC):
@@ -110,7 +117,7 @@ class KV4(KVQuantizer):
         self.offset = offset
 
     def quantize(self, x: Tensor) -> Packed:
-        codes, scale, zero = quantize_asymmetric(self.centred(x), dim=3)
+        codes, scale, zero = quantize_asymmetric(self.centred(x))
         return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,8 +150,10 @@ class KV4Channel(KVQuantizer):
     def quantize(self, x: Tensor) -> Packed:
         if x.shape[2] % self.tokens:
             raise QtoolError(f"kv4-channel: {x.shape[2]} tokens are not whole groups of {self.tokens}")
-        codes, scale, zero = quantize_asymmetric(x.unflatten(2, (-1, self.tokens)), dim=3)
-        return {"codes": pack_nibbles(codes.flatten(2, 3)), "scale": scale.squeeze(3), "zero": zero.squeeze(3)}
+        by_channel = x.unflatten(2, (-1, self.tokens)).transpose(3, 4)  # [B, H, T/tokens, D, tokens]
+        codes, scale, zero = quantize_asymmetric(by_channel)
+        codes = codes.transpose(3, 4).flatten(2, 3)
+        return {"codes": pack_nibbles(codes), "scale": scale.squeeze(4), "zero": zero.squeeze(4)}
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float().unflatten(2, (-1, self.tokens))
@@ -152,15 +161,56 @@ class KV4Channel(KVQuantizer):
         return values.flatten(2, 3).to(dtype)
 
 
-def quantize_asymmetric(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes u8 0..15 of ``x``, and fp16 scale and zero point shared along ``dim`` (kept, size 1)."""
+def quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes u8 0..15 of ``x [..., n]``, and fp16 scale and zero point ``[..., 1]`` that the n share."""
     x = x.float()
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    step = torch.maximum((high - low) / 15, torch.maximum(low.abs(), high.abs()) / 2**14)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = torch.maximum((high - low) * (RANGE / 15), torch.maximum(low.abs(), high.abs()) / 2**14)
     scale = stored_scale(torch.where(step > 0, step, 1.0), torch.float16)
-    zero = (-low / scale.float()).to(torch.float16)
-    codes = torch.round(x / scale.float() + zero.float()).clamp_(0, 15)
-    return codes.to(torch.uint8), scale, zero
+    zero = (7.5 - (low + high) * 0.5 / scale.float()).to(torch.float16)
+    return refit(x, rounded_on(x, scale, zero), scale, zero)
+
+
+def rounded_on(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes u8 0..15 of ``x`` on the line ``(Q - zero) * scale``."""
+    return torch.round(x / scale.float() + zero.float()).clamp_(0, 15).to(torch.uint8)
+
+
+def refit(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Better codes, scale and zero point of each ``x [..., n]`` float32, or the same.
+
+    With the codes Q and what they leave, ``r = x - (Q - z) s``, least squares moves the line by
+
+        ds = (n sum Q r - sum Q sum r) / (n sum Q^2 - (sum Q)^2)    and at Q = 0 by    (sum r - ds sum Q) / n
+
+    Codes are rounded on the new line; it is kept where the squared error falls. Sums over floats go by
+    :func:`lane_sum`, every operation is rounded by itself and constants are multiplied by (a GPU would not divide by
+    them), so that ``qtool::kv_append`` finds the same bytes.
+    """
+    q, s, z, n = codes.float(), scale.float(), zero.float(), x.shape[-1]
+    left = x - (q - z) * s
+    first, second = q.sum(-1, keepdim=True), q.square().sum(-1, keepdim=True)  # of small integers: exact
+    spread, total = second * n - first * first, lane_sum(left)
+    more = torch.where(spread > 0, (lane_sum(q * left) * n - first * total) / spread, 0.0)
+    moved = stored_scale(s + more, torch.float16)
+    moved_zero = ((z * s - (total - more * first) * (1 / n)) / moved.float()).to(torch.float16)
+    again = rounded_on(x, moved, moved_zero)
+    left_again = x - (again.float() - moved_zero.float()) * moved.float()
+    better = lane_sum(left_again.square()) < lane_sum(left.square())
+    return torch.where(better, again, codes), torch.where(better, moved, scale), torch.where(better, moved_zero, zero)
+
+
+def lane_sum(x: Tensor) -> Tensor:
+    """``x [..., D]`` summed over D (kept, size 1) as a warp does that holds eight channels a lane.
+
+    By halves, first of the eight, then of the lanes; zeros where there are no channels.
+    """
+    lanes = 1 << max(0, -(-x.shape[-1] // LANE_CHANNELS) - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, lanes * LANE_CHANNELS - x.shape[-1])).unflatten(-1, (lanes, LANE_CHANNELS))
+    for dim in (-1, -2):
+        while (size := x.shape[dim]) > 1:
+            x = x.narrow(dim, 0, size // 2) + x.narrow(dim, size // 2, size // 2)
+    return x.squeeze(-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -6,7 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KV4Channel, pack_nibbles, unpack_nibbles
+from qtool.schemes.kv import (
+    KV4,
+    KV8,
+    KV_QUANTIZERS,
+    KV4Channel,
+    lane_sum,
+    pack_nibbles,
+    quantize_asymmetric,
+    refit,
+    rounded_on,
+    unpack_nibbles,
+)
 
 
 def heads(seed: int = 0, tokens: int = 128, shift: float = 0.0, spread: float = 1.0) -> torch.Tensor:
@@ -17,7 +28,7 @@ def heads(seed: int = 0, tokens: int = 128, shift: float = 0.0, spread: float = 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 99), st.floats(0, 20), st.integers(-12, 10))
-def test_4_bit_values_are_within_half_a_step(seed: int, shift: float, exponent: int) -> None:
+def test_4_bit_values_are_within_a_step(seed: int, shift: float, exponent: int) -> None:
     x = heads(seed, shift=shift) * 2.0**exponent
     for kv in (KV4(), KV4Channel(32)):
         packed = kv.quantize(x)
@@ -25,7 +36,49 @@ def test_4_bit_values_are_within_half_a_step(seed: int, shift: float, exponent: 
         per_value = packed["scale"].float().repeat_interleave(x.shape[2] // packed["scale"].shape[2], 2)
         # the zero point's own fp16 rounding moves the grid by up to 2**-11 of |z| steps
         zero = packed["zero"].float().abs().repeat_interleave(x.shape[2] // packed["zero"].shape[2], 2)
-        assert (error <= per_value * (0.52 + zero * 2**-10)).all()
+        assert (error <= per_value * (1.02 + zero * 2**-10)).all()  # a twentieth of the range is clamped
+
+
+def squared_error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return ((codes.float() - zero.float()) * scale.float() - x).square().sum(-1)
+
+
+@pytest.mark.parametrize("channels", (64, 80, 128))
+def test_the_line_through_the_codes_beats_the_whole_range(channels: int) -> None:
+    x = torch.randn(4000, channels, generator=torch.Generator().manual_seed(0))
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale, zero = (high - low) / 15, -low / (high - low) * 15
+    whole = squared_error(x, rounded_on(x, scale, zero), scale, zero).sum()
+    assert squared_error(x, *quantize_asymmetric(x)).sum() < 0.93 * whole
+
+
+def test_a_refit_never_costs_and_leaves_residuals_that_a_line_cannot_explain() -> None:
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
+    scale, zero = torch.full((500, 1), 0.5, dtype=torch.float16), torch.full((500, 1), 6.5, dtype=torch.float16)
+    codes = rounded_on(x, scale, zero)
+    better = refit(x, codes, scale, zero)
+    assert (squared_error(x, *better) <= squared_error(x, codes, scale, zero)).all()
+    # on a line that least squares would choose, codes kept, nothing of the residual goes along with them
+    q = codes.double()
+    design = torch.stack([q, torch.ones_like(q)], -1)
+    slope, start = torch.linalg.lstsq(design, x.double()[..., None]).solution[:, :, 0].T
+    nearest = (q * slope[:, None] + start[:, None] - x).square().sum(-1)
+    assert (squared_error(x, *better) < 1.001 * nearest + 1e-3).all()
+    still = refit(x, codes, (slope[:, None]).half(), (-start / slope)[:, None].half())
+    assert (squared_error(x, *still) <= 1.001 * nearest + 1e-3).all()
+
+
+@pytest.mark.parametrize("channels", (1, 6, 16, 80, 256))
+def test_lanes_are_summed_in_a_warps_order(channels: int) -> None:
+    x = torch.randn(3, channels, generator=torch.Generator().manual_seed(0)) * 1e3
+    expected = []
+    for row in torch.nn.functional.pad(x, (0, 256 - channels)).view(3, 32, 8).tolist():
+        a = [torch.tensor(lane) for lane in row]
+        lanes = [((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])) for v in a]
+        for step in (16, 8, 4, 2, 1):
+            lanes = [lanes[i] + lanes[i ^ step] for i in range(32)]
+        expected.append(lanes[0])
+    assert torch.equal(lane_sum(x)[:, 0], torch.stack(expected))
 
 
 def test_static_8_bit_values_are_within_half_a_step_of_the_calibrated_range() -> None:
