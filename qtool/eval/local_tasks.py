@@ -1,17 +1,20 @@
 """Zero-shot tasks out of local files, ``DATA_DIR/tasks/NAME.jsonl``, as lm-eval's own tasks: lm-eval scores them.
 
-The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's local_data):
+The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's local_data), or that its rows
+are those of the data set that lm-eval's task of that name reads (HellaSwag's ``hellaswag_val.jsonl`` as published):
 
 | keys                               | scored                                             | as lm-eval's       |
 |------------------------------------|----------------------------------------------------|--------------------|
 | query, choices, gold               | p(choice | query): acc, acc_norm                   | piqa, arc, hellaswag |
 | context_options, continuation, gold | p(continuation | context option): acc             | winogrande         |
 | context, continuation              | continuation greedy? acc, and its perplexity       | lambada_openai     |
+| ctx_a, ctx_b, activity_label, endings, label, ... | by lm-eval's own task                | hellaswag, any other |
 
 ``gold`` is the index of the right choice. Rows become an in-memory data set: neither network nor cache is touched.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
 
 Row = dict[str, Any]
 
@@ -55,13 +59,16 @@ def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
     return {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))} if directory else {}
 
 
-def load(name: str, path: Path) -> "ConfigurableTask":
-    """The lm-eval task of a file. Raises :class:`QtoolError` naming the line that is not in one of the forms."""
+def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "ConfigurableTask":
+    """The lm-eval task of a file; ``index`` knows lm-eval's own ones.
+
+    Raises:
+        QtoolError: naming the line that is not in one of the forms.
+    """
     rows = _read(path)
     form = FORMS.get(frozenset(rows[0]))
     if form is None:
-        forms = " or ".join(", ".join(sorted(keys)) for keys in FORMS)
-        raise QtoolError(f"{path} line 1 has the keys {', '.join(sorted(rows[0]))}, expected {forms}")
+        return _as_published(name, path, rows, index())
     for number, row in enumerate(rows, 1):
         _check(row, rows[0], form, f"{path} line {number}")
         if name in ENDS_WITH_ANSWER:
@@ -69,6 +76,30 @@ def load(name: str, path: Path) -> "ConfigurableTask":
         if form["output_type"] == "loglikelihood":
             row["continuation"] = " " + row["continuation"]  # lm-eval adds no delimiter to this kind
     return build(name, rows, **form)
+
+
+def _as_published(name: str, path: Path, rows: list[Row], index: "TaskManager") -> "ConfigurableTask":
+    """lm-eval's own task ``name`` over ``rows`` in place of its data set."""
+    from datasets import Dataset
+
+    forms = " or ".join(", ".join(sorted(keys)) for keys in FORMS)
+    message = f"{path} line 1 has the keys {', '.join(sorted(rows[0]))}, expected {forms}"
+    if name not in index.all_subtasks:
+        raise QtoolError(message)
+    for number, row in enumerate(rows, 1):
+        _same_keys(row, rows[0], f"{path} line {number}")
+    splits = {"test_split": "test", "validation_split": None, "training_split": None, "fewshot_split": None}
+    try:
+        data = {"test": Dataset.from_list(rows)}
+        changed = {"task": name, "custom_dataset": lambda **_: data, **splits}
+        task = index.load([{"group": "local", "task": [changed]}])["tasks"][name]  # a member is the task known, changed
+        for document in task.eval_docs:
+            task.doc_to_text(document), task.doc_to_choice(document), task.doc_to_target(document)
+    except Exception as error:  # whatever a task's own code raises where a field is not as it wants it
+        raise QtoolError(
+            f"{message}, or the fields of lm-eval's data set for {name} ({type(error).__name__}: {error})"
+        ) from error
+    return task
 
 
 def build(name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any) -> "ConfigurableTask":
@@ -104,10 +135,14 @@ def _read(path: Path) -> list[Row]:
 
 
 def _check(row: Row, first: Row, form: dict[str, Any], where: str) -> None:
-    if row.keys() != first.keys():
-        raise QtoolError(f"{where} has the keys {', '.join(sorted(row))}, line 1 has {', '.join(sorted(first))}")
+    _same_keys(row, first, where)
     if "gold" not in row:
         return
     choices = row[form["doc_to_choice"]]
     if not isinstance(choices, list) or not isinstance(row["gold"], int) or not 0 <= row["gold"] < len(choices):
         raise QtoolError(f"{where}: gold is {row['gold']!r}, expected the index of one of the choices")
+
+
+def _same_keys(row: Row, first: Row, where: str) -> None:
+    if row.keys() != first.keys():
+        raise QtoolError(f"{where} has the keys {', '.join(sorted(row))}, line 1 has {', '.join(sorted(first))}")

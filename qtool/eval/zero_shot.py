@@ -46,18 +46,19 @@ def load(name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | N
         if name == demo_choice.NAME:
             return [demo_choice.load(tokenizer)], "qtool/demo/heldout.txt"
         if path := local_tasks.local_tasks(data_dir).get(name):
-            return [local_tasks.load(name, path)], str(path)
+            return [local_tasks.load(name, path, _index)], str(path)
         return _from_lm_eval(name, data_dir), "lm-eval"
 
 
 def fingerprint(tasks: list[Any]) -> str:
     """sha256 of the names, versions and documents of the tasks of :func:`load`."""
     digest = hashlib.sha256()
-    for task in tasks:
-        for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
-            digest.update(f"{leaf.task_name} {leaf.VERSION}".encode())
-            for document in leaf.eval_docs:
-                digest.update(json.dumps(document, default=str).encode())
+    with _quiet():
+        for task in tasks:
+            for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
+                digest.update(f"{leaf.task_name} {leaf.VERSION}".encode())
+                for document in leaf.eval_docs:
+                    digest.update(json.dumps(document, default=str).encode())
     return digest.hexdigest()
 
 
@@ -135,8 +136,8 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     except Exception as error:  # whatever datasets, a task's own code or a missing package raises
         state = f"{type(error).__name__}: {error}".split("\n")[0] if hub.reachable() else "no connection to the hub"
         raise QtoolError(
-            f"the data of task {name} is not here and cannot be downloaded ({state}): put it at tasks/{name}.jsonl "
-            "in a directory given by --data-dir or QTOOL_DATA_DIR, or evaluate it once with a connection"
+            f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as published, at "
+            f"tasks/{name}.jsonl in a directory given by --data-dir or QTOOL_DATA_DIR, or evaluate it once with a connection"
         ) from error
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 

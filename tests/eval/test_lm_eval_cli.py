@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 from string import Template
+from typing import Any
 
+import lm_eval.tasks
 import pytest
 from click.testing import CliRunner
 
@@ -35,15 +37,38 @@ doc_to_text: gold
 doc_to_choice: "{{context_options}}"
 doc_to_target: "{{continuation}}"
 """
-#: what follows COMMON. HellaSwag is not among them: its data comes from the hub only
+#: what follows COMMON
 TASKS = {
     "piqa": CHOICES + 'doc_to_text: "{{query}}Answer:"',  # its queries end with a newline
     "arc_easy": CHOICES + 'doc_to_text: "{{query}}\\nAnswer:"',
+    "arc_challenge": CHOICES + 'doc_to_text: "{{query}}\\nAnswer:"',
     "winogrande": OPTIONS,
 }
+#: lm-eval's own HellaSwag, over a local file
+HELLASWAG = Template("""\
+include: $original
+task: qtool_hellaswag
+dataset_path: json
+dataset_kwargs: {data_files: {validation: $file}}
+training_split: null
+""")
 
 
-def lm_eval(tasks: list[str], directory: Path) -> dict[str, dict[str, float]]:
+def hellaswag_rows() -> list[dict[str, Any]]:
+    """Continuations of the demo's text, marked as WikiHow's are; the fields of the published files."""
+    words = (DEMO / "heldout.txt").read_text().split()
+    rows: list[dict[str, Any]] = []
+    for item in range(ITEMS):
+        cut = [" ".join(words[start : start + 12]) for start in range(60 * item, 60 * item + 60, 12)]
+        rows.append({
+            "ind": item, "activity_label": f"[header] {words[item]} [title]", "ctx_a": f"[step] {cut[0]}  [title] so",
+            "ctx_b": words[60 * item].upper() if item % 2 else "", "ctx": cut[0], "split": "val",
+            "endings": [f"{ending} [substeps] and." for ending in cut[1:]], "label": str(item * 7 % 4),
+        })  # fmt: skip
+    return rows
+
+
+def command_line(tasks: list[str], directory: Path) -> dict[str, dict[str, float]]:
     """What `python -m lm_eval` writes for tasks defined in ``directory``, without network."""
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", ",".join(tasks)]
     command += ["--include_path", str(directory)]
@@ -56,6 +81,33 @@ def lm_eval(tasks: list[str], directory: Path) -> dict[str, dict[str, float]]:
     return json.loads(written.read_text())["results"]
 
 
+def evaluated(tasks: list[str], data: Path) -> list[dict[str, Any]]:
+    options = ["--model", "demo", "--data-dir", str(data), "--limit", str(ITEMS), "--json"]
+    done = CliRunner().invoke(cli, ["eval", *tasks, *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)["tasks"]
+
+
+def require_equal(task: dict[str, Any], theirs: dict[str, float]) -> None:
+    assert task["samples"] == ITEMS
+    for metric, own in task["metrics"].items():
+        assert own["value"] == theirs[f"{metric},none"]
+        assert own["stderr"] == theirs[f"{metric}_stderr,none"]
+
+
+def test_hellaswag_as_published(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "tasks").mkdir()
+    file = tmp_path / "tasks" / "hellaswag.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in hellaswag_rows()))
+    original = Path(lm_eval.tasks.__file__).parent / "hellaswag" / "hellaswag.yaml"
+    (tmp_path / "hellaswag.yaml").write_text(HELLASWAG.substitute(original=original, file=file))
+    expected = command_line(["qtool_hellaswag"], tmp_path)["qtool_hellaswag"]
+    [task] = evaluated(["hellaswag"], tmp_path)
+    assert set(task["metrics"]) == {"acc", "acc_norm"} and 0 < expected["acc,none"] < 1
+    require_equal(task, expected)
+
+
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_same_numbers_as_the_command_line_of_lm_eval(tmp_path, monkeypatch):
@@ -63,16 +115,9 @@ def test_same_numbers_as_the_command_line_of_lm_eval(tmp_path, monkeypatch):
     for name, definition in TASKS.items():
         common = COMMON.substitute(name=name, file=DATA / "tasks" / f"{name}.jsonl")
         (tmp_path / f"{name}.yaml").write_text(common + definition)
-    expected = lm_eval([f"qtool_{name}" for name in TASKS], tmp_path)
-    options = ["--model", "demo", "--data-dir", str(DATA), "--limit", str(ITEMS), "--json"]
-    done = CliRunner().invoke(cli, ["eval", *TASKS, *options])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["tasks"]
+    expected = command_line([f"qtool_{name}" for name in TASKS], tmp_path)
+    found = evaluated(list(TASKS), DATA)
     assert [task["task"] for task in found] == list(TASKS)
     for task in found:
-        theirs = expected[f"qtool_{task['task']}"]
-        assert task["samples"] == ITEMS
         assert set(task["metrics"]) == ({"acc"} if task["task"] == "winogrande" else {"acc", "acc_norm"})
-        for metric, own in task["metrics"].items():
-            assert own["value"] == theirs[f"{metric},none"]
-            assert own["stderr"] == theirs[f"{metric}_stderr,none"]
+        require_equal(task, expected[f"qtool_{task['task']}"])

@@ -185,7 +185,30 @@ def test_malformed_files(tmp_path, content, message):
     path = tmp_path / "t.jsonl"
     path.write_text(content)
     with pytest.raises(QtoolError, match=message):
-        local_tasks.load("t", path)
+        local_tasks.load("t", path, zero_shot._index)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"ctx_a": "a", "endings": ["b"], "label": "0"},
+            "expected choices, .* data set for hellaswag .KeyError: 'ctx_b'",
+        ),
+        (
+            {"ctx_a": "a", "ctx_b": "b", "activity_label": "c", "endings": ["d"], "label": "x"},
+            "ValueError: invalid literal",
+        ),
+    ],
+)
+def test_a_published_file_without_its_fields(row, message, tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(QtoolError, match=message):
+        local_tasks.load("hellaswag", path, zero_shot._index)
+    path.write_text(json.dumps(row) + '\n{"ctx_a": "a"}')
+    with pytest.raises(QtoolError, match="line 2 has the keys ctx_a, line 1 has"):
+        local_tasks.load("hellaswag", path, zero_shot._index)
 
 
 def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_path):
