@@ -136,8 +136,9 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     except Exception as error:  # whatever datasets, a task's own code or a missing package raises
         state = f"{type(error).__name__}: {error}".split("\n")[0] if hub.reachable() else "no connection to the hub"
         raise QtoolError(
-            f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as published, at "
-            f"tasks/{name}.jsonl in a directory given by --data-dir or QTOOL_DATA_DIR, or evaluate it once with a connection"
+            f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as published, "
+            f"at tasks/{name}.jsonl in a directory given by --data-dir or QTOOL_DATA_DIR, "
+            "or evaluate it once with a connection"
         ) from error
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 
