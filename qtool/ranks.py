@@ -8,6 +8,7 @@ Legend: R ranks.
 """
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ S = TypeVar("S")
 
 #: of a collective; a rank that dies is found much earlier (:mod:`qtool.watch`)
 TIMEOUT = timedelta(hours=2)
+#: bytes that every rank sends to all others at once; what is longer goes in two
+PARCEL = 4096
 
 
 @dataclass
@@ -99,8 +102,12 @@ def in_order(own: Sequence[T]) -> list[T]:
     """What the ranks have of each of their batches, in the order of all batches."""
     if _world.size == 1:
         return list(own)
-    lists = every(list(own))
-    return [lists[i % _world.size][i // _world.size] for i in range(sum(map(len, lists)))]
+    return interleaved(every(list(own)))
+
+
+def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
+    """What :func:`every` found of each rank's batches, in the order of all batches."""
+    return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
 def rounds(own: Sequence[T]) -> Iterator[T | None]:
@@ -115,9 +122,7 @@ def every(value: T) -> list[T]:
     if _world.size == 1:
         return [value]
     blob, tensors = parcels.take_apart(value)
-    found: list[Any] = [None] * _world.size
-    with _together():
-        dist.all_gather_object(found, (blob, parcels.describe(tensors)))
+    found = [pickle.loads(part) for part in _gather(pickle.dumps((blob, parcels.describe(tensors))))]
     values = []
     for owner, (its_blob, described) in enumerate(found):
         buffer = parcels.buffer(described, _world.device)
@@ -128,6 +133,26 @@ def every(value: T) -> list[T]:
                 dist.broadcast(buffer, owner)
         values.append(value if owner == _world.rank else parcels.put_together(its_blob, described, buffer))
     return values
+
+
+def _gather(blob: bytes) -> list[bytes]:
+    """The bytes of each rank, by rank: in one exchange if they are few, as they mostly are."""
+    own = torch.zeros(max(PARCEL, 8 + len(blob)), dtype=torch.uint8)
+    own[: 8 + len(blob)] = torch.frombuffer(bytearray(len(blob).to_bytes(8, "little") + blob), dtype=torch.uint8)
+    first = _all_gather(own[:PARCEL])
+    lengths = [int.from_bytes(part[:8].numpy().tobytes(), "little") for part in first]
+    if (most := max(lengths) + 8) > PARCEL:
+        padded = torch.nn.functional.pad(own[PARCEL:], (0, most - len(own)))
+        first = [torch.cat(pair) for pair in zip(first, _all_gather(padded), strict=True)]
+    return [part[8 : 8 + length].numpy().tobytes() for part, length in zip(first, lengths, strict=True)]
+
+
+def _all_gather(own: Tensor) -> list[Tensor]:
+    """``own`` (on the CPU) of each rank."""
+    parts = [torch.empty_like(own) for _ in range(_world.size)]
+    with _together():
+        dist.all_gather(parts, own)
+    return parts
 
 
 def meet() -> None:
@@ -177,31 +202,49 @@ def add_up(tensor: Tensor) -> None:
 class Sum:
     """The sum of one matrix a batch, whichever rank has the batch, in the order of the batches.
 
+    While the next batch is computed the terms of the last one travel.
+
     Attributes:
-        tensor: ``[rows, columns]`` zeros, to which a batch's term is added before :meth:`turn`.
+        tensor: ``[rows, columns]`` zeros, to which a batch's term is added before :meth:`turn`: another one after it.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.tensor = torch.zeros(rows, columns, device=device)
         own = _rows(rows, _world.rank)
         self._own = torch.zeros(own.stop - own.start, columns, device=device) if _world.size > 1 else None
+        self._sent: tuple[Any, Tensor, Tensor] | None = None  # the exchange under way, what is sent and received
 
     def turn(self) -> None:
         """After a batch: each rank adds the terms of all, in order, to its rows of the sum."""
         if self._own is None:
             return
+        spare = self._settle()
         height = len(self._own)
-        sent = [(part := _rows(len(self.tensor), r)).stop - part.start for r in range(_world.size)]
+        sizes = [(part := _rows(len(self.tensor), r)).stop - part.start for r in range(_world.size)]
         terms = self.tensor.new_empty(_world.size, height, self.tensor.shape[1])  # [R, rows / R, columns]
         with _together():
-            dist.all_to_all_single(terms.flatten(0, 1), self.tensor, [height] * _world.size, sent)
+            work = dist.all_to_all_single(
+                terms.flatten(0, 1), self.tensor, [height] * _world.size, sizes, async_op=True
+            )
+        self._sent = work, self.tensor, terms
+        self.tensor = torch.zeros_like(self.tensor) if spare is None else spare.zero_()
+
+    def _settle(self) -> Tensor | None:
+        """Add the terms under way; the tensor that they were sent from."""
+        if self._sent is None or self._own is None:
+            return None
+        work, sent, terms = self._sent
+        self._sent = None
+        with _together():
+            work.wait()
         for term in terms:
             self._own += term
-        self.tensor.zero_()
+        return sent
 
     def whole(self) -> Tensor:
         """The sum, after the last turn."""
         if self._own is not None:
+            self._settle()
             for r in range(_world.size):
                 part = self.tensor[_rows(len(self.tensor), r)]
                 if r == _world.rank:

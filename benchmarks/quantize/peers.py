@@ -30,6 +30,7 @@ from qtool.text_table import render
 
 TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: to try it on --shape llama-tiny, not to measure
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def ours(arguments: argparse.Namespace, source: Path) -> float:
     """Seconds of w4a16/paper."""
     recipe = recipes.load("w4a16", "paper")
     measured = bench.run(source, recipe, arguments.work / "qtool", samples=arguments.samples, seqlen=arguments.seqlen,
-                         device="cuda")  # fmt: skip
+                         device=DEVICE)  # fmt: skip
     print(measured.table())
     return float(measured.record["seconds"])
 
@@ -88,15 +89,20 @@ def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
     """Seconds of its GPTQ as its examples set it up."""
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
 
     out = arguments.work / "llm-compressor"
     shutil.rmtree(out, ignore_errors=True)
     batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens(arguments, source)]
-    torch.cuda.reset_peak_memory_stats()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     oneshot(
         model=model,
+        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())),  # wanted, though tokens come as ids
         dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         recipe=[GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
         num_calibration_samples=len(batches),
@@ -109,14 +115,14 @@ def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
 @torch.no_grad()
 def layer_errors(source: Path, quantized: Path, seqlen: int) -> dict[str, float]:
     """The relative output error of every quantized linear, by name."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(DEVICE).eval()
     checkpoint, sums = Checkpoint(quantized), {}
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and (weight := dequantized(checkpoint, name, linear)) is not None:
-            sums[name] = torch.zeros(2, dtype=torch.float64, device="cuda")
-            linear.register_forward_pre_hook(counting(sums[name], weight.cuda().float() - linear.weight.float()))
+            sums[name] = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+            linear.register_forward_pre_hook(counting(sums[name], weight.to(DEVICE).float() - linear.weight.float()))
     ids = torch.randint(model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1))
-    for row in ids.cuda():
+    for row in ids.to(DEVICE):
         model.model(row[None], use_cache=False)
     return {name: float((lost / power).sqrt()) for name, (lost, power) in sums.items()}
 

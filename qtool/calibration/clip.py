@@ -88,7 +88,7 @@ class Clip(Transform):
         options: list[dict[str, tuple[Ratio, Ratio]]] = [{name: (r, 1.0) for name in names} for r in self.ratios]
         options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
         exact = [block.run(batch) for batch in batches]
-        errors = ranks.spread(lambda option: block_error(block, batches, exact, option), options)
+        errors = torch.stack(ranks.spread(lambda option: block_error(block, batches, exact, option), options)).tolist()
         best = min(range(len(options)), key=errors.__getitem__)
         block.clips.update(options[best])
         choice = "by layer" if best == len(self.ratios) else self.ratios[best]
@@ -153,15 +153,16 @@ def group_error(difference: Tensor, moments: Tensor) -> Tensor:
 
 def block_error(
     block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], clips: dict[str, tuple[Ratio, Ratio]]
-) -> float:
-    """Squared error of the block's output with the linears of ``clips`` rounded on those ranges, the rest exact."""
+) -> Tensor:
+    """Squared error ``[]`` of the block's output, the linears of ``clips`` rounded on those ranges, the rest exact."""
     linears = {name: block.get(name) for name in clips}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)
-        params = scheme.fit(weight, clip=clip, group_clip=group_clip)
+        params = scheme.fit_range(*scheme.range(weight, finite=True), clip=clip, group_clip=group_clip)
         block.install(name, Rounded(scheme.quantize(weight, params), params))
     try:
-        return sum(float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
+        pairs = zip(batches, exact, strict=True)
+        return torch.stack([(block.run(b) - e).float().square_().sum(dtype=torch.float64) for b, e in pairs]).sum()
     finally:
         for name, linear in linears.items():
             parent, _, attribute = name.rpartition(".")

@@ -14,8 +14,8 @@ from torch import Tensor
 from qtool.calibration.row_products import product
 from qtool.schemes.base import Grid
 
-#: of a program; fewer where there are too few for all multiprocessors
-ROWS, FEW_ROWS = 16, 8
+#: rows and warps of a program for at least so many rows: few and small ones, to fill all multiprocessors
+SIZES = ((8192, 32, 1), (4097, 16, 4), (0, 8, 4))
 
 if find_spec("triton"):
     import triton
@@ -80,12 +80,12 @@ def sweep(
     change = weight.new_empty(n, width)
     fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
-    rows = ROWS if n >= 4096 else FEW_ROWS
+    rows, warps = next(size for least, *size in SIZES if n >= least)
     for start in range(0, columns, block):
         b = min(block, columns - start)
         _round_block[(triton.cdiv(n, rows),)](
             target, weight, error, feedback, *fields, group, kept, codes, change, n, columns, fields[0].shape[1],
-            start, b, SPARSE=keep is not None, ROWS=rows, B=width,
+            start, b, SPARSE=keep is not None, ROWS=rows, B=width, num_warps=warps,
         )  # fmt: skip
         later = slice(start + b, None)
         if start + b < columns:

@@ -107,14 +107,14 @@ class Gptq(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
-        tokens = count_tokens(batches)
+        tokens, turns = count_tokens(batches), list(ranks.rounds(batches))
         for stage in stages(block.family.groups):
             found: dict[str, Rounded] = {}
             problems: list[Problem] = []
             inputs = [names for group in stage for names in alike(block, group.linears)]
-            experts = self.observe_experts(block, batches, inputs) if stage[0].routed else {}
+            experts = self.observe_experts(block, turns, inputs) if stage[0].routed else {}
             for names in inputs:
-                hessian = experts.pop(names[0], None) or self.observe(block, reference, batches, names[0])
+                hessian = experts.pop(names[0], None) or self.observe(block, reference, turns, names[0])
                 if saw_enough(block, names, hessian.tokens, tokens):
                     problems.append(Problem(names, hessian))
                 else:
@@ -126,11 +126,11 @@ class Gptq(Rounding):
             rounded |= found
         return rounded
 
-    def observe(self, block: Block, reference: Reference | None, batches: Sequence[Batch], name: str) -> Hessian:
-        """The moments of linear ``name``'s input, as it will see it."""
+    def observe(self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str) -> Hessian:
+        """The moments of linear ``name``'s input, as it will see it; ``turns``: the batches by ``ranks.rounds``."""
         scheme, params = block.schemes[name], block.fit(name)
         hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
-        for batch in ranks.rounds(batches):
+        for batch in turns:
             if batch is not None and (x := block.inputs(batch, name)) is not None:
                 float_x = None if reference is None else reference.inputs(batch, name)
                 hessian.add(scheme.fake_activation(x, params), float_x)
@@ -138,7 +138,7 @@ class Gptq(Rounding):
         return hessian.complete()
 
     def observe_experts(
-        self, block: Block, batches: Sequence[Batch], inputs: Sequence[Sequence[str]]
+        self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
     ) -> dict[str, Hessian]:
         """The moments of every expert's input in one pass, by the first of the linears that read it.
 
@@ -151,7 +151,7 @@ class Gptq(Rounding):
             return lambda x: hessians[name].add(scheme.fake_activation(x, params))
 
         observers = {name: observer(name) for name in hessians}
-        for batch in ranks.rounds(batches):
+        for batch in turns:
             if batch is not None:
                 block.observe([batch], observers)
             for hessian in hessians.values():

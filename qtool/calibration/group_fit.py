@@ -36,8 +36,8 @@ def fit_groups(
     error_of = group_error_triton.group_error if group_error_triton.runs_on(weight) else group_error
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)
-    for candidate in ratios:
-        grid = scheme.grid(scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio.new_tensor(candidate)))
+    for candidate in ratio.new_tensor(ratios).unbind():  # on the device at once: each copy would wait for it
+        grid = scheme.grid(scheme.fit_range(low, high, clip=clip, group_clip=group_clip * candidate))
         error = error_of(groups, importance, grid)
         ratio = torch.where(error < best, candidate, ratio)
         best = torch.minimum(error, best)

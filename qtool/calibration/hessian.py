@@ -25,8 +25,17 @@ class Hessian:
 
     def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
         self.sums = [ranks.Sum(k, k, device) for _ in range(2 if drift else 1)]
-        self.h, self.d = self.sums[0].tensor, self.sums[1].tensor if drift else None
         self.tokens = 0
+
+    @property
+    def h(self) -> Tensor:
+        """The sum of ``2 X^T X``; before :meth:`complete` a part of it."""
+        return self.sums[0].tensor
+
+    @property
+    def d(self) -> Tensor | None:
+        """The sum of ``2 (X_fp - X)^T X``, likewise."""
+        return self.sums[1].tensor if len(self.sums) > 1 else None
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Count the inputs ``x [M, K]`` and, for the same tokens, the float block's ``reference [M, K]``."""
@@ -35,13 +44,13 @@ class Hessian:
                 for rows, columns in panels(x.shape[1]):
                     add_gram(self.h[rows, columns], x[:, rows], x[:, columns])
             else:
-                self.h += 2 * (x.T.float() @ x.float())
+                self.h.add_(2 * (x.T.float() @ x.float()))
             if self.d is not None and reference is not None:
                 difference = reference.to(x.dtype) - x
                 if on_tensor_cores(x):
                     add_gram(self.d, difference, x)
                 else:
-                    self.d += 2 * (difference.T.float() @ x.float())
+                    self.d.add_(2 * (difference.T.float() @ x.float()))
         self.tokens += len(x)
 
     def turn(self) -> None:
@@ -64,8 +73,10 @@ class Hessian:
         if not weight.is_cuda:
             return (weight @ self.h).mul_(weight).sum(1)
         total = weight.new_zeros(len(weight))
-        for _, columns in panels(weight.shape[1]):
-            total += precise_matmul(weight, self.h[:, columns]).mul_(weight[:, columns]).sum(1)
+        for rows, columns in panels(weight.shape[1]):  # what lies above the diagonal counts twice
+            panel = self.h[rows, columns].clone()
+            panel[: columns.start] *= 2
+            total += precise_matmul(weight[:, rows], panel).mul_(weight[:, columns]).sum(1)
         return total
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.smooth_attention import KeyObserver, observe_keys
@@ -81,7 +82,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
     observer = KVObserver()
     for batch in batches:
         block.run(batch, past_key_values=observer)
-    keys, values = maximum(observer.keys.amax), maximum(observer.values.amax)
+    keys, values = map(maximum, zip(*ranks.every((observer.keys.amax, observer.values.amax)), strict=True))
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
     return {f"{attention}.k_scale": KV8(keys).scale.cpu(), f"{attention}.v_scale": KV8(values).scale.cpu()}

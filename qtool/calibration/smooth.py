@@ -85,27 +85,32 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
     targets = [inputs.sample @ weight.T for _, weight in problems]
     exponents = [i / steps for i in range(steps + 1)]
     grid = [(alpha, beta) for alpha in exponents for beta in exponents]
+    alphas, betas = x_amax.new_tensor(grid)[:, :, None].unbind(1)
+    factors = list(smoothing_factor(x_amax, w_amax, alphas, betas))
 
-    def error_of(exponents: tuple[float, float] | None) -> Tensor:
-        factor = None if exponents is None else smoothing_factor(x_amax, w_amax, *exponents)
+    def error_of(factor: Tensor | None) -> Tensor:
         with tensor_cores():
             return output_error(inputs.sample, problems, targets, factor)
 
     # only now is anything waited for: a GPU works through all candidates without a pause
-    start, *errors = map(float, ranks.spread(error_of, [None, *grid]))
+    start, *errors = torch.stack(ranks.spread(error_of, [None, *factors])).tolist()
     least = min(range(len(grid)), key=errors.__getitem__)
     if errors[least] < start:
-        choice, best, factor = grid[least], errors[least], smoothing_factor(x_amax, w_amax, *grid[least])
+        choice, best, factor = grid[least], errors[least], factors[least]
     else:
         choice, best, factor = (0.0, 0.0), start, torch.ones_like(x_amax)
     return factor, {"alpha": choice[0], "beta": choice[1], "error": best, "error_unsmoothed": start}
 
 
-def smoothing_factor(x_amax: Tensor, w_amax: Tensor, alpha: float, beta: float) -> Tensor:
-    """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1."""
+def smoothing_factor(x_amax: Tensor, w_amax: Tensor, alpha: Tensor | float, beta: Tensor | float) -> Tensor:
+    """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1.
+
+    ``[C, K]`` for C candidates, with ``alpha`` and ``beta [C, 1]``.
+    """
     factor = x_amax**alpha / w_amax**beta
     alive = (x_amax > 0) & (w_amax > 0)
-    largest, least = torch.where(alive, factor, 0.0).amax(), torch.where(alive, factor, torch.inf).amin()
+    largest = torch.where(alive, factor, 0.0).amax(-1, keepdim=True)
+    least = torch.where(alive, factor, torch.inf).amin(-1, keepdim=True)
     return torch.where(alive, factor / (largest * least).sqrt(), 1.0).clamp(1e-4, 1e4)
 
 
@@ -119,5 +124,5 @@ def output_error(
         scaled = weight if factor is None else weight * factor
         params = scheme.fit_range(*scheme.range(scaled, finite=True))
         output = scheme.fake_activation(smoothed, params) @ scheme.fake_weight(scaled, params).T
-        total += (output - target).double().square().sum()
+        total += (output - target).square_().sum(dtype=torch.float64)
     return total / sum(target.numel() for target in targets)

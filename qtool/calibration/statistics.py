@@ -64,28 +64,33 @@ def collect(
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
-    total = count_tokens(batches)
-    linears = list(linears)
+    sizes = batch_tokens(batches)
+    total, linears = sum(sizes), list(linears)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     collectors = {name: _Collector(order[:tokens].sort().values) for name in linears}
-    for batch in ranks.rounds(batches):
-        if batch is not None:
-            block.observe([batch], dict(collectors))
-        new = ranks.every([collector.new for collector in collectors.values()])
+    routed = any(group.routed for group in block.family.groups)  # an expert's tokens are known only when it was run
+    for turn in range(-(-len(sizes) // ranks.size())):
+        if turn < len(batches):
+            block.observe([batches[turn]], dict(collectors))
+        of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
+        new = [[size] * len(linears) for size in of_ranks]
+        if routed:
+            new = ranks.every([collector.new for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
             collector.turn(tokens_new)
+    own = [(collector.amax, collector.kept) for collector in collectors.values()]
     found = {}
-    for name, collector in collectors.items():
-        amax = maximum(collector.amax)
-        sample = [kept for turn in ranks.in_order(collector.kept) for kept in turn]
+    for (name, collector), parts in zip(collectors.items(), zip(*ranks.every(own), strict=True), strict=True):
+        amax = maximum([amax for amax, _ in parts])
+        sample = [kept for turn in ranks.interleaved([turns for _, turns in parts]) for kept in turn]
         if saw_enough(block, [name], collector.seen, total) and amax is not None:
             found[name] = Inputs(amax, torch.cat(sample))
     return found
 
 
-def maximum(own: Tensor | None) -> Tensor | None:
+def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
     """The elementwise largest of what the ranks have; None if none has any."""
-    found = [amax for amax in ranks.every(own) if amax is not None]
+    found = [amax for amax in parts if amax is not None]
     return torch.stack(found).amax(0) if len(found) > 1 else next(iter(found), None)
 
 
@@ -100,7 +105,12 @@ def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) ->
 
 def count_tokens(batches: Sequence[Batch]) -> int:
     """The tokens of all batches of all ranks."""
-    return sum(ranks.every(sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)))
+    return sum(batch_tokens(batches))
+
+
+def batch_tokens(batches: Sequence[Batch]) -> list[int]:
+    """The tokens of every batch of all ranks, in order."""
+    return ranks.in_order([batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches])
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:

@@ -30,5 +30,5 @@ def precise_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` float32 as the sum of a part that TF32 holds and the rest, whose 13 bits it holds but for the last."""
-    high = (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+    high = (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
     return high, x - high

@@ -8,7 +8,6 @@ Of several ranks each writes every R-th shard. Plain blocks it makes alone, the 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ class Shards:
         ):
             for shard, end in ((1, edges.tables), (last, edges.head)):
                 if shard not in output.records and output.is_mine(shard):
-                    writer.submit(shard, partial(self._put, shard, end(self.source, self.job), {}))
+                    writer.submit(shard, self._putting(shard, end(self.source, self.job), {}))
             for shard in range(2, max(missing, default=1) + 1):
                 following = next((other for other in missing if other > shard), None)
                 tensors: Iterable[tuple[str, Tensor]] | None = None
@@ -93,7 +92,7 @@ class Shards:
                     tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
                     with stage("write"):
                         if output.is_mine(shard):
-                            writer.submit(shard, partial(self._put, shard, tensors, notes))
+                            writer.submit(shard, self._putting(shard, tensors, notes))
                 if following is not None and isinstance(blocks, BuiltBlocks):
                     blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
             with stage("write"):
@@ -115,9 +114,17 @@ class Shards:
         kept = Activations(activations, compute_dtype(self.job, self.device), self.output.partial / RUN)
         return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
 
-    def _put(self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]) -> None:
-        with self.stages.thread("write"):
-            self.output.put(shard, self.specs[shard - 1], tensors, notes)
+    def _putting(self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]) -> Callable[[], None]:
+        """What writes ``shard``, in another thread: the copy from a GPU waits for ``tensors``, the GPU not for it."""
+        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+        def put() -> None:
+            with self.stages.thread("write"), torch.cuda.stream(ready and torch.cuda.Stream(self.device)):
+                if ready:
+                    torch.cuda.current_stream(self.device).wait_event(ready)
+                self.output.put(shard, self.specs[shard - 1], tensors, notes)
+
+        return put
 
     def _written(self, shard: int) -> None:
         self.done = min(self.done + ranks.size(), len(self.specs))  # the other ranks keep step

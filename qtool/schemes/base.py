@@ -209,8 +209,12 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     fp16 keeps its subnormals: a row below 0.0078 already has a scale there at 127 steps.
     """
-    smallest = 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
-    return scale.clamp(smallest, torch.finfo(dtype).max).to(dtype)
+    return scale.clamp(*scale_bounds(dtype)).to(dtype)
+
+
+def scale_bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest scale that is stored in ``dtype``."""
+    return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny, torch.finfo(dtype).max
 
 
 def clip_ratio(clip: Clip, group_clip: Clip) -> Clip:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.schemes import lqq_triton
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require
+from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require, scale_bounds
 from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
 
 
@@ -30,6 +30,10 @@ class LiquidQuant(Scheme):
     activation = PER_TOKEN_S8
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+        if lqq_triton.runs_on(low):
+            bounds = scale_bounds(self.scale_dtype)
+            fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype, bounds)
+            return dict(zip(("s1", "s2", "offset"), fitted, strict=True))
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)
         high = torch.round(quantize_level1(high, s1) * group_clip)

@@ -1,6 +1,7 @@
-"""LiquidQuant weights rounded and dequantized at once on a GPU: the weight is read once, the result written once.
+"""LiquidQuant on a GPU in single kernels: parameters from ranges; a weight rounded and dequantized at once.
 
-The arithmetic is that of ``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by step.
+The arithmetic is that of ``LiquidQuant.fit_range`` and ``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by
+step as a CPU does it. Searches fit thousands of candidates: some thirty launches each were most of their time.
 """
 
 from importlib.util import find_spec
@@ -35,10 +36,51 @@ if find_spec("triton"):
         value = (q4 * s2 + low) * s1
         tl.store(out_ptr + at, value - weight if LESS else value, inside)
 
+    @triton.jit
+    def _fit(  # type: ignore[no-untyped-def]
+        low_ptr, high_ptr, clip_ptr, group_clip_ptr, s1_ptr, s2_ptr, offset_ptr, clip, group_clip, groups, least, most,
+        BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ):  # fmt: skip
+        row, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
+        at, inside = row * groups + group, group < groups
+        low, high = tl.load(low_ptr + at, inside, 0.0), tl.load(high_ptr + at, inside, 0.0)
+        ratio = tl.load(clip_ptr + row) if BY_ROW else clip
+        of_group = tl.load(group_clip_ptr + at, inside, 1.0) if BY_GROUP else group_clip
+        amax = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0) * ratio
+        scale = tl.where(amax > 0, tl.div_rn(amax, 119.0), 1.0)
+        stored = tl.minimum(tl.maximum(scale, least), most).to(s1_ptr.dtype.element_ty)
+        tl.store(s1_ptr + row, stored)
+        s1 = stored.to(tl.float32)
+        low = tl.minimum(tl.maximum((tl.div_rn(low, s1) + MAGIC) - MAGIC, -119.0), 119.0)
+        high = tl.minimum(tl.maximum((tl.div_rn(high, s1) + MAGIC) - MAGIC, -119.0), 119.0)
+        low, high = (low * of_group + MAGIC) - MAGIC, (high * of_group + MAGIC) - MAGIC
+        s2 = tl.minimum(tl.maximum((tl.div_rn(high - low, 15.0) + MAGIC) - MAGIC, 1.0), 16.0)
+        tl.store(s2_ptr + at, s2.to(tl.uint8), inside)
+        tl.store(offset_ptr + at, (low + 128.0).to(tl.uint8), inside)
+
 
 def runs_on(weight: Tensor) -> bool:
     """Whether the fused kernel can take ``weight``; without triton a GPU uses torch's operations."""
     return weight.is_cuda and find_spec("triton") is not None
+
+
+def fit(
+    low: Tensor, high: Tensor, clip: Tensor | float, group_clip: Tensor | float, dtype: torch.dtype,
+    bounds: tuple[float, float],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``s1 [N]`` in ``dtype``, within ``bounds``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32."""
+    n, groups = low.shape
+    by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)
+    clips = clip.expand(n).float().contiguous() if isinstance(clip, Tensor) else low
+    group_clips = group_clip.expand(n, groups).float().contiguous() if isinstance(group_clip, Tensor) else low
+    s1, s2 = low.new_empty(n, dtype=dtype), low.new_empty(n, groups, dtype=torch.uint8)
+    offset = torch.empty_like(s2)
+    _fit[(n,)](
+        low.contiguous(), high.contiguous(), clips, group_clips, s1, s2, offset, 1.0 if by_row else clip,
+        1.0 if by_group else group_clip, groups, *bounds, BY_ROW=by_row, BY_GROUP=by_group,
+        GROUPS=triton.next_power_of_2(groups), enable_fp_fusion=False,
+    )  # fmt: skip
+    return s1, s2, offset
 
 
 def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> Tensor:

@@ -1,11 +1,18 @@
 """LiquidQuant: the two-instruction dequantization over all codes, scales and legal offsets."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from qtool.errors import CheckFailed
+from qtool.schemes import lqq_triton
 from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.base import scale_bounds
 from qtool.schemes.lqq import LiquidQuant
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_worked_example_of_the_paper() -> None:
@@ -96,3 +103,22 @@ def test_the_fused_rounding_is_the_schemes_own(shape: tuple[int, int], scale_dty
     torch.testing.assert_close(
         scheme.weight_error(weight.cuda(), on_device).cpu(), expected - weight, rtol=0, atol=1e-8
     )
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no CUDA device and TRITON_INTERPRET is not 1"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(5, 128), (7, 384)])
+def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(n: int, k: int, dtype: torch.dtype) -> None:
+    scheme, weight = LiquidQuant(64, dtype), 3 * torch.rand(n, 1) * torch.randn(n, k)
+    weight[0] = 0
+    ranges = scheme.range(weight)
+    by_row, by_group = 0.6 + 0.4 * torch.rand(n), 0.6 + 0.4 * torch.rand(n, k // 64)
+    for clip, group_clip in ((1.0, 1.0), (0.7, by_group), (by_row, 0.83), (by_row, torch.tensor(0.9))):
+        moved = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip))
+        fitted = lqq_triton.fit(*moved, dtype, scale_bounds(dtype))
+        expected = scheme.fit_range(*ranges, clip=clip, group_clip=group_clip)
+        for ours, theirs in zip(fitted, expected.values(), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
