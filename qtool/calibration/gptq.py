@@ -205,6 +205,13 @@ class Gptq(Rounding):
         """Codes ``[N, K]``, parameters and the damping it took, for ``weight [N, K]`` float32."""
         order = self.visit(hessian.h.diagonal(), scheme)
         back = torch.argsort(order)
+
+        def fit(kept: Tensor) -> Params:
+            return fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, clip=clip, group_clip=group_clip)
+
+        # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits for that
+        plain = hessian.d is None and not scheme.sparsity
+        params = fit(weight) if plain else {}
         factor = Factor(hessian.h, self.damping, order)
         damping, damped = factor.damping, factor.h if self.rounds else None
         target = weight
@@ -214,8 +221,8 @@ class Gptq(Rounding):
         keep = None
         if scheme.sparsity:
             keep = prune(target[:, order], factor.feedback, factor.cost, scheme.sparsity, self.block)
-        kept = target if keep is None else target * keep[:, back]
-        params = fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, clip=clip, group_clip=group_clip)
+        if not plain:
+            params = fit(target if keep is None else target * keep[:, back])
 
         factor.forget()
         feedback = factor.feedback

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration import group_error_triton
-from qtool.schemes.base import Clip, Params, Scheme
+from qtool.schemes.base import Clip, Params, Scheme, require_finite
 from qtool.schemes.grid import Grid
 
 
@@ -31,7 +31,7 @@ def fit_groups(
         ratios: candidates; of equals the first wins.
         clip, group_clip: what ``Scheme.fit`` takes.
     """
-    low, high = scheme.range(weight)
+    low, high = scheme.range(weight, finite=True)
     groups, importance = scheme.groups(weight), scheme.groups(importance[None])  # [N, G, g], [1, G, g]
     error_of = group_error_triton.group_error if group_error_triton.runs_on(weight) else group_error
     best = torch.full_like(low, torch.inf)
@@ -41,6 +41,7 @@ def fit_groups(
         error = error_of(groups, importance, grid)
         ratio = torch.where(error < best, candidate, ratio)
         best = torch.minimum(error, best)
+    require_finite(low, high, scheme.name)  # only here is a GPU waited for
     return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)
 
 

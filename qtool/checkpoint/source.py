@@ -104,9 +104,9 @@ class Checkpoint:
             raise QtoolError(f"{self.directory}: tensor {name} is missing")
         return self.entries[name]
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
+    def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
         """Tensor ``name`` (or its rows), on CPU, in its stored dtype."""
-        return read(self.entry(name), rows)
+        return read(self.entry(name), rows, pinned=pinned)
 
     def under(self, prefix: str) -> Iterator[str]:
         """Names of the tensors whose name begins with ``prefix.``."""

@@ -22,7 +22,7 @@ from qtool.calibration.rtn import round_to_nearest
 from qtool.calibration.stages import Stages, stage
 from qtool.checkpoint.source import Checkpoint
 from qtool.pipeline.activations import Activations, compute_dtype
-from qtool.pipeline.edges import finite, table_rows
+from qtool.pipeline.edges import all_finite, finite, table_rows
 from qtool.pipeline.job import Job
 from qtool.pipeline.prefetch import Prefetch
 from qtool.runtime.format import LinearFormat
@@ -194,6 +194,8 @@ class BuiltBlocks:
                     if "permutation" in own:
                         block.permutations[name] = own["permutation"].long()
                     block.install(name, Rounded(*linear_format.unpack(own, n, k)))
+        if self.device.type == "cuda":
+            self.prefetch.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
             block.propagate(self.batches)
         _empty(module)
@@ -207,13 +209,10 @@ class BuiltBlocks:
         from qtool.models.skeleton import fill
 
         module: torch.nn.Module = self.model.get_submodule(self.job.family.blocks)[index]  # type: ignore[index]
-        prefix, there = self.job.full(index, ""), {}
-        for name, weight in weights.items():
-            if weight.is_meta:
-                there[name] = weight
-            else:
-                there[name] = finite(prefix + name, weight.to(self.device, non_blocking=True)).to(dtype)
-        fill(module, there, self.device)
+        prefix = self.job.full(index, "")
+        there = {n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()}
+        all_finite({prefix + name: weight for name, weight in there.items() if not weight.is_meta})
+        fill(module, {n: w if w.is_meta else w.to(dtype) for n, w in there.items()}, self.device)
         return module
 
 

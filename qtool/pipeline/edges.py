@@ -1,6 +1,6 @@
 """The two ends of a model - embedding; final norm and head - rewritten by the transforms, a few rows at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -76,7 +76,14 @@ def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -
     rows, columns = source.entry(name).shape
     step = max(1, PIECE_BYTES // (columns * job.dtype.itemsize))
     for start in range(0, rows, step):
-        yield finite(name, source.read(name, slice(start, start + step)).to(device))
+        yield finite(name, source.read(name, slice(start, start + step), pinned=device.type == "cuda").to(device))
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> None:
+    """:func:`finite` of every tensor by name: a GPU is waited for once."""
+    if tensors and not torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).all():
+        for name, tensor in tensors.items():
+            finite(name, tensor)
 
 
 def finite(name: str, tensor: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: elements of one program
-TILE = 2048
+#: elements of one program, and groups of a row that one looks at at a time
+TILE, FIT_TILE = 2048, 128
 
 if find_spec("triton"):
     import triton
@@ -36,27 +36,34 @@ if find_spec("triton"):
         value = (q4 * s2 + low) * s1
         tl.store(out_ptr + at, value - weight if LESS else value, inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["groups", "by_row", "by_group"])  # one build for all shapes and clips
     def _fit(  # type: ignore[no-untyped-def]
-        low_ptr, high_ptr, clip_ptr, group_clip_ptr, s1_ptr, s2_ptr, offset_ptr, clip, group_clip, groups, least, most,
-        BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+        low_ptr, high_ptr, clip_ptr, group_clip_ptr, s1_ptr, s2_ptr, offset_ptr, clip, group_clip, groups, by_row,
+        by_group, least, most, TILE: tl.constexpr,
     ):  # fmt: skip
-        row, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
-        at, inside = row * groups + group, group < groups
-        low, high = tl.load(low_ptr + at, inside, 0.0), tl.load(high_ptr + at, inside, 0.0)
-        ratio = tl.load(clip_ptr + row) if BY_ROW else clip
-        of_group = tl.load(group_clip_ptr + at, inside, 1.0) if BY_GROUP else group_clip
-        amax = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0) * ratio
+        row = tl.program_id(0).to(tl.int64)
+        amax = 0.0
+        for start in range(0, groups, TILE):
+            group = start + tl.arange(0, TILE)
+            at, inside = row * groups + group, group < groups
+            low, high = tl.load(low_ptr + at, inside, 0.0), tl.load(high_ptr + at, inside, 0.0)
+            amax = tl.maximum(amax, tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0))
+        amax *= tl.load(clip_ptr + row, by_row != 0, clip)
         scale = tl.where(amax > 0, tl.div_rn(amax, 119.0), 1.0)
         stored = tl.minimum(tl.maximum(scale, least), most).to(s1_ptr.dtype.element_ty)
         tl.store(s1_ptr + row, stored)
         s1 = stored.to(tl.float32)
-        low = tl.minimum(tl.maximum((tl.div_rn(low, s1) + MAGIC) - MAGIC, -119.0), 119.0)
-        high = tl.minimum(tl.maximum((tl.div_rn(high, s1) + MAGIC) - MAGIC, -119.0), 119.0)
-        low, high = (low * of_group + MAGIC) - MAGIC, (high * of_group + MAGIC) - MAGIC
-        s2 = tl.minimum(tl.maximum((tl.div_rn(high - low, 15.0) + MAGIC) - MAGIC, 1.0), 16.0)
-        tl.store(s2_ptr + at, s2.to(tl.uint8), inside)
-        tl.store(offset_ptr + at, (low + 128.0).to(tl.uint8), inside)
+        for start in range(0, groups, TILE):
+            group = start + tl.arange(0, TILE)
+            at, inside = row * groups + group, group < groups
+            low, high = tl.load(low_ptr + at, inside, 0.0), tl.load(high_ptr + at, inside, 0.0)
+            ratio = tl.load(group_clip_ptr + at, inside & (by_group != 0), group_clip)
+            low = tl.minimum(tl.maximum((tl.div_rn(low, s1) + MAGIC) - MAGIC, -119.0), 119.0)
+            high = tl.minimum(tl.maximum((tl.div_rn(high, s1) + MAGIC) - MAGIC, -119.0), 119.0)
+            low, high = (low * ratio + MAGIC) - MAGIC, (high * ratio + MAGIC) - MAGIC
+            s2 = tl.minimum(tl.maximum((tl.div_rn(high - low, 15.0) + MAGIC) - MAGIC, 1.0), 16.0)
+            tl.store(s2_ptr + at, s2.to(tl.uint8), inside)
+            tl.store(offset_ptr + at, (low + 128.0).to(tl.uint8), inside)
 
 
 def runs_on(weight: Tensor) -> bool:
@@ -77,8 +84,8 @@ def fit(
     offset = torch.empty_like(s2)
     _fit[(n,)](
         low.contiguous(), high.contiguous(), clips, group_clips, s1, s2, offset, 1.0 if by_row else clip,
-        1.0 if by_group else group_clip, groups, *bounds, BY_ROW=by_row, BY_GROUP=by_group,
-        GROUPS=triton.next_power_of_2(groups), enable_fp_fusion=False,
+        1.0 if by_group else group_clip, groups, int(by_row), int(by_group), *bounds, TILE=FIT_TILE,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return s1, s2, offset
 
