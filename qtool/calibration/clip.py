@@ -30,6 +30,9 @@ from qtool.calibration.tensor_cores import tensor_cores
 from qtool.schemes.base import Clip as Ratio
 from qtool.schemes.base import Scheme
 
+#: what the search of any linear costs beside that of its weights, in weights (on an H200)
+FIXED_COST = 20_000_000
+
 
 @dataclass(kw_only=True)
 class Clip(Transform):
@@ -72,7 +75,7 @@ class Clip(Transform):
             return search(scheme, block.weight(name).float(), x, self.ratios)
 
         judged = [name for name in block.schemes if block.family.group_of(name).linears[0] in inputs]
-        found = ranks.spread(searched, judged, cost=lambda name: block.weight(name).numel())
+        found = ranks.spread(searched, judged, cost=lambda name: FIXED_COST + block.weight(name).numel())
         for name, (clips, note) in zip(judged, found, strict=True):
             block.clips[name] = clips
             block.notes.setdefault("clip", {})[name] = note

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool import ranks
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block, Reference
 from qtool.calibration.kv import kv_constants, quantized_kv
@@ -131,8 +132,9 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with stage("pack"):
+            for name in ranks.share(list(formats)):
+                formats[name].scheme_object.check(rounded[name].codes, rounded[name].params)
             for name, linear_format in formats.items():
-                linear_format.scheme_object.check(rounded[name].codes, rounded[name].params)
                 for part, tensor in linear_format.pack(rounded[name].codes, rounded[name].params).items():
                     stored[f"{prefix}{name}.{part}"] = tensor
                 if job.format.is_permuted(prefix + name):
