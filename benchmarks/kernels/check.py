@@ -39,9 +39,9 @@ SCHEMES = [
     ("w4a8-qoq", None),
 ]
 TILES = [
-    Tile(8, 1, 1, 2), Tile(8, 1, 8, 2), Tile(16, 1, 4, 2), Tile(16, 2, 2, 1), Tile(32, 2, 4, 2), Tile(32, 1, 1, 1),
-    Tile(64, 1, 4, 2), Tile(64, 4, 2, 2), Tile(128, 1, 2, 1), Tile(128, 2, 2, 1), Tile(128, 1, 1, 1),
-    Tile(256, 1, 1, 1), Tile(256, 2, 1, 1), Tile(128, 1, 3, 1), Tile(16, 1, 6, 2), Tile(64, 1, 1, 2), Tile(64, 1, 3, 1),
+    Tile(8, 128, 1, 2), Tile(8, 128, 8, 2), Tile(16, 128, 4, 2), Tile(16, 256, 2), Tile(32, 256, 3), Tile(32),
+    Tile(64, 128, 4, 2), Tile(64, 256, 2), Tile(128, 128, 2), Tile(128, 256, 2), Tile(128), Tile(256), Tile(128, 256),
+    Tile(256, 128, 2), Tile(128, 128, 3), Tile(16, 128, 6, 2), Tile(64, 128, 1, 2), Tile(64, 128, 3), Tile(128, 256, 3),
 ]  # fmt: skip
 #: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
@@ -203,6 +203,10 @@ def small() -> int:
     """Every tile once on a ragged shape: few enough launches for compute-sanitizer."""
     wrong = [Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True) for tile in TILES]
     wrong += [Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES]
+    many = Case.random("w4a8-lqq", 64, 128 * 71, 128)  # several tiles a block, a shared one last
+    wrong += [
+        many.verify(tile, tile.tokens + 5, torch.bfloat16, False) for tile in TILES if tile.rows * tile.tokens > 16384
+    ]
     wrong += [w8a8(tile, 5, 192, 448, torch.bfloat16) for tile in TILES[::4]]
     wrong += [quantization(3, 128, torch.bfloat16, fusion, gather=True) for fusion in FUSIONS]
     wrong += [found for module in OTHERS for _, found in module.checks(0, True)]
@@ -250,11 +254,16 @@ def main() -> int:
             wrong = [case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
             report(f"epilogue {scheme} g{group} {tile}", case.verify(tile, tile.tokens + 5, torch.bfloat16, True))
+        case = Case.random(scheme, group, 128 * 71, 384)  # some blocks have several tiles, some clusters share the last
+        for tile in (t for t in TILES if t.split <= 2):
+            wrong = [case.verify(tile, 2 * tile.tokens + 5, dtype, False) for dtype in (torch.int32, torch.bfloat16)]
+            report(f"many tiles {scheme} g{group} {tile}", next(filter(None, wrong), None))
     for tile in TILES:
         for m, n, k, dtype in (
             (1, 192, 64, torch.int32),
             (tile.tokens + 3, 448, 1216, torch.int32),
             (300, 320, 640, torch.bfloat16),
+            (2 * tile.tokens + 5, 128 * 71, 384, torch.int32),
         ):
             report(f"w8a8 M={m} N={n} K={k} {tile} {dtype}", w8a8(tile, m, n, k, dtype))
     for k, dtype, fusion in itertools.product(

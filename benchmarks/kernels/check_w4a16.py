@@ -35,6 +35,7 @@ TILES = [
 GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
+MOST_FUZZED_KERNELS = 120  # of random variants, to compile; their shapes are drawn for each run
 
 
 @dataclass
@@ -143,17 +144,17 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     bf16, f32 = torch.bfloat16, torch.float32
     if small:
         for tile, sparse in itertools.product(TILES, (False, True)):
-            # every team gets as many steps: racecheck orders the accesses of two teams by the barriers each has passed
-            case = Case.random(sparse, 128, 256, 3072, bf16)
+            case = Case.random(sparse, 128, 256, 640, bf16)  # some teams get a step, some none
             yield f"small sparse={sparse} {tile}", case.verify(tile, 5, bf16, bf16, True, tile.teams != 2)
         return
     rng = random.Random(0)
-    fuzzed = []
-    for _ in range(fuzz):
+    kernels = []
+    for _ in range(min(fuzz, MOST_FUZZED_KERNELS)):
         variant = Variant(
             rng.random() < 0.5, rng.choice(GROUPS), rng.choice(HALF), rng.choice(SCALE_DTYPES), rng.choice((*HALF, f32))
         )
-        fuzzed.append((variant, rng.choice(TILES), rng.random() < 0.7))
+        kernels.append((variant, rng.choice(TILES), rng.random() < 0.7))
+    fuzzed = [rng.choice(kernels) for _ in range(fuzz)]
     one_hots = list(itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES, TILES[1:6:4]))
     jobs = [(Variant(sparse, group, x, scale, f32), tile, True) for sparse, group, x, scale, tile in one_hots]
     jobs += [(Variant(s, 128, bf16, bf16, bf16), t, c) for s in (False, True) for t in TILES for c in (False, True)]

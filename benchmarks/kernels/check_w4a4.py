@@ -37,9 +37,11 @@ KINDS = [
     ("w4ax-interleaved", 64, torch.float32),
 ]
 TILES = [
-    Tile(8, 1, 8), Tile(8, 1, 1, 2), Tile(16, 1, 4), Tile(16, 2, 2), Tile(32, 1, 1, 2), Tile(32, 1, 3),
-    Tile(64, 1, 1), Tile(64, 1, 4), Tile(128, 1, 1), Tile(128, 1, 3), Tile(128, 2, 2),
+    Tile(8, 128, 8), Tile(8, 128, 1, 2), Tile(16, 128, 4), Tile(16, 128, 2), Tile(32, 128, 1, 2), Tile(32, 128, 3),
+    Tile(64, 128, 1), Tile(64, 128, 4), Tile(128, 128, 1), Tile(128, 128, 3), Tile(128, 128, 2),
 ]  # fmt: skip
+#: of whole channels only: groups leave no registers
+WIDE = [Tile(128, 256), Tile(128, 256, 2), Tile(256), Tile(256, 128, 2)]
 DTYPES = (torch.float32, torch.bfloat16)
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
@@ -109,6 +111,11 @@ class Case:
         return wrong
 
 
+def tiles(kind: tuple[str, int | None, torch.dtype]) -> list[Tile]:
+    """Those of a kind."""
+    return TILES if kind[1] else TILES + WIDE
+
+
 def tokens(m: int, k: int) -> Tensor:
     """Codes of 8-bit blocks; 4-bit ones are among them."""
     return torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
@@ -168,23 +175,26 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """(name, None or what is wrong) of every check; ``small``: few launches, for compute-sanitizer."""
     if small:
         for kind in KINDS:
-            for tile in TILES[::3]:
+            for tile in tiles(kind)[::3]:
                 case = Case.random(*kind, 192, 1024)
                 yield f"w4ax {kind} {tile}", case.rounded(tile, 5, torch.bfloat16, True)
         for fusion in FUSIONS:
             yield f"quantize groups {fusion}", quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True)
         return
-    jobs = [(kind, tile, dtype) for kind in KINDS for tile in TILES for dtype in DTYPES]
+    jobs = [(kind, tile, dtype) for kind in KINDS for tile in tiles(kind) for dtype in DTYPES]
     work = [(operand(*kind), tile, dtype) for kind, tile, dtype in jobs]
-    work += [(operand(*kind), tile, torch.int32) for kind in KINDS if kind[1] is None for tile in TILES]
+    work += [(operand(*kind), tile, torch.int32) for kind in KINDS if kind[1] is None for tile in tiles(kind)]
     with ProcessPoolExecutor(16) as pool:
         list(pool.map(compile_one, work))
     for kind in KINDS:
-        for tile in TILES:
+        for tile in tiles(kind):
             case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)
             found = [case.exact(tile, tokens(m, case.codes.shape[1])) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             yield f"exact {kind} {tile}", next(filter(None, found), None)
             yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
+        case = Case.random(*kind, 128 * 71, 1024)  # some blocks have several tiles, some clusters share the last
+        for tile in (t for t in tiles(kind) if t.split <= 2):
+            yield f"many tiles {kind} {tile}", case.rounded(tile, 2 * tile.tokens + 5, torch.bfloat16, True)
         case = Case.random(*kind, 256, 1024)
         eye = torch.eye(1024, dtype=torch.int8, device="cuda")
         yield f"one-hot tokens {kind}", case.exact(TILES[-3], eye)

@@ -16,8 +16,10 @@ from qtool.kernels.gemm import definition
 from qtool.kernels.tiles import Tile
 
 # rows, split, blocks per SM
-SMALL = [(1, s, 2) for s in (1, 2, 4, 5, 6, 7)] + [(1, s, 1) for s in (1, 2, 3)]
-LARGE = [(1, s, 1) for s in (1, 2, 3)]
+SMALL = (
+    [(128, s, 2) for s in (1, 2, 4, 5, 6, 7)] + [(128, s, 1) for s in (1, 2, 3, 4)] + [(256, s, 1) for s in (1, 2, 3)]
+)
+LARGE = [(rows, s, 1) for rows in (128, 256) for s in (1, 2, 3)]
 
 
 def tiles(m: int, s4_groups: bool) -> list[Tile]:
@@ -25,10 +27,13 @@ def tiles(m: int, s4_groups: bool) -> list[Tile]:
     exact = next((size for size in (8, 16, 32, 64, 128) if m <= size), 128 if s4_groups else 256)
     widths = {exact} | ({exact // 2} if m >= 64 else set())
     pairs = itertools.chain.from_iterable(((w, c) for c in (SMALL if w <= 64 else LARGE)) for w in sorted(widths))
+    candidates = (Tile(w, *c) for w, c in pairs if w * c[0] <= 256 * 128)
+    if not s4_groups:
+        return list(candidates)
     return [
         tile
-        for tile in (Tile(w, *c) for w, c in pairs)
-        if not s4_groups or tile.tokens * tile.blocks_per_sm < 128 or tile.blocks_per_sm == 1
+        for tile in candidates
+        if tile.rows == 128 and (tile.tokens * tile.blocks_per_sm < 128 or tile.blocks_per_sm == 1)
     ]
 
 

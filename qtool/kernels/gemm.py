@@ -21,12 +21,11 @@ from qtool.kernels.wgmma import wgmma_source
 
 THREADS = 384  # two consumer warpgroups and the producer's
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
-STAGED_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The weight operand a kernel is compiled for: source file, its macros, bytes of a ring stage.
+    """The weight operand a kernel is compiled for: source file, its macros, bytes of a stage of 128 rows.
 
     ``token_bytes`` is what a stage holds of each token beside its 128 codes: scales of groups.
     """
@@ -36,9 +35,9 @@ class Operand:
     stage_bytes: int
     token_bytes: int = 0
 
-    def stage(self, tokens: int) -> int:
-        """Bytes of a stage beside the tokens' codes, for that many tokens."""
-        return self.stage_bytes + -(-self.token_bytes * tokens // 512) * 512
+    def stage(self, tile: Tile) -> int:
+        """Bytes of a stage beside the tokens' codes."""
+        return self.stage_bytes * tile.panels + -(-self.token_bytes * tile.tokens // 512) * 512
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,11 @@ class Weight:
 
 def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
     """Source name, generated prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
-    item = 4 if out_dtype in (torch.float32, torch.int32) else 2
-    stages = tile.stages(operand.stage(tile.tokens), STAGED_TOKENS * (64 * item + 16))
     defines = dict(operand.defines) | {
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
         "SPLIT": tile.split,
-        "STAGES": stages,
+        "STAGES": tile.stages(operand.stage(tile), staging_bytes(tile, out_dtype)),
         "BLOCKS_PER_SM": tile.blocks_per_sm,
         "OUT": KINDS[out_dtype],
         "SHARED_BYTES": SHARED_PER_BLOCK[tile.blocks_per_sm],
@@ -71,10 +68,17 @@ def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> tuple[st
     return operand.source, prologue + wgmma_source(tile.tokens), defines
 
 
+def staging_bytes(tile: Tile, out_dtype: torch.dtype) -> int:
+    """Of csrc/epilogue.cuh: two buffers a warpgroup, padded rows of 64 channels a token."""
+    item = out_dtype.itemsize
+    tokens = (32 if tile.tokens >= 128 else 16) // (2 if item == 4 else 1)
+    return 2 * 2 * tokens * (64 * item + 16)
+
+
 def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build]:
-    """The kernel of ``operand`` with each width of ``tiles``, least and most split: wgmma, registers for its blocks."""
-    ordered = sorted(tiles, key=lambda tile: (tile.tokens, tile.split / tile.blocks_per_sm))
-    for _, same in groupby(ordered, key=lambda tile: tile.tokens):
+    """The kernel of ``operand`` with each size of ``tiles``, least and most split: wgmma, registers for its blocks."""
+    ordered = sorted(tiles, key=lambda tile: (tile.tokens, tile.rows, tile.split / tile.blocks_per_sm))
+    for _, same in groupby(ordered, key=lambda tile: (tile.tokens, tile.rows)):
         width = list(same)
         for tile in dict.fromkeys((width[0], width[-1])):
             source, threads = definition(operand, tile, torch.bfloat16), THREADS * tile.blocks_per_sm
@@ -106,15 +110,14 @@ def run(
     with torch.cuda.device(device):
         kernel = _kernel(operand, tile, out.dtype, device.index)
         token_tiles = -(-m // tile.tokens)
-        tiles = token_tiles * -(-n // (128 * tile.rows))
-        cluster = tile.rows * tile.split
-        resident = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks_per_sm // cluster
-        grid = cluster * (tiles if tile.split > 1 else min(tiles, resident))
+        tiles = token_tiles * -(-n // tile.rows)
+        resident = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks_per_sm
+        clusters = tiles if tile.split > 2 else min(tiles, resident // tile.split)  # of more than two one tile each
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         tensors = (*level2, weight.scale1, weight.zero1, bias, sx, token_sum, out)
         parameters = struct.pack(
             "<128s128s9Q7i28x",
-            tensor_map(x, tile.tokens // tile.rows),
+            tensor_map(x, tile.tokens),
             tensor_map(weight.boxed, *weight.box) if weight.boxed is not None else b"",
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(m, n, k),
@@ -122,7 +125,8 @@ def run(
             0 if bias is None else KINDS[bias.dtype],
             *(token_tiles, tiles),
         )
-        launch(kernel, grid, THREADS, SHARED_PER_BLOCK[tile.blocks_per_sm], parameters, device, overlap=overlap)
+        shared_bytes = SHARED_PER_BLOCK[tile.blocks_per_sm]
+        launch(kernel, tile.split * clusters, THREADS, shared_bytes, parameters, device, overlap=overlap)
 
 
 def require_hopper(device: torch.device) -> None:

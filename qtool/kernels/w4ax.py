@@ -46,7 +46,7 @@ def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Op
 
 def builds() -> Iterator[Build]:
     """Groups of 128 with every tile, the others with the widest and the narrowest; each layout and scale dtype."""
-    grouped = [tile for tile in TABLE_S4 if tile.tokens <= 128]
+    grouped = [tile for tile in TABLE_S4 if tile.tokens * tile.rows <= 128 * 128]
     for layout, dtype in (("apex4", torch.float32), ("w4ax-interleaved", torch.bfloat16)):
         yield from gemm.builds(f"{layout} g128", operand(layout, 128, dtype), grouped)
     for group in (32, 64, 1024):

@@ -20,8 +20,8 @@ OPERAND = Operand("w8a8_gemm", (), 128 * 128)
 
 
 def builds() -> Iterator[Build]:
-    """The widest and the narrowest tile."""
-    return gemm.builds("w8a8", OPERAND, (Tile(256), Tile(8, split=8)))
+    """The widest tiles and the narrowest."""
+    return gemm.builds("w8a8", OPERAND, (Tile(256), Tile(128, 256, 2), Tile(8, split=8)))
 
 
 @torch.library.custom_op("qtool::w8a8_gemm", mutates_args=())

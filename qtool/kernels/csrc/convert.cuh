@@ -11,10 +11,14 @@ __device__ __forceinline__ float half_as_float(u16 h, int kind) {
     return f;
 }
 
-__device__ __forceinline__ float load_as_float(const void* p, int i, int kind) {
-    if (kind == kFloat32) return static_cast<const float*>(p)[i];
-    return half_as_float(static_cast<const u16*>(p)[i], kind);
+// In two parts, so that several loads can be under way before the first conversion waits for its own.
+__device__ __forceinline__ u32 load_bits(const void* p, int i, int kind) {
+    return kind == kFloat32 ? static_cast<const u32*>(p)[i] : static_cast<const u16*>(p)[i];
 }
+__device__ __forceinline__ float as_float(u32 bits, int kind) {
+    return kind == kFloat32 ? __uint_as_float(bits) : half_as_float(bits, kind);
+}
+__device__ __forceinline__ float load_as_float(const void* p, int i, int kind) { return as_float(load_bits(p, i, kind), kind); }
 
 template <int kKind>
 __device__ __forceinline__ u32 pack_pair(float first, float second) {

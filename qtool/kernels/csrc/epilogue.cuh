@@ -7,91 +7,99 @@
 #include "convert.cuh"
 #include "params.cuh"
 
-// Per-row constants of one thread, read before the main loop so that their latency hides under it.
+// Per-row constants of one thread, read before the main loop so that their latency hides under it, converted after it.
 struct Rows {
-    float scale[2], bias[2];
+    u32 scale[2], bias[2];
     int zero[2];
     __device__ __forceinline__ void read(const Params& p, int n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = n + 8 * h;
             const bool valid = row < p.n;
-            scale[h] = valid ? load_as_float(p.scale1, row, p.scale1_kind) : 0.f;
+            scale[h] = valid ? load_bits(p.scale1, row, p.scale1_kind) : 0;
             zero[h] = p.zero1 ? (valid ? p.zero1[row] : 0) : 128;
-            bias[h] = valid && p.bias ? load_as_float(p.bias, row, p.bias_kind) : 0.f;
+            bias[h] = valid && p.bias ? load_bits(p.bias, row, p.bias_kind) : 0;
         }
     }
 };
 
-// kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first.
-template <int kOut, bool kZero>
+// A warpgroup's. kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first. kTokens: of a tile.
+template <int kOut, bool kZero, int kTokens>
 struct Epilogue {
     static constexpr bool kWide = kOut == kFloat32 || kOut == kInt32;
-    static constexpr int kChunk = 32;                         // tokens staged at a time
-    static constexpr int kStride = 64 * (kWide ? 4 : 2) + 16;  // bytes of a staged token; the 16 spread the banks
-    static constexpr int kBytes = kChunk * kStride;            // of one warpgroup
+    static constexpr int kItem = kWide ? 4 : 2, kPieces = 64 * kItem / 16;    // of 16 bytes in a token's 64 rows
+    static constexpr int kChunk = (kTokens >= 128 ? 32 : 16) / (kWide ? 2 : 1);  // tokens staged at a time
+    static constexpr int kStride = 64 * kItem + 16;                           // bytes of a staged token; the 16 spread the banks
+    static constexpr int kBuffer = kChunk * kStride, kBytes = 2 * kBuffer;    // one is written out while the other is filled
 
+    const Params& p;
+    u8* staging;
+    const float* scales;  // of the tile's tokens
+    const int* token_sums;
+    int wg, t;
+    int turn = 0;
+
+    // Blocks of 8 tokens by 64 rows, from `first_token` of the tile at (m, n).
     template <int kBlocks, class Sum>
-    static __device__ __forceinline__ void store(const Params& p, const Sum (&acc)[4 * kBlocks], const Rows& rows,
-                                                 const float* scales, const int* sums, u8* staging, int m, int m_end,
-                                                 int n, int first_token, int wg, int t) {
-        constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8;
-        const int lane = t % 32, warp = t / 32;
+    __device__ __forceinline__ void store(const Sum (&acc)[4 * kBlocks], const Rows& rows, int m, int n, int first_token) {
+        constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8, kPass = 128 / kPieces;  // blocks; tokens
+        float scale[2], bias[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[h] = as_float(rows.scale[h], p.scale1_kind), bias[h] = as_float(rows.bias[h], p.bias_kind);
+        const int token = t / kPieces, piece = t % kPieces * 16;  // that this thread writes
+        const int left = n < p.n ? min(min(8 * kBlocks, kTokens - first_token), p.m - m - first_token) - token : 0;
+        const u64 pitch = static_cast<u64>(p.n) * kItem;
+        u8* to = static_cast<u8*>(p.out) + (m + first_token + token) * pitch + n * kItem + piece;
 #pragma unroll
         for (int base = 0; base < kBlocks; base += kStep) {
+            float y[kStep][4];
 #pragma unroll
-            for (int j = 0; j < kStep; ++j) {
-                if (base + j >= kBlocks) break;
-                const Sum* v = acc + 4 * (base + j);
-                const int token = first_token + 8 * (base + j) + 2 * (lane % 4);
-                const float2 sx = *reinterpret_cast<const float2*>(scales + token);
-                int2 sum = {0, 0};
-                if constexpr (kZero) sum = *reinterpret_cast<const int2*>(sums + token);
-                u32 packed[2];
+            for (int j = 0; j < kStep; ++j)
+                if (base + j < kBlocks) finish(y[j], acc + 4 * (base + j), scale, bias, rows.zero, first_token + 8 * (base + j) + 2 * (t % 4));
+            u8* buffer = staging + turn * kBuffer;
+            turn ^= 1;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float y0 = finish(v[2 * h], sx.x, sum.x, rows, h), y1 = finish(v[2 * h + 1], sx.y, sum.y, rows, h);
-                    if constexpr (kWide) {
-                        float* at = reinterpret_cast<float*>(staging + (8 * j + 2 * (lane % 4)) * kStride) + 16 * warp + lane / 4 + 8 * h;
-                        at[0] = y0;
-                        at[kStride / 4] = y1;
-                    } else {
-                        packed[h] = pack_pair<kOut>(y0, y1);
-                    }
-                }
-                if constexpr (!kWide) {  // lanes 0-7 name the rows of the first 8 x 8 matrix, 8-15 of the second
-                    const u32 at = smem_address(staging) + (8 * j + lane % 8) * kStride + 2 * (16 * warp + (lane & 8));
-                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
-                                 "r"(packed[0]), "r"(packed[1])
-                                 : "memory");
-                }
-            }
-            named_barrier(2 + wg, 128);
-            write(p, staging, m + first_token + 8 * base, m_end, n, min(8 * kStep, 8 * (kBlocks - base)), t);
-            named_barrier(2 + wg, 128);
+            for (int j = 0; j < kStep; ++j)
+                if (base + j < kBlocks) stage(buffer, y[j], 8 * j);
+            named_barrier(2 + wg, 128);  // also: the other buffer has been read
+#pragma unroll
+            for (int i = 0; i < 8 * kStep; i += kPass, to += kPass * pitch)
+                if (8 * base + i < left) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(buffer + (token + i) * kStride + piece);
         }
     }
 
   private:
-    static __device__ __forceinline__ float finish(int v, float sx, int token_sum, const Rows& rows, int h) {
-        if constexpr (kZero) v -= token_sum * rows.zero[h];
-        if constexpr (kOut == kInt32) return __int_as_float(v);
-        return fmaf(static_cast<float>(v) * sx, rows.scale[h], rows.bias[h]);
+    // A block's four values of this thread, scaled.
+    __device__ __forceinline__ void finish(float (&y)[4], const int* v, const float (&scale)[2], const float (&bias)[2], const int (&zero)[2],
+                                           int token) const {
+        const float2 sx = *reinterpret_cast<const float2*>(scales + token);
+        int2 sum = {0, 0};
+        if constexpr (kZero) sum = *reinterpret_cast<const int2*>(token_sums + token);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int exact = v[i] - (i % 2 ? sum.y : sum.x) * zero[i / 2];
+            if constexpr (kOut == kInt32) y[i] = __int_as_float(exact);
+            else y[i] = fmaf(static_cast<float>(exact) * (i % 2 ? sx.y : sx.x), scale[i / 2], bias[i / 2]);
+        }
     }
-
-    static __device__ __forceinline__ float finish(float v, float, int, const Rows& rows, int h) {
+    __device__ __forceinline__ void finish(float (&y)[4], const float* v, const float (&)[2], const float (&bias)[2], const int (&)[2], int) const {
         static_assert(kOut != kInt32, "groups have no bare sums");
-        return v + rows.bias[h];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = v[i] + bias[i / 2];
     }
 
-    static __device__ __forceinline__ void write(const Params& p, const u8* staging, int m, int m_end, int n, int tokens, int t) {
-        constexpr int kBytesPerItem = kWide ? 4 : 2, kPieces = 64 * kBytesPerItem / 16;
-        u8* out = static_cast<u8*>(p.out);
-        for (int i = t; i < tokens * kPieces; i += 128) {
-            const int token = i / kPieces, piece = i % kPieces;
-            if (m + token >= m_end || n >= p.n) continue;
-            const uint4 v = *reinterpret_cast<const uint4*>(staging + token * kStride + piece * 16);
-            *reinterpret_cast<uint4*>(out + (static_cast<u64>(m + token) * p.n + n) * kBytesPerItem + piece * 16) = v;
+    // To the rows of 8 tokens.
+    __device__ __forceinline__ void stage(u8* buffer, const float (&y)[4], int token) const {
+        const int lane = t % 32, warp = t / 32;
+        if constexpr (kWide) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = token + 2 * (lane % 4) + i % 2, column = 16 * warp + lane / 4 + i / 2 * 8;
+                *reinterpret_cast<float*>(buffer + row * kStride + column * 4) = y[i];
+            }
+        } else {
+            const u32 at = smem_address(buffer) + (token + lane % 8) * kStride + 2 * (16 * warp + (lane & 8));
+            store_transposed(at, pack_pair<kOut>(y[0], y[1]), pack_pair<kOut>(y[2], y[3]));
         }
     }
 };

@@ -15,7 +15,9 @@ struct HalfFinish {
             for (int i = threadIdx.x; i < items; i += S::kThreads) {
                 const int owner = i / S::kShare;
                 const u32 slot = (rank - (rank > owner)) * S::kShare + i % S::kShare;
-                if (owner != rank) send(inbox + slot * 16, received, owner, block_sum(shared, i));
+                if (owner == rank) continue;
+                const float4 sum = block_sum(shared, i);
+                send(remote(inbox + slot * 16, owner), remote(received, owner), &sum.x);
             }
             mbar_wait(received, 0);
             for (int i = rank * S::kShare + threadIdx.x; i < min(items, (rank + 1) * S::kShare); i += S::kThreads) {
@@ -42,8 +44,8 @@ struct HalfFinish {
     // The second pass where the split blocks are no cluster: adds their sums in the order of K.
     static __device__ __forceinline__ void add_splits(const HalfParams& p) {
         const u32 fours = p.n / 4, items = p.m * fours, i = blockIdx.x * blockDim.x + threadIdx.x;
-        grid_release();
         grid_wait();
+        grid_release();
         if (i >= items) return;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         for (int split = 0; split < S::kSplit; ++split)

@@ -25,7 +25,6 @@ struct HalfGemm {
     using Sums = float[S::kTokens / 8][4][4];  // of a lane: blocks of 8 tokens, fragments of 16 columns
 
     static __device__ __forceinline__ void run(const HalfParams& p) {
-        grid_release();
         extern __shared__ __align__(1024) u8 shared[];
         const int rank = S::kSplit > 1 ? blockIdx.x % S::kSplit : 0, tile = blockIdx.x / S::kSplit;
         const int m = tile % p.token_tiles * S::kTileTokens, n = tile / p.token_tiles * S::kColumns;
@@ -45,7 +44,8 @@ struct HalfGemm {
             __syncthreads();
         }
         grid_wait();
-        accumulate(acc, source, shared + team * S::kRingBytes, full, (to - from) * S::kSteps, team, t);
+        grid_release();
+        accumulate(acc, source, shared + team * S::kRingBytes, full, (to - from) * S::kSteps, (runs + units - 1) / units * S::kSteps, team, t);
 
         __syncthreads();  // all teams have left their rings
         float* sums = reinterpret_cast<float*>(shared) + team * (S::kSumsBytes / 4);
@@ -65,8 +65,8 @@ struct HalfGemm {
         else named_barrier(1 + team, S::kTeamThreads);
     }
 
-    // The sums of `steps` steps.
-    static __device__ __forceinline__ void accumulate(Sums& acc, Source& source, u8* ring, u32 full, int steps, int team, int t) {
+    // The sums of `steps` steps; no team has more than `most`.
+    static __device__ __forceinline__ void accumulate(Sums& acc, Source& source, u8* ring, u32 full, int steps, int most, int team, int t) {
         const int lane = t % 32, warp = t / 32, column_warp = warp % S::kColumnWarps;
         const int row = warp / S::kColumnWarps * S::kTokens + lane % 8;
         const u32 base = smem_address(ring), tokens_at = row * S::kTokenBytes + (lane / 8 ^ lane % 8) * 16;
@@ -108,6 +108,7 @@ struct HalfGemm {
                 if (++slot == S::kStages) slot = 0, parity ^= 1;
             }
         }
+        for (int i = steps; i < most; ++i) team_barrier(team);  // racecheck orders accesses by the barriers a thread has passed
         if constexpr (!S::kHopper) async_wait<0>();
     }
 

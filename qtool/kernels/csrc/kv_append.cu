@@ -65,8 +65,8 @@ __device__ __forceinline__ u32 rounded_on(Line line, const float (&x)[8], bool a
 
 extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ >= 900
-    grid_release();
     grid_wait();
+    grid_release();
 #endif
     const int index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (index >= p.warps) return;

@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
     const int row0 = block % p.row_tiles * kRows, bh = block / p.row_tiles, rows = p.group * p.queries;
 #if __CUDA_ARCH__ >= 900
-    grid_release();
     grid_wait();
+    grid_release();
 #endif
     const Span span(p, bh, split, row0, lane);
     QueryWords words;

@@ -28,8 +28,8 @@ struct MmaGemm {
     static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
 
     static __device__ __forceinline__ void run(const MmaParams& p) {
-        grid_release();
         grid_wait();
+        grid_release();
         extern __shared__ __align__(128) u8 shared[];
         const StreamK<Operand::kMixed> work(p, reinterpret_cast<u32*>(shared + kMaskAt));
         const Place first = work.begin(blockIdx.x), last = work.begin(blockIdx.x + 1);

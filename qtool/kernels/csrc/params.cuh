@@ -4,7 +4,7 @@
 
 struct Params {
     TensorMap tokens;   // int8 [M, K]
-    TensorMap weights;  // int8 [N, K] (W8A8 only)
+    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax)
     const u8* qweight;  // dual-MMA tiles
     const u8* scale2;   // level 2: [N/64, G, 64]
     const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
@@ -16,5 +16,5 @@ struct Params {
     void* out;                 // [M, N]
     int m, n, k;
     int scale1_kind, bias_kind;
-    int token_tiles, tiles;  // tiles = token_tiles * ceil(row tiles / rows per cluster)
+    int token_tiles, tiles;  // tiles = token_tiles * ceil(n / rows of a block)
 };

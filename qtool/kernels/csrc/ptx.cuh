@@ -31,15 +31,6 @@ __device__ __forceinline__ void mbar_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Arrives at the same barrier of block `rank` of this cluster.
-__device__ __forceinline__ void mbar_arrive_at(u32 bar, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(rank)
-        : "memory");
-}
-
 __device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -66,25 +57,12 @@ __device__ __forceinline__ void bulk_copy(u32 dst, const void* src, u32 bytes, u
         : "memory");
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* src, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
-
 // A box of a 2-D tensor; `x` along the contiguous dimension.
 __device__ __forceinline__ void tensor_copy(u32 dst, const TensorMap* map, int x, int y, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
             dst),
         "l"(map), "r"(x), "r"(y), "r"(bar)
-        : "memory");
-}
-
-// The same box to the same address of every block in `mask`, completing on each one's own barrier.
-__device__ __forceinline__ void tensor_multicast(u32 dst, const TensorMap* map, int x, int y, u32 bar, u16 mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
-        "l"(map), "r"(x), "r"(y), "r"(bar), "h"(mask)
         : "memory");
 }
 
@@ -113,30 +91,28 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-// Writes to the shared memory of block `rank`, at the address it has here, and counts the bytes on its barrier.
-__device__ __forceinline__ void send(u32 address, u32 bar, u32 rank, const float4& v) {
-    asm volatile(
-        "{\n.reg .b32 there, done;\n"
-        "mapa.shared::cluster.u32 there, %0, %2;\n"
-        "mapa.shared::cluster.u32 done, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [done];\n}" ::"r"(address),
-        "r"(bar), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-        : "memory");
+// Where block `rank` has what lies at this address here.
+__device__ __forceinline__ u32 remote(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
 }
 
-__device__ __forceinline__ int4 load_remote(u32 address, u32 rank) {
-    int4 v;
-    asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %4, %5;\n"
-        "ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [remote];\n}"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return v;
+__device__ __forceinline__ int bits(int v) { return v; }
+__device__ __forceinline__ int bits(float v) { return __float_as_int(v); }
+
+// Writes four values to a block's shared memory, and counts their bytes on a barrier there.
+template <class T>
+__device__ __forceinline__ void send(u32 there, u32 bar_there, const T* v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(there),
+                 "r"(bar_there), "r"(bits(v[0])), "r"(bits(v[1])), "r"(bits(v[2])), "r"(bits(v[3]))
+                 : "memory");
 }
 
 // ---- grids that overlap (programmatic dependent launch); no effect on a plain launch, none before Hopper ----
+//
+// A kernel of this project calls grid_release after grid_wait, and none writes weights. So when a GEMM runs, all but the
+// kernel just before it are done, and what it reads before its own grid_wait, weights only, is what the stream's order says.
 
 __device__ __forceinline__ void grid_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -159,6 +135,11 @@ __device__ __forceinline__ bool elect_one() {
     return elected;
 }
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
+// Two 8 x 8 matrices of 16 bits, transposed; lanes 0-7 name the rows of the first, 8-15 of the second.
+__device__ __forceinline__ void store_transposed(u32 row, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(first), "r"(second) : "memory");
+}
 
 // ---- registers of a warpgroup ---------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ struct Params {
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation(const __grid_constant__ Params p) {
     __shared__ float scratch[THREADS / 32];
-    grid_release();
     grid_wait();
+    grid_release();
     const u64 row = blockIdx.x;
     float y[PIECES][8];
     load_row(y, p.in, row, p.k, p.epsilon, scratch);

@@ -88,8 +88,8 @@ __device__ __forceinline__ void store_nibbles(u8* to, const int (&c)[8]) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation_groups(const __grid_constant__ Params p) {
     __shared__ float scratch[PIECES * THREADS / 32];
-    grid_release();
     grid_wait();
+    grid_release();
     const u64 row = blockIdx.x;
     float y[PIECES][8], top[PIECES];
     load_row(y, p.in, row, p.k, p.epsilon, scratch);

@@ -13,33 +13,25 @@ struct Place {
 };
 
 // A consumer warp's view.
-template <class Weights, int kTokens, int kStages, int kRows>
+template <int kWeightBytes, int kTokenBytes, int kStages>
 struct Ring {
     const u8* weights;
     u64 token_operand;
     u32 full, empty;
-    u32 first_peer;  // rank of the first block that shares the tokens
     Place<kStages> place;
     int previous = -1;
 
     __device__ __forceinline__ void wait_full() const { mbar_wait(full + 8 * place.slot, place.parity); }
-    __device__ __forceinline__ const u8* stage() const { return weights + place.slot * Weights::kStageBytes; }
-    __device__ __forceinline__ const u8* previous_stage() const { return weights + previous * Weights::kStageBytes; }
-    __device__ __forceinline__ u64 tokens() const { return token_operand + place.slot * (kTokens * 128 / 16); }
+    __device__ __forceinline__ const u8* stage() const { return weights + place.slot * kWeightBytes; }
+    __device__ __forceinline__ const u8* previous_stage() const { return weights + previous * kWeightBytes; }
+    __device__ __forceinline__ u64 tokens() const { return token_operand + place.slot * (kTokenBytes / 16); }
     __device__ __forceinline__ void advance() {
         previous = place.slot;
         place.advance();
     }
-    // One arrival per warp at every block whose producer fills this slot.
+    // One arrival per warp.
     __device__ __forceinline__ void release_previous() {
-        const u32 lane = threadIdx.x % 32;
-        if (previous >= 0) {
-            if constexpr (kRows == 1) {
-                if (lane == 0) mbar_arrive(empty + 8 * previous);
-            } else if (lane < kRows) {
-                mbar_arrive_at(empty + 8 * previous, first_peer + lane);
-            }
-        }
+        if (previous >= 0 && threadIdx.x % 32 == 0) mbar_arrive(empty + 8 * previous);
         previous = -1;
     }
 };

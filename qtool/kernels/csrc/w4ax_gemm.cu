@@ -3,11 +3,11 @@
 #include "gemm.cuh"
 #include "weights_s4.cuh"
 
-using Kernel = Gemm<WeightsS4<LAYOUT, GROUP, SCALE, TOKENS>, Epilogue<OUT, false>, TOKENS, ROWS, SPLIT, STAGES>;
+using Kernel = Gemm<WeightsS4<LAYOUT, GROUP, SCALE, TOKENS>, Epilogue<OUT, false, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
-#if ROWS * SPLIT > 1
-    __cluster_dims__(ROWS * SPLIT)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT)
 #endif
         qtool_gemm(const __grid_constant__ Params p) {
     Kernel::run(p);

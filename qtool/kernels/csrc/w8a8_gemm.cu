@@ -2,11 +2,11 @@
 #include "gemm.cuh"
 #include "weights_s8.cuh"
 
-using Kernel = Gemm<Weights8, Epilogue<OUT, false>, TOKENS, ROWS, SPLIT, STAGES>;
+using Kernel = Gemm<Weights8, Epilogue<OUT, false, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
-#if ROWS * SPLIT > 1
-    __cluster_dims__(ROWS * SPLIT)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT)
 #endif
         qtool_gemm(const __grid_constant__ Params p) {
     Kernel::run(p);

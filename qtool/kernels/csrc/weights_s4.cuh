@@ -21,7 +21,6 @@ template <int kLayout, int kGroup, int kScale, int kTokens>
 struct WeightsS4 {
     static constexpr bool kGrouped = kGroup > 0;
     using Sum = typename SumOf<kGrouped>::Type;
-    static constexpr int kPrefetched = 2;
     static constexpr int kHalf = 64 * 64;                              // bytes of 64 rows x 128 columns
     static constexpr int kGroups = !kGrouped ? 0 : kGroup < 128 ? 128 / kGroup : 1;  // scales of a row in a stage
     static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2, kScalePitch = 64 * 4;  // of 64 rows
@@ -41,17 +40,12 @@ struct WeightsS4 {
         int row, step;
 
         __device__ __forceinline__ Source(const Params& p, int row, int step) : p(p), row(row), step(step) {}
-        __device__ __forceinline__ int x(int i) const { return kLayout == kApex4 ? 4 * row : 64 * (step + i); }
-        __device__ __forceinline__ int y(int i) const { return kLayout == kApex4 ? 4 * (step + i) : row; }
-        __device__ __forceinline__ void prefetch(int steps) const {
-            if (elect_one())
-                for (int i = 0; i < min(kPrefetched, steps); ++i) tensor_prefetch_l2(&p.weights, x(i), y(i));
-        }
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             if (elect_one()) {
                 const u32 scales = row < p.n ? 64 * kScaleBytes : 0;
                 mbar_expect(bar, kHalf + kGroups * scales);
-                tensor_copy(stage + half * kHalf, &p.weights, x(0), y(0), bar);
+                const int x = kLayout == kApex4 ? 4 * row : 64 * step, y = kLayout == kApex4 ? 4 * step : row;
+                tensor_copy(stage + half * kHalf, &p.weights, x, y, bar);
                 if constexpr (kGrouped) {
                     const u8* all = static_cast<const u8*>(p.scale1);
 #pragma unroll
@@ -156,40 +150,51 @@ struct WeightsS4 {
     }
 
     // The main loop over `steps` stages of 128 columns; the totals of groups, in their order, or a channel's exact sums.
-    template <int, class Pipe>
-    static __device__ __forceinline__ void multiply(Sum (&total)[kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
+    template <int kPanels, int, class Pipe>
+    static __device__ __forceinline__ void multiply(Sum (&totals)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         u32 even[16], odd[16];
         if constexpr (kGrouped) {
+            static_assert(kPanels == 1, "no registers");
             int sums[kTokens / 2] = {};
             for (int i = 0; i + 1 < steps; i += 2) {
-                batch(total, sums, pipe, even, odd, wg, t);
-                batch(total, sums, pipe, odd, even, wg, t);
+                batch(totals[0], sums, pipe, even, odd, wg, t);
+                batch(totals[0], sums, pipe, odd, even, wg, t);
             }
-            if (steps % 2) batch(total, sums, pipe, even, odd, wg, t);
-            finish(total, sums, pipe, even, wg, t);
+            if (steps % 2) batch(totals[0], sums, pipe, even, odd, wg, t);
+            finish(totals[0], sums, pipe, even, wg, t);
             keep(odd);
         } else {
-            for (int i = 0; i + 1 < steps; i += 2) {
-                exact_batch(total, pipe, even, odd, wg, t);
-                exact_batch(total, pipe, odd, even, wg, t);
+            if constexpr (kPanels == 2) {
+                for (int i = 0; i < steps; ++i) {
+                    exact_batch<0, false>(totals[0], pipe, even, odd, wg, t);
+                    exact_batch<1, true>(totals[1], pipe, odd, even, wg, t);
+                }
+            } else {
+                for (int i = 0; i + 1 < steps; i += 2) {
+                    exact_batch<0, true>(totals[0], pipe, even, odd, wg, t);
+                    exact_batch<0, true>(totals[0], pipe, odd, even, wg, t);
+                }
+                if (steps % 2) exact_batch<0, true>(totals[0], pipe, even, odd, wg, t);
             }
-            if (steps % 2) exact_batch(total, pipe, even, odd, wg, t);
             wgmma_wait<0>();
             keep(even);
             keep(odd);
             pipe.release_previous();
-            settle(total);
 #pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) total[i] >>= 4;
+            for (int panel = 0; panel < kPanels; ++panel) {
+                settle(totals[panel]);
+#pragma unroll
+                for (int i = 0; i < kTokens / 2; ++i) totals[panel][i] >>= 4;
+            }
         }
     }
 
-    // One stage of a whole channel: two of them are under way at a time.
-    template <class Pipe>
+    // A panel of one stage of a whole channel: two of them are under way at a time.
+    template <int kPanel, bool kLast, class Pipe>
     static __device__ __forceinline__ void exact_batch(int (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[16],
                                                        const u32 (&in_flight)[16], int wg, int t) {
-        pipe.wait_full();
-        fragments(a, pipe.stage(), wg, t);
+        if constexpr (kPanel == 0) pipe.wait_full();
+        fragments(a, pipe.stage() + kPanel * kStageBytes, wg, t);
         const u64 tokens = pipe.tokens();
         wgmma_fence();
 #pragma unroll
@@ -197,7 +202,7 @@ struct WeightsS4 {
         wgmma_commit();
         wgmma_wait<1>();
         keep(in_flight);
-        pipe.release_previous();
-        pipe.advance();
+        if constexpr (kPanel == 0) pipe.release_previous();
+        if constexpr (kLast) pipe.advance();
     }
 };

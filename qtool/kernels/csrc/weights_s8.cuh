@@ -15,10 +15,6 @@ struct Weights8 {
         int row, column;
 
         __device__ __forceinline__ Source(const Params& p, int row, int step) : map(&p.weights), row(row), column(128 * step) {}
-        __device__ __forceinline__ void prefetch(int steps) const {
-            if (elect_one())
-                for (int i = 0; i < min(2, steps); ++i) tensor_prefetch_l2(map, column + 128 * i, row);
-        }
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             if (elect_one()) {
                 mbar_expect(bar, kHalf);
@@ -28,14 +24,16 @@ struct Weights8 {
         }
     };
 
-    template <int kTokens, class Pipe>
-    static __device__ __forceinline__ void multiply(int (&acc)[kTokens / 2], Pipe& pipe, int steps, int wg, int) {
+    template <int kPanels, int kTokens, class Pipe>
+    static __device__ __forceinline__ void multiply(int (&acc)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int) {
         for (int i = 0; i < steps; ++i) {
             pipe.wait_full();
             const u64 rows = swizzled_operand(smem_address(pipe.stage()) + wg * kHalf), tokens = pipe.tokens();
             wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) Wgmma<kTokens>::ss(acc, rows + 2 * j, tokens + 2 * j);
+            for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) Wgmma<kTokens>::ss(acc[panel], rows + panel * (kStageBytes / 16) + 2 * j, tokens + 2 * j);
             wgmma_commit();
             wgmma_wait<1>();
             pipe.release_previous();

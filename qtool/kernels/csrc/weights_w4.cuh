@@ -20,7 +20,6 @@ struct Weights4 {
     using Sum = int;
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
-    static constexpr int kPrefetched = 2;  // stages asked for in L2 early; more than a few delay the rest (measured)
     static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
     static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
     static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;               // of a row in a stage
@@ -40,17 +39,6 @@ struct Weights4 {
                 scale2 = p.scale2 + first, offset2 = p.offset2 + first;
             }
             left = row < p.n ? tiles - 2 * step : 0;
-        }
-        // Into L2, while the previous kernel of the stream drains: the point where all writes meet, so that no
-        // assumption about who wrote the weights is needed.
-        __device__ __forceinline__ void prefetch(int steps) const {
-            if (left <= 0 || !elect_one()) return;
-            const int here = min(2 * min(kPrefetched, steps), left);
-            prefetch_l2(codes, here * kTile);
-            if constexpr (kTwoLevels) {
-                prefetch_l2(scale2, here * 64 * 64 / kGroup);
-                prefetch_l2(offset2, here * 64 * 64 / kGroup);
-            }
         }
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             const int here = max(min(2, left), 0);
@@ -105,13 +93,14 @@ struct Weights4 {
         }
     }
 
-    // Column tiles [kBegin, kEnd) of a stage: dequantize while the batch before is multiplied, put this one in
+    // Column tiles [kBegin, kEnd) of a panel of a stage: dequantize while the batch before is multiplied, put this one in
     // flight, wait for that one.
-    template <int kBegin, int kEnd, int kTokens, class Pipe>
+    template <int kPanel, int kBegin, int kEnd, bool kLast, int kTokens, class Pipe>
     static __device__ __forceinline__ void batch(int (&acc)[kTokens / 2], Pipe& pipe, u32 (&a)[8 * (kEnd - kBegin)],
                                                  u32 (&in_flight)[8 * (kEnd - kBegin)], int wg, int t) {
-        if constexpr (kBegin == 0) pipe.wait_full();
-        const u8* stage = pipe.stage();
+        constexpr bool kFirst = kPanel == 0 && kBegin == 0;
+        if constexpr (kFirst) pipe.wait_full();
+        const u8* stage = pipe.stage() + kPanel * kStageBytes;
         const uint4* packed = reinterpret_cast<const uint4*>(stage + wg * 2 * kTile) + t;
         uint4 codes[kEnd - kBegin];
 #pragma unroll
@@ -125,27 +114,33 @@ struct Weights4 {
         wgmma_commit();
         wgmma_wait<1>();
         keep(in_flight);
-        if constexpr (kBegin == 0) pipe.release_previous();
-        if constexpr (kEnd == 2) pipe.advance();
+        if constexpr (kFirst) pipe.release_previous();
+        if constexpr (kLast) pipe.advance();
     }
 
     // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each. A batch is a
-    // stage where registers allow: twice the independent instructions to hide latency with.
-    template <int kTokens, class Pipe>
-    static __device__ __forceinline__ void multiply(int (&acc)[kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
+    // panel of a stage where registers allow: twice the independent instructions to hide latency with.
+    template <int kPanels, int kTokens, class Pipe>
+    static __device__ __forceinline__ void multiply(int (&acc)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         constexpr bool kHalves = kTokens >= 64 && BLOCKS_PER_SM == 2;
+        static_assert(!kHalves || kPanels == 1, "no registers");
         u32 even[kHalves ? 8 : 16], odd[kHalves ? 8 : 16];
         if constexpr (kHalves) {
             for (int i = 0; i < steps; ++i) {
-                batch<0, 1, kTokens>(acc, pipe, even, odd, wg, t);
-                batch<1, 2, kTokens>(acc, pipe, odd, even, wg, t);
+                batch<0, 0, 1, false, kTokens>(acc[0], pipe, even, odd, wg, t);
+                batch<0, 1, 2, true, kTokens>(acc[0], pipe, odd, even, wg, t);
+            }
+        } else if constexpr (kPanels == 2) {
+            for (int i = 0; i < steps; ++i) {
+                batch<0, 0, 2, false, kTokens>(acc[0], pipe, even, odd, wg, t);
+                batch<1, 0, 2, true, kTokens>(acc[1], pipe, odd, even, wg, t);
             }
         } else {
             for (int i = 0; i + 1 < steps; i += 2) {
-                batch<0, 2, kTokens>(acc, pipe, even, odd, wg, t);
-                batch<0, 2, kTokens>(acc, pipe, odd, even, wg, t);
+                batch<0, 0, 2, true, kTokens>(acc[0], pipe, even, odd, wg, t);
+                batch<0, 0, 2, true, kTokens>(acc[0], pipe, odd, even, wg, t);
             }
-            if (steps % 2) batch<0, 2, kTokens>(acc, pipe, even, odd, wg, t);
+            if (steps % 2) batch<0, 0, 2, true, kTokens>(acc[0], pipe, even, odd, wg, t);
         }
         wgmma_wait<0>();
         keep(even);

@@ -4,21 +4,25 @@
 
 struct Segment {
     int tile, from, to;  // steps [from, to) of the tile
+    bool shared;         // with the other blocks of the cluster
 };
 
-// Whole tiles in strides of the grid; a cluster's split blocks share their steps.
-template <int kRows, int kSplit>
+// A cluster takes tiles in strides of the grid and deals them out to its blocks whole, as far as they go evenly; of a
+// last one they share the steps. More than one is never left: clusters of three and more have one tile (the host sees to it).
+template <int kSplit>
 struct Work {
-    int tile, stride, from, to;
-    __device__ __forceinline__ Work(const Params& p, u32 split_rank) {
-        const int steps = (p.k + 127) / 128;
-        from = steps * split_rank / kSplit, to = steps * (split_rank + 1) / kSplit;
-        tile = blockIdx.x / (kRows * kSplit), stride = gridDim.x / (kRows * kSplit);
-    }
-    __device__ __forceinline__ bool next(const Params& p, Segment& s) {
-        if (tile >= p.tiles) return false;
-        s = {tile, from, to};
-        tile += stride;
+    int cluster, clusters, rank, steps;
+    int count, done = 0;  // tiles of the cluster, and those behind this block
+    __device__ __forceinline__ Work(const Params& p, u32 split_rank)
+        : cluster(blockIdx.x / kSplit), clusters(gridDim.x / kSplit), rank(split_rank), steps((p.k + 127) / 128),
+          count((p.tiles - cluster + clusters - 1) / clusters) {}
+    __device__ __forceinline__ bool shares() const { return count % kSplit != 0; }
+    __device__ __forceinline__ bool next(Segment& s) {
+        if (done == count) return false;
+        const bool shared = kSplit > 1 && done + kSplit > count;
+        const int tile = cluster + (shared ? done : done + rank) * clusters;
+        s = {tile, shared ? steps * rank / kSplit : 0, shared ? steps * (rank + 1) / kSplit : steps, shared};
+        done += shared ? 1 : kSplit;
         return true;
     }
 };
