@@ -1,6 +1,7 @@
 """What the supported model families look like: one short declarative file a family."""
 
 from qtool.errors import QtoolError
+from qtool.models.deepseek import DEEPSEEK
 from qtool.models.falcon import FALCON
 from qtool.models.family import Family
 from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
@@ -11,13 +12,12 @@ from qtool.models.parts import Attention, Fold, Heads, LinearGroup
 from qtool.models.phi3 import PHI3
 
 FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+#: families whose shapes are known, so that a run can be planned that nobody can make yet
+PLANNED = (DEEPSEEK,)
 
 #: architectures that were asked for and are not there, and what they would need
 NEEDED = {
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"),
-        "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents",
-    ),
+    **dict.fromkeys(DEEPSEEK.model_types, DEEPSEEK.unsupported),
     **dict.fromkeys(
         ("llama4", "llama4_text"),
         "experts that are stored transposed, a router that scales their inputs, and blocks without positions",
@@ -29,13 +29,13 @@ NEEDED = {
 }
 
 
-def family_of(model_type: str) -> Family:
-    """The family that covers ``model_type`` (config.json).
+def family_of(model_type: str, *, planning: bool = False) -> Family:
+    """The family that covers ``model_type`` (config.json), one that can only be planned where that is all.
 
     Raises:
         QtoolError: naming the supported types.
     """
-    for family in FAMILIES:
+    for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
         if model_type in family.model_types:
             return family
     supported = ", ".join(t for family in FAMILIES for t in family.model_types)

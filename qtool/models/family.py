@@ -43,6 +43,7 @@ class Family:
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns_tuple: a block returns its output in a tuple.
+        unsupported: what quantizing it would need, where it can only be planned.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json says.
     """
 
@@ -70,6 +71,7 @@ class Family:
     choose: "Callable[[Any, int], Family] | None" = None
     refuses: Mapping[str, str] = field(default_factory=dict)
     returns_tuple: bool = False
+    unsupported: str = ""
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
@@ -153,7 +155,8 @@ class Family:
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a block, by its name within the block, from config.json alone."""
         dims = self.dimensions(config)
-        shapes = {name: _shape(words, dims) for name, words in self.tensors.items()}
+        known = {words: _shape(words, dims) for words in set(self.tensors.values())}  # few, also of many experts
+        shapes = {name: known[words] for name, words in self.tensors.items()}
         biased = set(self.biased)
         for key, linears in self.biased_if.items():
             biased.update(linears if getattr(config, key, False) else ())

@@ -93,7 +93,7 @@ def plan(
     """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json; ``device_memory`` in GB."""
     path = Path(model)
     config = read_config(path.parent if path.name == "config.json" else resolve(model, weights=False))
-    job = Job.of(config, Wishes(**wishes).of(scheme))
+    job = Job.of(config, Wishes(**wishes).of(scheme), planning=True)
     return make_plan(job, samples, seqlen, *([] if device_memory is None else [device_memory * 1e9]))
 
 

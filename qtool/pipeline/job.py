@@ -46,11 +46,14 @@ class Job:
     rounding: Rounding
 
     @classmethod
-    def of(cls, config: dict[str, Any], recipe: Recipe, dtype: torch.dtype | None = None) -> "Job":
+    def of(
+        cls, config: dict[str, Any], recipe: Recipe, dtype: torch.dtype | None = None, *, planning: bool = False
+    ) -> "Job":
         """Check that ``recipe`` can be carried out on the model of ``config``.
 
         Args:
             dtype: of the stored weights; by default what config.json names.
+            planning: it will not be carried out, so the shapes of the model are enough.
 
         Raises:
             QtoolError: unsupported architecture, unknown scheme, layout or method, an impossible
@@ -62,7 +65,7 @@ class Job:
                 f"the model is quantized already (quant_method {method!r}); pass the original checkpoint, or, if it is "
                 "symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, repack it with `qtool import`"
             )
-        family = family_of(config["model_type"])
+        family = family_of(config["model_type"], planning=planning)
         recipe = for_family(recipe, family)
         settings = family.settings(config)
         family.require_sizes(settings)

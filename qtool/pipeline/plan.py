@@ -6,6 +6,7 @@ rounding by the constants below, on two CPU cores; of calibrated runs by :mod:`q
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -43,7 +44,7 @@ class Plan:
     """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
 
     Attributes:
-        linears: of block 0; the others are alike unless rules say otherwise.
+        linears: of a block of the commonest kind; those of its kind are alike unless rules say otherwise.
         device: what time and memory are of.
         activation_bytes, place: the calibration activations and where they are kept between blocks.
     """
@@ -91,7 +92,9 @@ def plan(
     ends = [sum(map(prod, end.values())) * size for end in (first, last)]
     kinds = {job.block_family(block): job.block_bytes(block) for block in job.first_of_kinds()}
     shards = [ends[0], *(kinds[job.block_family(block)] for block in range(job.blocks)), ends[1]]
-    linears, source = _linears(job, 0), weights * size
+    of_kind = Counter(job.block_family(block) for block in range(job.blocks))
+    commonest = max(job.first_of_kinds(), key=lambda block: of_kind[job.block_family(block)])
+    linears, source = _linears(job, commonest), weights * size
     if not job.needs_data:
         return Plan(job, linears, source, shards, _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)
     device, tokens = torch.device("cuda"), samples * seqlen
@@ -138,6 +141,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "scheme": planned.job.format.scheme,
         "reason": planned.job.recipe.reason,
         "left_out": list(planned.job.recipe.left_out),
+        "unsupported": planned.job.family.unsupported or None,
         "blocks": planned.job.blocks,
         "linears_of_a_block": linears,
         "source_bytes": planned.source_bytes,
@@ -174,6 +178,7 @@ def as_text(planned: Plan) -> str:
     return "\n".join([
         f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe {job.recipe.variant}: "
         + " -> ".join([*(t.name for t in job.transforms), job.rounding.name]),
+        *([f"only a plan: quantizing it would need {job.family.unsupported}"] if job.family.unsupported else []),
         *job.recipe.left_out,
         *([f"chosen because {job.recipe.reason}"] if job.recipe.reason else []),
         table,

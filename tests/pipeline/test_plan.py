@@ -1,17 +1,19 @@
 """Plans: bytes as they are written, operations as torch counts them, places with room; the largest models too."""
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
+from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import skeleton
 from qtool.pipeline import commands
@@ -34,6 +36,11 @@ LARGE = {
     "qwen3-235b-a22b": SHAPES["llama-3-8b"]
     | {"model_type": "qwen3_moe", "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_experts": 128}
     | {"num_attention_heads": 64, "num_experts_per_tok": 8, "num_key_value_heads": 4, "head_dim": 128},
+    "deepseek-v3": SHAPES["llama-3-8b"]
+    | {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+    | {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280}
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
 
 
@@ -88,6 +95,32 @@ def test_the_largest_models_are_planned(name: str, tmp_path: Path) -> None:
     assert planned.seconds > 60 and planned.device_bytes > 1e9 and planned.host_bytes > 1e9
     assert planned.disk_bytes >= planned.output_bytes > 0.25 * planned.source_bytes
     assert "calibration activations" in as_text(planned)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
+def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> None:
+    small = LARGE["deepseek-v3"] | {"model_type": kind, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    small |= {"moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    small |= {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    small |= {"q_lora_rank": 64 if kind == "deepseek_v3" else None, "kv_lora_rank": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
+    shapes = Job.of(small, GPTQ, planning=True).source_shapes()
+    theirs = {name: t for name, t in model.state_dict().items() if ".experts." not in name}  # stacked by transformers
+    assert {name: shape for name, shape in shapes.items() if ".experts." not in name} == {
+        name: tuple(t.shape) for name, t in theirs.items()
+    }
+    assert sum(map(prod, shapes.values())) == sum(t.numel() for t in model.state_dict().values())
+    with pytest.raises(QtoolError, match="MLA"):
+        Job.of(small, GPTQ)
+
+
+def test_a_plan_says_that_it_is_only_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE["deepseek-v3"]))
+    planned = commands.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
+    assert "only a plan: quantizing it would need attention over low-rank" in as_text(planned)
+    assert "mlp.experts.*.up_proj (256)" in as_text(planned)
+    assert round(planned.source_bytes / 2e9) == 671  # billions of parameters, as its authors count them
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:
