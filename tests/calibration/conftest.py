@@ -56,6 +56,8 @@ CONFIGS = {
     "qwen2-moe": Qwen2MoeConfig(**SMALL | MOE | {"shared_expert_intermediate_size": 160}),
     "qwen3-moe": Qwen3MoeConfig(**SMALL | MOE | {"mlp_only_layers": [1]}),
 }
+WIDE = {"hidden_size": 128, "word_embed_proj_dim": 128, "head_dim": 32, "intermediate_size": 256, "ffn_dim": 256,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}  # fmt: skip
 TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
 
 
@@ -82,6 +84,16 @@ def make_model(config) -> PreTrainedModel:
 @pytest.fixture(params=CONFIGS)
 def any_model(request) -> PreTrainedModel:
     return make_model(CONFIGS[request.param])
+
+
+@pytest.fixture(params=CONFIGS)
+def any_wide_model(request) -> PreTrainedModel:
+    """Any model, every input of a linear a multiple of FMPQ's blocks of 128 channels wide."""
+    config = copy.deepcopy(CONFIGS[request.param])
+    for name, size in WIDE.items():
+        if name in config.to_dict():
+            setattr(config, name, size)
+    return make_model(config)
 
 
 @pytest.fixture(params=[name for name, config in CONFIGS.items() if "kv" not in family_of(config.model_type).refuses])

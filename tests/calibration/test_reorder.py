@@ -28,6 +28,11 @@ def test_logits_stay(any_model, transformed, logits, groups):
     torch.testing.assert_close(logits(reordered), logits(any_model), rtol=1e-4, atol=1e-4)
 
 
+def test_logits_stay_where_outliers_are_gathered(any_wide_model, transformed, logits):
+    gathered = transformed(any_wide_model, [GatherOutliers(w4a4_share=0.5)], get("w4ax-fmpq"))
+    torch.testing.assert_close(logits(gathered), logits(any_wide_model), rtol=1e-4, atol=1e-4)
+
+
 def test_salience_descends(llama, blocks):
     for block, batches in blocks(llama):
         Reorder(groups=ALL).apply(block, batches)
