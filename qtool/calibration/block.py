@@ -23,7 +23,7 @@ from qtool.calibration.rounded import Rounded, SimulatedLinear
 from qtool.calibration.stages import stage
 from qtool.errors import QtoolError
 from qtool.models.family import Family
-from qtool.models.parts import Heads
+from qtool.models.parts import Heads, OncePerHead
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
@@ -63,6 +63,10 @@ class Block:
     @property
     def heads(self) -> Heads:
         return Heads.of(self.config)
+
+    def with_cache(self, cache: Any) -> dict[str, Any]:
+        """The argument of :meth:`run`, or of the attention, that puts ``cache`` where the KV cache is."""
+        return {self.family.attention.cache: OncePerHead(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm)."""

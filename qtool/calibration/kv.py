@@ -81,7 +81,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         return {f"{attention}.{OFFSET}": offset}
     observer = KVObserver()
     for batch in batches:
-        block.run(batch, past_key_values=observer)
+        block.run(batch, **block.with_cache(observer))
     keys, values = map(maximum, zip(*ranks.every((observer.keys.amax, observer.values.amax)), strict=True))
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
@@ -92,7 +92,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
 def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
     """While it is open, ``block`` computes with keys and values that went through the KV quantizer ``kv``.
 
-    A run that is given a ``past_key_values`` of its own keeps it; ``block.full_kv`` is one for full precision.
+    A run that is given a cache of its own keeps it; ``block.full_kv`` is one for full precision.
 
     Args:
         stored: tensors by their name within the block, :func:`kv_constants` among them.
@@ -105,11 +105,11 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
     simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{name}.{scale}"]))
 
     def supply(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        own = kwargs.get("past_key_values")
-        return args, kwargs | {"past_key_values": simulated if own is None else own}
+        own = kwargs.get(block.family.attention.cache)
+        return args, kwargs | (block.with_cache(simulated) if own is None else {})
 
     handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)
-    block.full_kv = {"past_key_values": ExactKV()}
+    block.full_kv = block.with_cache(ExactKV())
     try:
         yield
     finally:

@@ -70,7 +70,7 @@ def observe_keys(block: Block, batches: Sequence[Batch], tokens: int = 0, seed: 
     total, seen = count_tokens(batches), []
     for batch in batches:
         observer = KeyObserver(tokens / total, seed)
-        block.run(batch, past_key_values=observer)
+        block.run(batch, **block.with_cache(observer))
         seen.append((observer.amax, observer.total, observer.kept))
     every = ranks.in_order(seen)
     largest = [amax for amax, _, _ in every if amax is not None]
@@ -150,7 +150,7 @@ def key_errors(
     exact = [block.run(batch) for batch in batches]
 
     def error_of(transform: KeyTransform) -> float:
-        outputs = (block.run(batch, past_key_values=SmoothedKV4(transform, mean)) for batch in batches)
+        outputs = (block.run(batch, **block.with_cache(SmoothedKV4(transform, mean))) for batch in batches)
         return sum(float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True))
 
     return dict(zip(candidates, ranks.spread(error_of, list(candidates.values())), strict=True))

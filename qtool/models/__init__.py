@@ -8,7 +8,7 @@ from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
 from qtool.models.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from qtool.models.opt import OPT
-from qtool.models.parts import Attention, Fold, Heads, LinearGroup
+from qtool.models.parts import Attention, Fold, Heads, LinearGroup, OncePerHead
 from qtool.models.phi3 import PHI3
 
 FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
@@ -43,4 +43,4 @@ def family_of(model_type: str, *, planning: bool = False) -> Family:
     raise QtoolError(f"unsupported architecture {model_type!r}; supported: {supported} (it would need {need})")
 
 
-__all__ = ["FAMILIES", "Attention", "Family", "Fold", "Heads", "LinearGroup", "family_of"]
+__all__ = ["FAMILIES", "Attention", "Family", "Fold", "Heads", "LinearGroup", "OncePerHead", "family_of"]

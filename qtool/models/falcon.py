@@ -1,8 +1,8 @@
 """Falcon: LayerNorm, attention and MLP side by side, q, k and v in one linear, an MLP of two linears with GELU between.
 
 The 7B has one norm for both sides and one kv head; the new decoder architecture (40B, 180B) has a norm for each side
-and groups of query heads with a kv head; the RW models are sequential. In all of them the fused rows go by kv head:
-its query heads, its key, its value.
+and groups of query heads with a kv head, whose key and value go to the KV cache once for each of them; the RW models
+are sequential. In all of them the fused rows go by kv head: its query heads, its key, its value.
 """
 
 from dataclasses import replace
@@ -24,7 +24,6 @@ WRITERS = (
     LinearGroup((DENSE,), V, Fold.HEADS, writes_residual=True),
     LinearGroup((NARROW,), WIDE, Fold.ACTIVATION, writes_residual=True),
 )
-CACHE = "its attention takes the KV cache by another name, and the new architecture stores a key once a query head"
 
 
 def _norms(*names: str) -> dict[str, str]:
@@ -42,7 +41,7 @@ FALCON = Family(
     name="Falcon",
     model_types=("falcon",),
     groups=(LinearGroup((QKV, WIDE), "input_layernorm", Fold.NORM), *WRITERS),
-    attention=Attention(q=Q, k=K, v=V, o=DENSE),
+    attention=Attention(q=Q, k=K, v=V, o=DENSE, cache="layer_past"),
     tensors={**_norms("input_layernorm"), **LINEARS},
     biased_if={"bias": (QKV, DENSE, WIDE, NARROW)},
     fused={QKV: {Q: "q", K: "kv", V: "kv"}},
@@ -54,7 +53,6 @@ FALCON = Family(
     sizes={"inter": lambda config: getattr(config, "ffn_hidden_size", None) or 4 * config.hidden_size},
     defaults={"tie_word_embeddings": True, "multi_query": True, "parallel_attn": True},
     choose=_choose,
-    refuses={"smooth-attention": CACHE, "kv": CACHE},
     returns_tuple=True,
 )
 

@@ -56,6 +56,7 @@ class Attention:
 
     Args:
         rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong together.
+        cache: the block's and the attention's argument for the KV cache.
     """
 
     q: str = "self_attn.q_proj"
@@ -65,6 +66,7 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     rotary: bool = True
+    cache: str = "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,26 @@ class Heads:
             kv = 1  # Falcon 7B, whose num_kv_heads says otherwise
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return cls(query, kv, dim)
+
+
+@dataclass(frozen=True)
+class OncePerHead:
+    """A KV cache behind attention that may repeat each of ``heads`` kv heads for its query heads (Falcon's newer one).
+
+    ``cache`` takes and gives each once.
+    """
+
+    cache: Any
+    heads: int
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What ``cache`` makes of ``keys`` and ``values [B, heads * repeats, T, D]``, repeated as they were."""
+        repeats = keys.shape[1] // self.heads
+        if repeats == 1:
+            found: tuple[Any, Any] = self.cache.update(keys, values, *args, **kwargs)
+            return found
+        keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
+        return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
 
 
 def of_expert(name: str, number: int) -> str:

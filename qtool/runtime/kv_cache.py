@@ -29,13 +29,16 @@ class QuantCacheLayer(DynamicLayer):
     Every token is kept under a sliding window too: the model's mask hides the old ones.
 
     Args:
+        heads: kv heads; keys and values that come repeated for their query heads are kept once.
         hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention can read them.
     """
 
-    def __init__(self, keys: KVQuantizer, values: KVQuantizer, *, hands_packed: bool = False) -> None:
+    def __init__(
+        self, keys: KVQuantizer, values: KVQuantizer, *, heads: int | None = None, hands_packed: bool = False
+    ) -> None:
         super().__init__()
         self.quantizers = (keys, values)
-        self.hands_packed = hands_packed
+        self.heads, self.hands_packed = heads, hands_packed
         self.stored = (PackedTokens(keys), PackedTokens(values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -47,8 +50,11 @@ class QuantCacheLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.stored
-        keys.store(key_states)
-        values.store(value_states)
+        repeats = key_states.shape[1] // (self.heads or key_states.shape[1])
+        keys.store(key_states[:, ::repeats])
+        values.store(value_states[:, ::repeats])
+        if repeats > 1:
+            return keys.read().repeat_interleave(repeats, 1), values.read().repeat_interleave(repeats, 1)
         if self.hands_packed and kernel_reads(keys, key_states):
             return keys, values
         return keys.read(), values.read()
@@ -72,7 +78,7 @@ class QuantCacheLayer(DynamicLayer):
         return self.stored[0].tokens
 
     def reset(self) -> None:
-        self.__init__(*self.quantizers, hands_packed=self.hands_packed)  # type: ignore[misc]
+        self.__init__(*self.quantizers, heads=self.heads, hands_packed=self.hands_packed)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
@@ -141,7 +147,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
             if not hasattr(attention, attribute):
                 device = next(attention.parameters()).device
                 attention.register_buffer(attribute, torch.zeros(spec.shape, dtype=spec.dtype, device=device))
-    if decoder.config._attn_implementation == "sdpa":
+    if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
         decoder.register_forward_pre_hook(_supply, with_kwargs=True)
@@ -178,9 +184,11 @@ def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _layers(decoder: nn.Module) -> list[Any]:
     family = family_of(decoder.config.model_type)  # type: ignore[union-attr, arg-type]
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
+    heads = Heads.of(decoder.config).kv
     packed = decoder.config._attn_implementation == kv_attention.NAME  # type: ignore[union-attr]
     return [
-        QuantCacheLayer(*kv_quantizers(kv, a.get_buffer), hands_packed=packed) for a in _attentions(decoder, family)
+        QuantCacheLayer(*kv_quantizers(kv, attention.get_buffer), heads=heads, hands_packed=packed)
+        for attention in _attentions(decoder, family)
     ]
 
 

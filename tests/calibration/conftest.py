@@ -96,12 +96,6 @@ def any_wide_model(request) -> PreTrainedModel:
     return make_model(config)
 
 
-@pytest.fixture(params=[name for name, config in CONFIGS.items() if "kv" not in family_of(config.model_type).refuses])
-def any_kv_model(request) -> PreTrainedModel:
-    """Any model whose family can have a quantized KV cache."""
-    return make_model(CONFIGS[request.param])
-
-
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return make_model(CONFIGS["llama-gqa-biases"])

@@ -11,7 +11,7 @@ from qtool.calibration.kv import SimulatedKV, kv_constants, quantized_kv
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
 from qtool.runtime.kv_cache import quantize_kv
-from qtool.runtime.packed_kv import kv_tensors
+from qtool.runtime.packed_kv import attention_name, kv_tensors
 from qtool.schemes.kv import KV4
 
 TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
@@ -32,31 +32,34 @@ def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], lis
 
 @pytest.mark.parametrize("kv", [None, "kv8", "kv4", "kv4-channel"])
 @torch.no_grad()
-def test_blocks_see_what_the_cache_gives(any_kv_model: PreTrainedModel, kv: str | None) -> None:
-    exact = any_kv_model.model(TOKENS).last_hidden_state
-    batches, stored = propagated(any_kv_model, kv)
+def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | None) -> None:
+    exact = any_model.get_decoder()(TOKENS).last_hidden_state
+    batches, stored = propagated(any_model, kv)
     if kv:
-        quantize_kv(any_kv_model, kv)
-    family = family_of(any_kv_model.config.model_type)
-    final_norm = any_kv_model.get_submodule(family.final_norm)
-    for module, tensors in zip(any_kv_model.get_submodule(family.blocks), stored, strict=True):
+        quantize_kv(any_model, kv)
+    family = family_of(any_model.config.model_type)
+    final_norm = any_model.get_submodule(family.final_norm)
+    for module, tensors in zip(any_model.get_submodule(family.blocks), stored, strict=True):
         for name, scale in tensors.items():
             module.get_buffer(name).copy_(scale)
     for batch, tokens, before in zip(batches, TOKENS.split(2), exact.split(2), strict=True):
-        hidden = any_kv_model.model(tokens, use_cache=False).last_hidden_state
+        hidden = any_model.get_decoder()(tokens, use_cache=False).last_hidden_state
         torch.testing.assert_close(final_norm(batch.hidden), hidden, rtol=0, atol=1e-6)
         assert torch.equal(hidden, before) == (kv is None)
 
 
 @torch.no_grad()
-def test_scales_are_the_largest_keys_after_rope_and_values(any_kv_model: PreTrainedModel) -> None:
-    _, stored = propagated(any_kv_model, "kv8")
+def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrainedModel) -> None:
+    _, stored = propagated(any_model, "kv8")
     cache = DynamicCache()
-    any_kv_model.model(TOKENS, past_key_values=cache)
+    any_model.get_decoder()(TOKENS, past_key_values=cache)
+    family, heads = family_of(any_model.config.model_type), Heads.of(any_model.config)
+    attention = attention_name(family)
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
     for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
-        torch.testing.assert_close(found[f"self_attn.{name}"] * 127, seen.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
-    declared = kv_tensors("kv8", family_of(any_kv_model.config.model_type), Heads.of(any_kv_model.config))
+        once = seen[:, :: seen.shape[1] // heads.kv]  # a kv head may come once for each of its query heads
+        torch.testing.assert_close(found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
+    declared = kv_tensors("kv8", family, heads)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in declared.items()}
 
 

@@ -5,9 +5,9 @@ from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predi
 from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, observe_keys, query_power
 
 
-def test_logits_stay(any_kv_model, transformed, logits):
-    smoothed = transformed(any_kv_model, [SmoothAttention(alphas=(0.5, 1.0))])
-    torch.testing.assert_close(logits(smoothed), logits(any_kv_model), rtol=1e-3, atol=2e-3)
+def test_logits_stay(any_model, transformed, logits):
+    smoothed = transformed(any_model, [SmoothAttention(alphas=(0.5, 1.0))])
+    torch.testing.assert_close(logits(smoothed), logits(any_model), rtol=1e-3, atol=2e-3)
 
 
 @torch.no_grad()
@@ -105,9 +105,9 @@ def test_the_fit_lowers_the_predicted_error_and_a_shared_one_is_shared():
     assert torch.equal(shared.factor[0], shared.factor[2])
 
 
-def test_keys_and_queries_are_looked_at_as_they_meet(any_kv_model, blocks):
+def test_keys_and_queries_are_looked_at_as_they_meet(any_model, blocks):
     """Power of the queries and mean of the keys, against attention's own."""
-    block, batches = blocks(any_kv_model)[0]
+    block, batches = blocks(any_model)[0]
     queries, keys = [], []
     attention = torch.nn.functional.scaled_dot_product_attention
 

@@ -66,12 +66,6 @@ def test_post_norms_cannot_be_rotated_through(variant: str, make_model: MakeMode
                                   "transforms": ["norm-fusion", {"rotate": {"residual": False}}]}, "test"))  # fmt: skip
 
 
-def test_falcon_has_no_kv_cache_of_ours(make_model: MakeModel) -> None:
-    config = config_of(make_model("falcon"))
-    assert "a Falcon model cannot have it" in refusal(config, ["smooth-attention"])
-    assert "cannot have a quantized KV cache" in refusal(config, kv="kv4")
-
-
 @pytest.mark.parametrize(
     "changes, reason",
     [({"word_embed_proj_dim": 64}, "project_in"), ({"do_layer_norm_before": False}, "do_layer_norm_before false")],

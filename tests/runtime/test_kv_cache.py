@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from qtool.errors import QtoolError
+from qtool.models import Heads
 from qtool.runtime.format import CheckpointFormat
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
@@ -48,6 +50,26 @@ def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> 
     close = {torch.float32: 5e-3, torch.bfloat16: 0.1}[dtype]  # sums in another order move a few codes by one step
     assert (torch.cat(parts, 1) - full).norm() < close * full.norm()
     assert cache.get_seq_length() == 96 and cache.nbytes < cache.nbytes_16bit
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [{"multi_query": True}, {"multi_query": False, "alibi": True, "bias": True},
+                                   {"new_decoder_architecture": True, "num_kv_heads": HEADS}])  # fmt: skip
+def test_falcon_keeps_a_kv_head_once_however_often_its_attention_repeats_it(name: str, shape: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = FalconConfig(vocab_size=61, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, **shape)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    quantize_kv(model, name)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith(("k_scale", "v_scale")):
+            buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
+    with torch.no_grad():
+        full, cache = model(ids(96), use_cache=False).logits, QuantCache.of(model)
+        parts = [model(p, past_key_values=cache).logits for p in ids(96).split([64, 32], 1)]
+    assert (torch.cat(parts, 1) - full).norm() < 5e-3 * full.norm()
+    heads = Heads.of(config)
+    assert cache.nbytes_16bit == 2 * LAYERS * 2 * heads.kv * 96 * heads.dim * 2
+    assert model.generate(ids(8), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 12)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", NAMES)
