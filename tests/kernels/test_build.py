@@ -27,6 +27,8 @@ def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Pa
     assert [i for i in case.instructions if i not in sass] == []
     assert not re.search(r"\b(LDL|STL)\b", sass)
     assert case.calls or not re.search(r"\bRET\b", sass)  # CALL alone also stands for a jump out of a loop
+    if "PREEXIT" in sass:  # griddepcontrol: the next kernel may start, but only when all before this one are done
+        assert sass.index("ACQBULK") < sass.index("PREEXIT")
 
 
 def test_covers_the_architectures_and_names_each_build_once() -> None:
