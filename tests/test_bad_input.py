@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import qtool.cli
 from qtool.checkpoint.source import DEMO
+from qtool.errors import QtoolError
+from qtool.pipeline.edges import all_finite
 from tests.conftest import MakeModel
 
 
@@ -295,3 +297,16 @@ def test_usage_errors_exit_2() -> None:
     for command in qtool.cli.cli.commands:
         shown = runner.invoke(qtool.cli.cli, [command, "-h"])
         assert shown.exit_code == 0 and "Example: qtool " in shown.output
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+    for n in (1, 31, 1000):
+        weight = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        all_finite({"weight": weight, "empty": weight[:0]})
+        for place in {0, n // 2, n - 1}:
+            damaged = weight.clone()
+            damaged[place] = bad
+            with pytest.raises(QtoolError, match="damaged: holds 1 NaN or Inf"):
+                all_finite({"weight": weight, "damaged": damaged})
