@@ -59,6 +59,11 @@ def test_levels_of_the_schemes():
     assert not two_levels(get("w4a4", 32), low, high)
 
 
+def test_logits_stay(any_model, transformed, logits):
+    clipped = transformed(any_model, [Clip(steps=1, tokens=32, sequences=2)])
+    assert torch.equal(logits(clipped), logits(any_model))
+
+
 def test_a_block_gets_clips_and_keeps_its_output(llama, blocks):
     for block, batches in blocks(llama):
         before = block.run(batches[0])
