@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import qtool
-from qtool.eval import report_origin, report_plots, report_quality, report_tables
+from qtool.eval import report_origin, report_plots, report_quality, report_tables, report_words
 from qtool.eval.html import Html, join, tag
 from qtool.eval.report import Report
 
@@ -21,6 +21,7 @@ PARTS = (
     ("Recipe and calibration", report_origin.recipe),
     ("Time and memory of the run", report_origin.run),
     ("How to reproduce it", report_origin.reproduce),
+    ("What the words mean", report_words.words),
 )
 
 

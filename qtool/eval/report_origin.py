@@ -18,7 +18,7 @@ def summary(report: Report) -> str:
     if data:
         windows, tokens, text = (data.get(key, "?") for key in ("samples", "seqlen", "text"))
         text = f"calibrated on {windows} windows of {tokens} tokens of {text}"
-    return f"Made by {transforms}; {cache}; {text}."
+    return f"Made by {transforms}; {cache}; {text}. The last part says what these words mean."
 
 
 def model(report: Report) -> Html:

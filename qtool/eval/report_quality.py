@@ -32,7 +32,7 @@ def quality(report: Report) -> Html:
 
 def _asked(q: Quality) -> Html:
     limit, seqlen = q.facts.get("limit"), q.result.details.get("seqlen")
-    how = [f"first {limit:,}"] if limit else []
+    how = [f"the first {limit:,} only"] if limit else []
     how += [f"windows of {seqlen:,} tokens"] if seqlen else []
     how += [f"KV cache {q.facts['kv']}"] if "kv" in q.facts else []
     return join(q.result.task, tag("span", ", ".join(how), class_="quiet") if how else "")

@@ -11,10 +11,11 @@ import yaml
 from click.testing import CliRunner
 
 from qtool import recipes
+from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.checkpoint.source import DEMO, Checkpoint
 from qtool.cli import cli
 from qtool.errors import QtoolError
-from qtool.eval import report_commands, saved
+from qtool.eval import report_commands, report_words, saved
 from qtool.eval.report import gains, quality, recorded_errors
 from qtool.eval.report_html import render
 from qtool.eval.results import Metric, TaskResult
@@ -25,6 +26,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.pipeline.repack import repack
 from qtool.pipeline.report import collect, report, weight_errors
 from qtool.runtime.load import load
+from qtool.schemes.kv import KV_QUANTIZERS
 
 RECIPE = {
     "scheme": "w4a8-lqq",
@@ -123,6 +125,13 @@ def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
         shutil.copy(path, source)
     out = quantize(Checkpoint(source), recipes.load("w4a8-lqq"), tmp_path / "out")
     assert "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile" in page_of(out).words
+
+
+def test_every_word_that_occurs_is_explained(page):
+    assert report_words.METHODS.keys() == {*TRANSFORMS, *ROUNDINGS}
+    assert report_words.KV.keys() == KV_QUANTIZERS.keys()
+    assert report_words.METHODS["rtn"] in page.words and report_words.METHODS["gptq"] not in page.words
+    assert {name: about for name, _, about in recipes.overview()}["w4a8-lqq"] in page.words
 
 
 def test_an_imported_model_says_so(base, tmp_path):
