@@ -31,7 +31,6 @@ def commands(report: Report) -> list[str]:
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"
     return [
-        f"pip install qtool=={record.get('versions', {}).get('qtool', '')}".rstrip("="),
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",
         *_evaluations(report, base),
