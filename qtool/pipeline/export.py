@@ -21,12 +21,13 @@ from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import Target, as_dtype, native_activations
 from qtool.errors import CheckFailed, QtoolError
+from qtool.models import family_of
 from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
 from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.format import LinearFormat
-from qtool.runtime.packed_kv import OFFSET
+from qtool.runtime.packed_kv import OFFSET, attention_name
 
 #: what the record of a shard calls the distances
 ERRORS = "relative weight errors"
@@ -73,13 +74,21 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
     target, checkpoint = targets.get(name), Checkpoint(directory)
     kv = native_format(checkpoint.config).kv
     formats = exported_formats(target, native_format(checkpoint.config), checkpoint.config, tensor_parallel)
-    work = _Export(checkpoint, target, formats)
-    notes = _notes(target, work.formats, kv, checkpoint.config)
+    # vLLM finds a cache's scales by this name alone; its Falcon stops at any other
+    keeps_kv = attention_name(family_of(checkpoint.config["model_type"])) == "self_attn"
+    work = _Export(checkpoint, target, formats, keeps_kv)
+    notes = _notes(target, work.formats, kv, checkpoint.config, keeps_kv)
     shards = work.shards()
     output = Output(out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=True)
     if not output.finished:
         try:
-            _write(output, work, shards, kv, {"exported from": directory.name, "format": name, "notes": notes})
+            _write(
+                output,
+                work,
+                shards,
+                kv if keeps_kv else None,
+                {"exported from": directory.name, "format": name, "notes": notes},
+            )
         except QtoolError:
             shutil.rmtree(output.partial)  # refused for its content: nothing to continue
             raise
@@ -105,7 +114,9 @@ def _write(output: Output, work: "_Export", shards: list[list[str]], kv: str | N
     output.finish(config, facts, work.checkpoint.side_files())
 
 
-def _notes(target: Target, formats: Mapping[str, LinearFormat], kv: str | None, config: Mapping[str, Any]) -> list[str]:
+def _notes(
+    target: Target, formats: Mapping[str, LinearFormat], kv: str | None, config: Mapping[str, Any], keeps_kv: bool
+) -> list[str]:
     """How the loader's arithmetic will differ from ours beyond the weights."""
     notes = []
     for kind in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
@@ -114,7 +125,7 @@ def _notes(target: Target, formats: Mapping[str, LinearFormat], kv: str | None, 
             notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
     if kv is not None:
         scales = torch.ones(1, 1, device="meta")
-        kept = kv == "kv8" and target.kv_tensors(scales, scales)
+        kept = keeps_kv and kv == "kv8" and target.kv_tensors(scales, scales)
         notes.append(
             "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all values of a block"
             if kept
@@ -133,6 +144,7 @@ class _Export:
     checkpoint: Checkpoint
     target: Target
     every: Mapping[str, LinearFormat | None]
+    keeps_kv: bool
     errors: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -199,6 +211,8 @@ class _Export:
             yield f"{name}.{part}", tensor
 
     def _kv(self, name: str, device: str) -> Iterator[tuple[str, Tensor]]:
+        if not self.keeps_kv:
+            return
         attention = name.rpartition(".")[0]
         names = [f"{attention}.{scale}" for scale in KV_SCALES]
         if device == "meta":

@@ -236,6 +236,20 @@ def test_kv_scales(make_model: MakeModel, tmp_path: Path) -> None:
     assert "kv8 left out" in gptq.notes[-1]
 
 
+def test_falcon_leaves_kv_scales_out(make_model: MakeModel, tmp_path: Path) -> None:
+    """vLLM's Falcon looks each name of the file up among its own, and has none for them."""
+    source = Checkpoint(make_model("falcon", dtype=torch.float16))
+    recipe = recipes.parse({"scheme": "t", "kv": "kv8", "layers": [rule("w4a16", 128)]}, "t")
+    tokens = (torch.arange(128).view(2, 64) % 320).split(1)
+    ours = quantize(source, recipe, tmp_path / "native", calibration=Calibration(tokens))
+    assert any(name.endswith("k_scale") for name in Checkpoint(ours).entries)
+    done = export(ours, "compressed-tensors", tmp_path / "out")
+    theirs = Checkpoint(done.directory)
+    assert not any(name.endswith("_scale") and "weight" not in name for name in theirs.entries)
+    assert theirs.config["quantization_config"]["kv_cache_scheme"] is None
+    assert "kv8 left out" in done.notes[-1]
+
+
 def test_every_format_is_described() -> None:
     for name, target in TARGETS.items():
         assert target.name == name
