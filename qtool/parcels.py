@@ -1,4 +1,7 @@
-"""Any value as bytes and one buffer of all its tensors, so that those can travel from device to device."""
+"""Any value as bytes and one buffer of all its tensors, so that those can travel from device to device.
+
+Pickle carries the rest between the ranks of one run, as torch's own collectives do; no file is ever unpickled.
+"""
 
 import io
 import pickle
