@@ -185,7 +185,10 @@ class CheckpointFormat:
             QtoolError: not ours, a newer version, or a field that is missing or of the wrong kind.
         """
         if config.get("quant_method") != QUANT_METHOD:
-            raise QtoolError(f"quantization_config: quant_method is {config.get('quant_method')!r}, expected 'qtool'")
+            raise QtoolError(
+                f"the model is quantized by {config.get('quant_method')!r}, not by qtool; `qtool import` makes "
+                "a symmetric 4-bit one native, and an export is made from the native checkpoint"
+            )
         if config.get("format_version") != FORMAT_VERSION:
             found = config.get("format_version")
             raise QtoolError(f"format version {found} cannot be read; this qtool reads version {FORMAT_VERSION}")

@@ -98,6 +98,11 @@ def test_fused_shards_must_agree(name: str, make_model: MakeModel) -> None:
     refused(directory, name, "up_proj is w4a16 with group size 64, .*gate_proj is w4a16 with group size 128")
 
 
+def test_an_export_is_not_exported_again(make_model: MakeModel, tmp_path: Path) -> None:
+    exported = export(native(make_model(), rule("w4a16", 32)), "gptq", tmp_path / "gptq").directory
+    refused(exported, "compressed-tensors", "is quantized by 'gptq', not by qtool; .*from the native checkpoint")
+
+
 @pytest.mark.parametrize(("scheme", "name"), [("w4a16", "compressed-tensors"), ("w4a16", "gptq"),
                                              ("w4a8-lqq", "compressed-tensors-w8a8")])  # fmt: skip
 def test_shards_that_differ_in_our_layout_alone_agree(
