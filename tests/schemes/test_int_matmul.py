@@ -12,7 +12,8 @@ def test_products_of_int8_are_added_exactly(vnni: bool, k: int, monkeypatch: pyt
     monkeypatch.setattr(base, "_has_vnni", lambda: vnni)
     random = torch.Generator().manual_seed(k)
     a, b = (torch.randint(-128, 128, (n, k), generator=random, dtype=torch.int8) for n in (5, 7))
-    a[0], b[0], b[1] = -128, -128, 127  # the longest sums there are
+    a[0], b[0] = -128, -128  # the largest sum there is
+    a[1], b[1] = 127, 127  # and one that is odd
     found = base.int_matmul(a, b)
     assert found.dtype == torch.int32
     assert torch.equal(found, a.to(torch.int32) @ b.to(torch.int32).t())
