@@ -165,7 +165,8 @@ def test_available_tasks(data_dir, monkeypatch):
     assert zero_shot.available_tasks() == names
 
 
-def test_quiet(model, tokenizer, data_dir, capfd):
+def test_quiet(model, tokenizer, data_dir, capfd, monkeypatch):
+    monkeypatch.chdir(data_dir)  # no git repository, of which git would complain
     run("lambada_openai", model, tokenizer, data_dir)
     assert capfd.readouterr() == ("", "")
 
