@@ -6,10 +6,10 @@ transforms. Per token of block output y:
 
     loss = 1 - cos(y_student, y_teacher)        or        |y_student - y_teacher|^2 / mean |y_teacher|^2
 
-Adam learns every linear's weight and float scale through the straight-through estimator of
-:mod:`qtool.calibration.learned_linear`, from the codes of another rounding. A share of the samples is
-held out: the block keeps the epoch with the least loss there, epoch 0 (the start) included, so it never ends
-worse than it began.
+Adam learns every linear's weight, float scale and, where the scheme has zero points, both clipping bounds through the
+straight-through estimator of :mod:`qtool.calibration.learned_linear`, from the codes of another rounding. A share of
+the samples is held out: the block keeps the epoch with the least loss there, epoch 0 (the start) included, so it never
+ends worse than it began.
 
 Of several ranks each takes its share of the sequences of every batch, and the gradients are added up: the steps are
 those of one rank up to the last bits of a sum.
@@ -51,7 +51,7 @@ class Distill(Rounding):
         held_out: share of them that only choose the epoch.
         weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
             scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
-        scale_lr: Adam's step for the logarithm of the scales.
+        scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of a group's width.
         seed: of the order of the batches.
     """
 
@@ -156,7 +156,8 @@ class Distill(Rounding):
         for linear in linears.values():
             step = float(linear.scheme.grid(linear.params).step.mean())
             groups.append({"params": [linear.weight], "lr": self.weight_lr * step})
-            groups.append({"params": [linear.log_ratio], "lr": self.scale_lr})
+            bounds = [linear.log_ratio] + ([] if linear.moved is None else [linear.moved])
+            groups.append({"params": bounds, "lr": self.scale_lr})
         fused = any(linear.weight.is_cuda for linear in linears.values())  # a pass over the weights instead of ten
         return torch.optim.Adam(groups, betas=(0.9, 0.999), fused=fused or None)
 

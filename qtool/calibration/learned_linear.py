@@ -1,12 +1,18 @@
 """A linear whose quantized weight can be learned: the straight-through estimator over a scheme's grid.
 
-Forward is what the quantized linear computes, codes and all: ``V = grid(scale e^r).nearest(W)``. Backward
-passes rounding as if it were not there (APEX4 section 3.3, LSQ arXiv 1902.08153 for the scale):
+Forward is what the quantized linear computes, codes and all: ``V = grid.nearest(W)``. Backward passes rounding as if
+it were not there (APEX4 section 3.3). Where the grid is scaled by a and moved by b,
 
-    dV/dW = 1 where the code is not clamped, else 0        dV/dr = V - W dV/dW
+    dV/dW = 1 where the code is not clamped, else 0        dV/da = V - W dV/dW        dV/db = 1 - dV/dW
 
-so the second moves the scale and, where codes are clamped, the clipping bound. The input goes through
-the scheme's activation quantizer with gradient 1.
+(LSQ arXiv 1902.08153 for the scale, LSQ+ arXiv 2004.09576 for the shift). A scheme without zero points has one unknown,
+the logarithm r of its float scale's change, ``a = e^r``: both clipping bounds move together. One with them
+(:meth:`Scheme.ends`) has also the lowest and the highest value of each group, L and H, as OmniQuant's gamma and beta
+(arXiv 2308.13137, equation 2), and the integers are rounded to them:
+
+    a = e^r (H - L) / (H_0 - L_0)        b = e^r L - a L_0
+
+The input goes through the scheme's activation quantizer with gradient 1.
 
 Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
 """
@@ -18,7 +24,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.scales import float_scale
-from qtool.schemes.base import Params, Scheme, stored_scale
+from qtool.schemes.base import Grid, Params, Scheme, stored_scale
 
 #: a learned weight starts at most this far from its code, in steps: below 1/2, so that it has that code
 START_WITHIN = 0.45
@@ -30,6 +36,8 @@ class LearnedLinear(nn.Module):
     Attributes:
         weight: float32 ``[N, K]``, starts as near to the linear's as ``start``'s codes allow.
         log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
+        moved: ``[2, N, G]``, how far each group's ends have moved, in shares of its width; starts at zeros. None where
+            the scheme has no ends.
     """
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, start: Rounded, permutation: Tensor | None) -> None:
@@ -45,11 +53,30 @@ class LearnedLinear(nn.Module):
         self.weight = nn.Parameter(weight if self.keep is None else weight * self.keep)
         self.scale = float_scale(start.params)
         self.log_ratio = nn.Parameter(torch.zeros_like(start.params[self.scale], dtype=torch.float32))
+        ends = scheme.ends(start.params)
+        self.moved = None if ends is None else nn.Parameter(torch.zeros_like(ends))
+
+    def ends(self) -> Tensor | None:
+        """The groups' ends as learned so far ``[2, N, G]``, real numbers in units of the scale."""
+        start = self.scheme.ends(self.params)
+        if start is None or self.moved is None:
+            return None
+        return start + (start[1] - start[0]) * self.moved
 
     def now(self) -> Params:
-        """The parameters with the scale as learned so far, as it would be stored."""
-        scale = self.params[self.scale]
-        return self.params | {self.scale: stored_scale(scale.float() * self.log_ratio.detach().exp(), scale.dtype)}
+        """The parameters as learned so far, as they would be stored."""
+        scale, ends = self.params[self.scale], self.ends()
+        params = self.params | {self.scale: stored_scale(scale.float() * self.log_ratio.detach().exp(), scale.dtype)}
+        return params if ends is None else self.scheme.with_ends(params, ends.detach())
+
+    def learning(self, params: Params) -> tuple[Tensor, Tensor | None]:
+        """The a and b ``[N, G]`` (or ``[N, 1]``) of the grid that ``params`` span: 1 and 0, with their gradients."""
+        scale, ends = (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.weight), -1), self.ends()
+        if ends is None:
+            return scale / scale.detach(), None
+        low, high = scale * ends
+        gain = (high - low) / (high - low).detach()
+        return gain, low - gain * low.detach()
 
     def rounded(self) -> Rounded:
         """The codes and parameters learned so far."""
@@ -62,28 +89,26 @@ class LearnedLinear(nn.Module):
             x = x[..., self.permutation]
         params = self.now()
         x = x + (self.scheme.fake_activation(x.detach(), params) - x.detach())
-        grid = self.scheme.grid(params)
-        weight = _StraightThrough.apply(self.weight, self.log_ratio, self.keep, grid)
+        weight = _StraightThrough.apply(self.weight, *self.learning(params), self.keep, self.scheme.grid(params))
         return nn.functional.linear(x, weight.flatten(1).to(self.dtype), self.bias)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, log_ratio: Tensor, keep: Tensor | None, grid: Any) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, gain: Tensor, shift: Tensor | None, keep: Tensor | None, grid: Grid
+    ) -> Tensor:
         value = grid.value(grid.nearest(weight))
         lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
         inside = (weight >= lowest) & (weight <= highest)
         ctx.save_for_backward(weight, value, inside if keep is None else inside & keep)
-        ctx.scale_shape = log_ratio.shape
+        ctx.per_group = gain.shape
         return value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight, value, inside = ctx.saved_tensors
         to_weight = gradients[0] * inside
-        to_ratio = (gradients[0] * value - to_weight * weight).flatten(1).view(*_rows(ctx.scale_shape), -1).sum(-1)
-        return to_weight, to_ratio.view(ctx.scale_shape), None, None
-
-
-def _rows(shape: torch.Size) -> tuple[int, int]:
-    return shape[0], shape[1] if len(shape) == 2 else 1
+        to_gain = (gradients[0] * value - to_weight * weight).flatten(1).view(*ctx.per_group, -1).sum(-1)
+        to_shift = (gradients[0] - to_weight).sum(-1) if ctx.needs_input_grad[2] else None
+        return to_weight, to_gain, to_shift, None, None

@@ -127,6 +127,16 @@ class Scheme(ABC):
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
         """:meth:`fit` from the :meth:`range` of each group: a clipping search reads the weight once."""
 
+    def ends(self, params: Params) -> Tensor | None:
+        """Lowest and highest value of each group ``[2, N, G]``, in units of the floating-point scale; None where one
+        follows from the other (no zero point)."""
+        return None
+
+    def with_ends(self, params: Params, ends: Tensor) -> Params:
+        """``params`` with the legal integers that come nearest to ``ends [2, N, G]``, real numbers as :meth:`ends` has
+        them: its inverse. Only for schemes that have ends."""
+        raise NotImplementedError(self.name)
+
     @abstractmethod
     def grid(self, params: Params) -> Grid:
         """The affine grid that ``params`` span."""

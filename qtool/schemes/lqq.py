@@ -37,15 +37,24 @@ class LiquidQuant(Scheme):
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)
         high = torch.round(quantize_level1(high, s1) * group_clip)
-        s2 = torch.round((high - low) / 15).clamp(1, 16)
-        return {"s1": s1, "s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
+        return self.with_ends({"s1": s1}, torch.stack([low, high]))
+
+    def ends(self, params: Params) -> Tensor:
+        low = params["offset"].float() - 128
+        return torch.stack([low, low + 15 * params["s2"].float()])
+
+    def with_ends(self, params: Params, ends: Tensor) -> Params:
+        low = ends[0].round().clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
+        s2 = torch.round((ends[1] - low) / 15).clamp(1, 16)
+        return params | {"s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:
         s1 = params["s1"].float()[:, None]
         s2 = params["s2"].float()
         low = params["offset"].float() - 128
-        bound = torch.zeros_like(s2, dtype=torch.int32)
-        return Grid(s1 * s2, s1 * low, bound, bound + 15)
+        # the sixteenth code may be one too many where a group is narrow and high
+        legal = torch.div(127 - low, s2, rounding_mode="floor").clamp_max(15).to(torch.int32)
+        return Grid(s1 * s2, s1 * low, torch.zeros_like(legal), legal)
 
     def round_groups(self, groups: Tensor, params: Params) -> Tensor:
         q8 = quantize_level1(groups, params["s1"])

@@ -17,6 +17,9 @@ from torch import Tensor
 from qtool.schemes.activation import PER_TOKEN_S8
 from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, int_matmul, require, stored_scale
 
+#: of a step, in steps as they were: a range does not vanish
+LEAST_WIDTH = 2.0**-4
+
 
 class QoQ(Scheme):
     """Parameters: ``s1 [N]`` scale, ``zero [N]`` u8 in 0..15."""
@@ -35,6 +38,16 @@ class QoQ(Scheme):
         scale = stored_scale(torch.where(width > 0, width, 1.0), self.scale_dtype)
         zero = torch.round(-low / scale.float()).clamp(0, 15)
         return {"s1": scale, "zero": zero.to(torch.uint8)}
+
+    def ends(self, params: Params) -> Tensor:
+        low = -params["zero"].float()[:, None]
+        return torch.stack([low, low + 15])
+
+    def with_ends(self, params: Params, ends: Tensor) -> Params:
+        low, high = ends[0, :, 0].clamp_max(0), ends[1, :, 0].clamp_min(0)
+        width = ((high - low) / 15).clamp_min(LEAST_WIDTH)
+        scale = stored_scale(params["s1"].float() * width, self.scale_dtype)
+        return params | {"s1": scale, "zero": torch.round(-low / width).clamp(0, 15).to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:
         step = params["s1"].float()[:, None]

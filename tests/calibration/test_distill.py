@@ -16,6 +16,7 @@ from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, get
 
+WITH_ENDS = ["w4a8-qoq", "w4a8-qoq-g128", "w4a8-lqq"]
 QUICK = {"epochs": 3, "samples": 12, "weight_lr": 0.05}
 
 
@@ -140,6 +141,52 @@ def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) ->
         change = (output() - before) / 1e-3
     torch.testing.assert_close(learned.log_ratio.grad.sum(), change, rtol=1e-2, atol=1e-2)
     assert not learned.weight.grad.any()
+
+
+@pytest.mark.parametrize("name", WITH_ENDS)
+def test_the_gradient_reaches_both_bounds(name: str) -> None:
+    """By the closed form: a clamped weight moves with its bound, one between the bounds with their distance."""
+    scheme, linear = get(name), nn.Linear(256, 8, bias=False)
+    params = scheme.fit(linear.weight, group_clip=0.8)
+    learned = LearnedLinear(linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None)
+    with torch.no_grad():
+        learned.weight.mul_(1.5)
+    direction = torch.randn(8, 256)
+    learned(torch.eye(256)).T.mul(direction).sum().backward()
+
+    grid, weight = scheme.grid(params), learned.weight.detach()
+    value, low, high = (
+        t.double() for t in (grid.value(grid.nearest(weight)), grid.offset, grid.offset + 15 * grid.step)
+    )
+    low, width = low[..., None], (high - low)[..., None]
+    below, above = weight < value - grid.step[..., None] / 2, weight > value + grid.step[..., None] / 2
+    assert below.any() and above.any() and not (below | above).all()
+    inside = ~(below | above)
+    to_high = torch.where(inside, value - weight, value - low) / width  # of V by the upper bound
+    to_low = torch.where(inside, weight - value, low + width - value) / width
+    along = scheme.groups(direction)
+    expected = torch.stack([(along * to * width).sum(-1) for to in (to_low, to_high)])
+    torch.testing.assert_close(learned.moved.grad.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std()))
+    both = ((along * (to_low * low + to_high * (low + width))).sum(-1)).view(8, -1).sum(1)
+    torch.testing.assert_close(learned.log_ratio.grad.double(), both, rtol=1e-3, atol=1e-3 * float(both.std()))
+
+
+@pytest.mark.parametrize("start", ["rtn", "gptq"])
+@pytest.mark.parametrize("name", WITH_ENDS)
+def test_zero_points_are_learned_and_never_for_the_worse(name: str, start: str, block: tuple[Block, list]) -> None:
+    own, batches = block
+    scheme = get(name, get(name).group_sizes[0])
+    own.schemes = dict.fromkeys(own.schemes, scheme)
+    for linear in own.schemes:
+        own.weight(linear).sub_(0.02)  # one bound is farther than the other
+    expected, (before,), _ = distilled((own, batches), start=start, epochs=0)
+    found, curve, _ = distilled((own, batches), start=start, epochs=8, weight_lr=0.02, scale_lr=3e-3)
+    assert min(curve) <= curve[0] == before
+    (integer,) = {"zero", "offset"} & set(expected["mlp.up_proj"].params)
+    assert min(curve) == before or any(
+        not torch.equal(found[linear].params[integer], expected[linear].params[integer]) for linear in found
+    )
+    assert start == "gptq" or min(curve) < before
 
 
 @pytest.mark.parametrize(("option", "value"), [("start", "rtm"), ("loss", "cosin")])

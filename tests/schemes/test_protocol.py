@@ -66,6 +66,49 @@ def test_dequantize_leaves_float_codes_alone(scheme: Scheme) -> None:
     assert torch.equal(codes, before)
 
 
+def test_every_code_of_the_grid_is_legal(scheme: Scheme, bad_weights: dict[str, Tensor]) -> None:
+    """Whatever the weights: GPTQ and distillation choose codes that rounding to nearest would not."""
+    if scheme.sparsity is None:
+        for weight in bad_weights.values():
+            params = scheme.fit(weight)
+            for where in (torch.zeros_like(weight), torch.rand_like(weight), torch.ones_like(weight)):
+                scheme.check(legal_codes(scheme, params, where), params)
+
+
+def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
+    scheme: Scheme, bad_weights: dict[str, Tensor]
+) -> None:
+    for weight in bad_weights.values():
+        params = scheme.fit(weight)
+        if (ends := scheme.ends(params)) is None:
+            assert not {"zero", "offset"} & set(params)
+            continue
+        again = scheme.with_ends(params, ends)
+        assert again.keys() == params.keys() and all(torch.equal(again[name], params[name]) for name in params)
+        grid = scheme.grid(params)
+        scale = params["s1"].float()[:, None]
+        expected = torch.stack([grid.offset, grid.offset + 15 * grid.step])
+        torch.testing.assert_close(ends * scale, expected)
+
+
+def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme: Scheme) -> None:
+    weight = torch.randn(64, 1024)
+    params = scheme.fit(weight)
+    if (ends := scheme.ends(params)) is None:
+        return
+    width = ends[1] - ends[0]
+    for end, direction in ((0, 1), (0, -1), (1, 1), (1, -1)):
+        moved = ends.clone()
+        moved[end] += direction * 0.2 * width
+        grid = scheme.grid(scheme.with_ends(params, moved))
+        now = torch.stack([grid.offset, grid.offset + 15 * grid.step])
+        change = (now / params["s1"].float()[:, None] - ends).mean((1, 2)) / width.mean() * direction
+        assert change[end] > 0.1 and change[1 - end].abs() < 0.1  # integers: not just where it was asked to be
+    for reach in (1, 10, 1000):
+        params = scheme.with_ends(params, ends + reach * width * torch.randn_like(ends))
+        scheme.check(legal_codes(scheme, params, torch.rand_like(weight)), params)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-12, 12), st.floats(-4, 4), st.sampled_from(DTYPES), st.floats(0.3, 1))
 def test_any_distribution(seed: int, exponent: float, shift: float, dtype: torch.dtype, clip: float) -> None:
