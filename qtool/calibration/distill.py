@@ -81,7 +81,7 @@ class Distill(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         used = own_sequences(own_subset(batches, self.samples))
         targets = [None if batch is None else block.run(batch, **block.full_kv) for batch in used]
-        weights = self.weights(targets)
+        sizes = self.sizes(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
         held_out = max(1, round(len(used) * self.held_out)) if len(used) > 1 else 0
@@ -91,9 +91,11 @@ class Distill(Rounding):
             batch, target = used[i], targets[i]
             if batch is None or target is None:
                 return torch.zeros((), device=block.device, requires_grad=True)
-            with torch.autocast(block.device.type, torch.bfloat16, enabled=block.device.type == "cuda"):
+            # where the model's own dtype is float32; 16-bit modules are as fast without
+            autocast = block.device.type == "cuda" and not block.exact
+            with torch.autocast(block.device.type, torch.bfloat16, enabled=autocast):
                 answer = student.forward(batch)
-            return weights[i] * self.distance(answer.float(), target.to(answer.device).float())
+            return self.distance(answer.float(), target.to(answer.device).float()) / sizes[i]
 
         def judge() -> float:
             with torch.no_grad():
@@ -121,16 +123,15 @@ class Distill(Rounding):
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
         return best
 
-    def weights(self, targets: Sequence[Tensor | None]) -> list[float]:
-        """This rank's share in the loss of each batch, from its share ``[b, S, H]`` of the targets."""
+    def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
+        """What :meth:`distance` is relative to, by batch: of this rank's share ``[b, S, H]`` of it and all others'."""
 
         def size(target: Tensor | None) -> float:
             if target is None:
                 return 0.0
-            return float(target.double().square().sum()) if self.loss == "mse" else float(target.numel())
+            return float(target.double().square().sum()) if self.loss == "mse" else target.numel() / target.shape[-1]
 
-        sizes = [size(target) for target in targets]
-        return [own / sum(of_all) if own else 0.0 for own, *of_all in zip(sizes, *ranks.every(sizes), strict=True)]
+        return [sum(of_all) for of_all in zip(*ranks.every([size(target) for target in targets]), strict=True)]
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
@@ -138,6 +139,7 @@ class Distill(Rounding):
         student = replace(block, module=copy.deepcopy(block.module), exact=dict(block.exact))
         start = STARTS[self.start]().round(student, batches)
         student.exact = {}  # from here on its module follows nobody
+        student.module.requires_grad_(False)
         for name, rounded in start.items():
             parent, _, attribute = name.rpartition(".")
             linear = LearnedLinear(block.get(name), block.schemes[name], rounded, block.permutations.get(name))  # type: ignore[arg-type]
@@ -145,10 +147,10 @@ class Distill(Rounding):
         return student
 
     def distance(self, answer: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over the tokens of block outputs ``[B, S, H]``."""
+        """The loss of block outputs ``[B, S, H]``, summed over the tokens."""
         if self.loss == "mse":
-            return (answer - target).square().mean() / target.square().mean()
-        return 1 - torch.cosine_similarity(answer, target, dim=-1).mean()
+            return torch.nn.functional.mse_loss(answer, target, reduction="sum")
+        return (1 - torch.cosine_similarity(answer, target, dim=-1)).sum()
 
     def optimizer(self, linears: dict[str, LearnedLinear]) -> torch.optim.Optimizer:
         """Adam with the step sizes of each linear."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration import straight_through_triton
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.scales import float_scale
 from qtool.schemes.base import Grid, Params, Scheme, stored_scale
@@ -88,27 +89,56 @@ class LearnedLinear(nn.Module):
         if self.permutation is not None:
             x = x[..., self.permutation]
         params = self.now()
-        x = x + (self.scheme.fake_activation(x.detach(), params) - x.detach())
-        weight = _StraightThrough.apply(self.weight, *self.learning(params), self.keep, self.scheme.grid(params))
-        return nn.functional.linear(x, weight.flatten(1).to(self.dtype), self.bias)
+        x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
+        grid = self.scheme.grid(params)
+        weight = StraightThrough.apply(self.weight, *self.learning(params), self.keep, grid, self.dtype)
+        return nn.functional.linear(x, weight, self.bias)
 
 
-class _StraightThrough(torch.autograd.Function):
+class _Replaced(torch.autograd.Function):
+    """``value`` with the gradient of ``x``."""
+
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, gain: Tensor, shift: Tensor | None, keep: Tensor | None, grid: Grid
-    ) -> Tensor:
-        value = grid.value(grid.nearest(weight))
-        lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
-        inside = (weight >= lowest) & (weight <= highest)
-        ctx.save_for_backward(weight, value, inside if keep is None else inside & keep)
-        ctx.per_group = gain.shape
-        return value
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, value, inside = ctx.saved_tensors
-        to_weight = gradients[0] * inside
-        to_gain = (gradients[0] * value - to_weight * weight).flatten(1).view(*ctx.per_group, -1).sum(-1)
-        to_shift = (gradients[0] - to_weight).sum(-1) if ctx.needs_input_grad[2] else None
-        return to_weight, to_gain, to_shift, None, None
+        return gradients[0], None
+
+
+class StraightThrough(torch.autograd.Function):
+    """The values ``[N, K]`` in ``dtype`` of a weight ``[N, G, g]`` float32 on a grid, as the module's text has it.
+
+    ``gain`` is ``[N, G]`` or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, gain: Tensor, shift: Tensor | None, keep: Tensor | None, grid: Grid,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(weight, keep)
+        ctx.grid, ctx.per_group = grid, gain.shape
+        if straight_through_triton.runs_on(weight):
+            return straight_through_triton.value(weight, grid, dtype).flatten(1)
+        return grid.value(grid.nearest(weight)).flatten(1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, keep = ctx.saved_tensors
+        find = straight_through_triton.gradients if straight_through_triton.runs_on(weight) else straight_through
+        to_weight, to_gain, to_shift = find(weight, keep, gradients[0].view(weight.shape), ctx.grid)
+        to_gain = to_gain.view(*ctx.per_group, -1).sum(-1)
+        return to_weight, to_gain, to_shift if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def straight_through(
+    weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the ``gradient [N, G, g]`` of the values: that of the weight, and ``[N, G]`` those of gain and shift."""
+    lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
+    inside = (weight >= lowest) & (weight <= highest)
+    to_weight = gradient.float() * (inside if keep is None else inside & keep)
+    to_gain = gradient * grid.value(grid.nearest(weight)) - to_weight * weight
+    return to_weight, to_gain.sum(-1), (gradient - to_weight).sum(-1)

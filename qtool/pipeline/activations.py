@@ -49,7 +49,7 @@ def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
 def choose(job: Job, tokens: int, device: torch.device, device_free: float, host_free: float) -> str:
     """The first place with room for the activations of ``tokens`` beside what a block needs."""
     nbytes = activation_bytes(job, tokens, device)
-    if nbytes + working_bytes(job, device) <= DEVICE_SHARE * device_free:
+    if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
         return "device"
     return "host" if device.type == "cuda" and nbytes <= HOST_SHARE * host_free else "disk"
 

@@ -21,8 +21,8 @@ from qtool.pipeline.job import Job
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
-#: tokens of a batch
-BATCH_TOKENS = 4096
+#: tokens of a batch, and of a step of an optimizer
+BATCH_TOKENS, STEP_TOKENS = 4096, 16384
 
 
 def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
@@ -36,9 +36,18 @@ def compute_bytes(job: Job, device: torch.device) -> int:
     return 2 if device.type == "cuda" and job.dtype.itemsize == 2 else 4
 
 
-def working_bytes(job: Job, device: torch.device) -> int:
-    """On ``device``, beside the activations: a block, the largest solver or search, a batch's own tensors."""
-    return max(_working_bytes(job, block, device) for block in job.first_of_kinds())
+def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
+    """On ``device``, beside the activations: a block, the largest solver or search, a batch's own tensors.
+
+    Learning has the float block's outputs for all ``tokens`` too, and what a step keeps for its gradients: inputs and
+    outputs of all linears, the block's output three times in float32.
+    """
+    worst = max(_working_bytes(job, block, device) for block in job.first_of_kinds())
+    if not isinstance(job.rounding, Distill):
+        return worst
+    shapes, hidden, size = job.linears(0).values(), int(job.config["hidden_size"]), compute_bytes(job, device)
+    step = STEP_TOKENS * (size * sum(map(sum, shapes)) + 12 * hidden)
+    return worst + tokens * hidden * size + step
 
 
 def _working_bytes(job: Job, block: int, device: torch.device) -> int:
@@ -56,7 +65,7 @@ def _method_bytes(job: Job, block: int, method: Transform | Rounding) -> int:
     """Exact weights, float32, and what ``method`` allocates beside them."""
     shapes = {n: s for n, s in job.linears(block).items() if job.format.of(job.full(block, n))}
     exact, largest = 4 * sum(map(prod, shapes.values())), max(map(prod, shapes.values()), default=0)
-    if isinstance(method, Distill):  # a copy that learns, its gradient and Adam's two moments; codes and targets
+    if isinstance(method, Distill):  # a copy that learns, its gradient and Adam's two moments; codes and values
         start = _method_bytes(job, block, Gptq()) if method.start == "gptq" else 0
         return max(start, 6 * exact)
     if isinstance(method, Gptq):
@@ -99,4 +108,4 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     passing = 2 * largest * job.dtype.itemsize
     if device.type == "cuda":
         return CUDA_PROCESS + kept_on_host + passing + packed
-    return CPU_PROCESS + kept_on_host + max(4 * embedded, passing + working_bytes(job, device))
+    return CPU_PROCESS + kept_on_host + max(4 * embedded, passing + working_bytes(job, tokens, device))

@@ -100,7 +100,7 @@ def plan(
     device, tokens = torch.device("cuda"), samples * seqlen
     host = activations.available_host_bytes() if host_memory is None else host_memory
     place = activations.choose(job, tokens, device, device_memory, host)
-    kept, working = memory.activation_bytes(job, tokens, device), memory.working_bytes(job, device)
+    kept, working = memory.activation_bytes(job, tokens, device), memory.working_bytes(job, tokens, device)
     host_bytes = memory.host_bytes(job, device, tokens, kept if place == "host" else 0)
     device_bytes = working + (kept if place == "device" else 0)
     return Plan(job, linears, source, shards, host_bytes, seconds(job, samples, seqlen), H200.name, device_bytes,

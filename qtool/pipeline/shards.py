@@ -31,6 +31,8 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once a batch
 WIDEST_INPUT = 1 << 29
+#: sequences of a batch at least, where a batch is a step of an optimizer
+STEP = 8
 
 
 class Shards:
@@ -99,9 +101,12 @@ class Shards:
                 writer.wait()
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, on a GPU larger ones: the same for every number of ranks."""
-        if self.device.type != "cuda" or self.job.rounding.steps or len({ids.shape[1] for ids in tokens}) != 1:
+        """The calibration batches, larger on a GPU and for steps: the same for every number of ranks."""
+        steps = self.job.rounding.steps
+        if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
+        if steps:
+            return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
         widest = max(k for block in self.job.first_of_kinds() for _, k in self.job.linears(block).values())
         sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
         return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
