@@ -16,7 +16,7 @@ from qtool.checkpoint.source import DEMO
 from qtool.cli import cli
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
-ITEMS = 24
+ITEMS = 12
 COMMON = Template("""\
 task: qtool_$name
 dataset_path: json
