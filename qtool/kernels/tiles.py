@@ -10,7 +10,7 @@ from functools import cache
 from math import inf
 
 SHARED_PER_BLOCK = {1: 232448, 2: 115712}  # bytes of shared memory on sm_90, by blocks per SM
-MOST_STAGES = 24
+MOST_STAGES = 14  # of up to 24, these were fastest
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ RESIDENT = {1: 132, 2: 66, 3: 32, 4: 28, 8: 12}
 SMALL = (
     (12, (8, 1), (8, 1), (8, 1)),
     (28, (4, 1), (4, 1), (4, 1)),
-    (32, (6, 2), (3, 1), (3, 1)),
+    (32, (6, 2), (5, 2), (3, 1)),
     (56, (4, 2), (4, 2), (2, 1)),
+    (66, (2, 1), (2, 2), (2, 1)),
 )
-LONG = 64
+LONG = 80
 PAIR, TWO_PAIRS, MANY = (2, 1), (2, 2), (1, 2)
 
 #: above, microseconds of a step (128 channels) by tokens and rows; of finishing 128 x 128 sums; of sending them to
@@ -105,7 +106,7 @@ def _small(tokens: int, row_tiles: int, steps: int) -> tuple[int, int]:
     for most, long, short, wide in SMALL:
         if row_tiles <= most:
             return wide if tokens == 64 else long if steps >= LONG else short
-    if row_tiles <= 66 or -(-row_tiles // 66) % 2:  # a pair's last tile is split, and the SMs have equal shares
+    if -(-row_tiles // 66) % 2:  # a pair's last tile is split, and the SMs have equal shares
         return PAIR
     if tokens == 64:
         return MANY if row_tiles > 132 else PAIR

@@ -47,6 +47,7 @@ def test_prefers_what_was_measured() -> None:
     """A few of the sweep's winners on an H200 (benchmarks/kernels/notes.md)."""
     winners = {
         (16, 4096, 14336): Tile(16, split=6, blocks_per_sm=2),
+        (16, 8192, 8192): Tile(16, split=2, blocks_per_sm=2),
         (64, 8192, 8192): Tile(64, split=2),
         (128, 28672, 4096): Tile(128, 256),
         (128, 4096, 14336): Tile(128, split=3),

@@ -80,7 +80,6 @@ struct Gemm {
         } else {
             take_registers<kConsumerRegisters>();
             grid_wait();
-            grid_release();
             consume(p, split_rank, shared, bars);
         }
     }
@@ -129,6 +128,8 @@ struct Gemm {
                     tensor_copy(tokens + place.slot * kTokenBytes, &p.tokens, step * 128, m, bar);
                 }
                 place.advance();
+                // The next kernel fills its rings while this one drains; before, its weights would be in the way of these.
+                if (work.done == work.count && step == max(s.from, s.to - kStages)) grid_release();
             }
         }
     }
