@@ -31,6 +31,8 @@ TILES = [
     HalfTile(16, 2, teams=4, split=3, blocks_per_sm=2), HalfTile(16, 4, teams=4), HalfTile(8, 1, teams=8, split=8),
     HalfTile(32, 2, token_warps=4), HalfTile(32, 2, token_warps=2, teams=2, split=2), HalfTile(32, 4, teams=2),
     HalfTile(16, 1, teams=16), HalfTile(16, 2, token_warps=2, teams=2, split=2),
+    HalfTile(8, 1, teams=8, split=2, blocks_per_sm=3), HalfTile(16, 1, teams=4, split=2, blocks_per_sm=3),
+    HalfTile(16, 1, teams=8, split=2, blocks_per_sm=2),
 ]  # fmt: skip
 GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -41,17 +41,24 @@ class HalfTile:
         return min(MOST_STAGES, ((shared_bytes - received - 64) // self.teams - 1024) // (stage_bytes + 8))
 
 
-#: up to so many tokens, by the most tiles of 64 output channels: the weight's bytes are the bound
+#: up to so many tokens, by the most tiles of 64 output channels: the weight's bytes are the bound, and blocks of 64
+#: channels right as long as all of them run at once
 SMALL = {
     8: (
-        (66, HalfTile(8, 1, teams=8, split=2)),
-        (132, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=3)),
+        (66, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=2)),
+        (132, HalfTile(8, 1, teams=8, blocks_per_sm=2)),
+        (198, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=3)),
+        (396, HalfTile(8, 1, teams=8, blocks_per_sm=3)),
         (inf, HalfTile(8, 2, teams=8, blocks_per_sm=2)),
     ),
     16: (
-        (66, HalfTile(16, 1, teams=8, split=2)),
-        (132, HalfTile(16, 1, teams=8)),
-        (inf, HalfTile(16, 2, teams=4, blocks_per_sm=2)),
+        (66, HalfTile(16, 1, teams=8, split=2, blocks_per_sm=2)),
+        (100, HalfTile(16, 1, teams=8, blocks_per_sm=2)),
+        (132, HalfTile(16, 1, teams=8, split=2, blocks_per_sm=2)),
+        (198, HalfTile(16, 1, teams=4, split=2, blocks_per_sm=3)),
+        (396, HalfTile(16, 1, teams=4, blocks_per_sm=3)),
+        (528, HalfTile(16, 2, teams=4, blocks_per_sm=2)),
+        (inf, HalfTile(16, 1, teams=4, blocks_per_sm=3)),
     ),
     32: (
         (66, HalfTile(32, 1, teams=8, split=2)),
