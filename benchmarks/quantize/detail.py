@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from ranks import differences
 
 from qtool import ranks, recipes
@@ -83,9 +82,10 @@ def main() -> None:
 
 def report(out: Path, layers: int, seconds: float) -> None:
     """Print the stages, and what differs from other results beside ``out``."""
-    print(f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {torch.cuda.get_device_name()}")
-    stages = json.loads(beside(out).read_text())["stages"]
-    for name, spent in sorted(stages.items(), key=lambda item: -item[1]):
+    record = json.loads(beside(out).read_text())
+    print(f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
+          f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB")  # fmt: skip
+    for name, spent in sorted(record["stages"].items(), key=lambda item: -item[1]):
         print(f"   {name:30s} {spent:8.3f} s   {1e3 * spent / layers:8.1f} ms a block")
     for other in sorted(out.parent.glob("ranks-?")):
         if other != out:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.pipeline.ceilings import Ceilings, measure
 from qtool.pipeline.job import Job
@@ -89,7 +90,10 @@ def run(
     activations: str = "auto",
     progress: Progress | None = None,
 ) -> Measured:
-    """Quantize ``source`` into ``out`` (anew), calibrated on random tokens if the recipe looks at any."""
+    """Quantize ``source`` into ``out`` (anew), calibrated on random tokens if the recipe looks at any.
+
+    What was measured is kept as ``bench`` in its ``qtool.json``.
+    """
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = random_tokens(checkpoint.config["vocab_size"], samples, seqlen) if job.needs_data else None
@@ -104,4 +108,7 @@ def run(
     record = json.loads(beside(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
     floors = ceilings.floors(work_of(job, samples, seqlen))
-    return Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))
+    measured = Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))
+    provenance = out / "qtool.json"
+    write_json(provenance, json.loads(provenance.read_text()) | {"bench": measured.as_dict()})
+    return measured

@@ -159,7 +159,11 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     inner = sum(seconds for name, seconds in stages.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
     assert "of floor" in measured.table() and json.dumps(measured.as_dict())
-    assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not (tmp_path / "llama-tiny-2-w4a8-lqq").exists()
+    out = tmp_path / "llama-tiny-2-w4a8-lqq"
+    assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not out.exists()
+    commands.bench_quantize("llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options)
+    kept = json.loads((out / "qtool.json").read_text())["bench"]
+    assert kept["floors"].keys() == measured.floors.keys() and kept["record"]["stages"].keys() == stages.keys()
 
 
 def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
