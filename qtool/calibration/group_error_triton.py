@@ -23,7 +23,7 @@ if find_spec("triton"):
     @triton.jit
     def _group_error(  # type: ignore[no-untyped-def]
         weight_ptr, importance_ptr, step_ptr, offset_ptr, low_ptr, high_ptr, error_ptr, groups, size,
-        count, MANY: tl.constexpr, SIZE: tl.constexpr,
+        own, count, MANY: tl.constexpr, SIZE: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)  # n * G + group
         there, group = at < count, at % groups
@@ -34,7 +34,7 @@ if find_spec("triton"):
         for start in range(0, size, SIZE):
             column = (start + tl.arange(0, SIZE))[None, :]
             inside = there[:, None] & (column < size)
-            weight = tl.load(weight_ptr + at[:, None] * size + column, inside, 0.0)
+            weight = tl.load(weight_ptr + (at % own)[:, None] * size + column, inside, 0.0)
             code = tl.minimum(tl.maximum(tl.div_rn(weight - offset, step), low), high)
             lost = ((code + MAGIC) - MAGIC) * step + offset - weight
             worth = tl.load(importance_ptr + group[:, None] * size + column, inside, 0.0)
@@ -48,11 +48,11 @@ def runs_on(weight: Tensor) -> bool:
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """``[N, G]``, see ``group_fit.group_error``."""
-    n, count, size = groups.shape
+    """``[C N, G]`` for grids of C N rows: see ``group_fit.group_error``, C candidates one after another."""
+    n, count, size = len(grid.step), *groups.shape[1:]
     inputs = [t.contiguous() for t in (groups, importance, grid.step, grid.offset, grid.low, grid.high)]
     error = torch.empty(n, count, device=groups.device)
     block = min(ELEMENTS, triton.next_power_of_2(size))
-    many = ELEMENTS // block
-    _group_error[(triton.cdiv(n * count, many),)](*inputs, error, count, size, n * count, MANY=many, SIZE=block)
+    many, own = ELEMENTS // block, len(groups) * count
+    _group_error[(triton.cdiv(n * count, many),)](*inputs, error, count, size, own, n * count, MANY=many, SIZE=block)
     return error

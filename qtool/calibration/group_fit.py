@@ -14,6 +14,9 @@ from qtool.calibration import group_error_triton
 from qtool.schemes.base import Clip, Params, Scheme, require_finite
 from qtool.schemes.grid import Grid
 
+#: groups of all candidates that a GPU looks at at once: a launch for each would take longer than its work
+AT_ONCE = 1 << 24
+
 
 def fit_groups(
     scheme: Scheme,
@@ -33,13 +36,18 @@ def fit_groups(
     """
     low, high = scheme.range(weight, finite=True)
     groups, importance = scheme.groups(weight), scheme.groups(importance[None])  # [N, G, g], [1, G, g]
-    error_of = group_error_triton.group_error if group_error_triton.runs_on(weight) else group_error
+    fused = group_error_triton.runs_on(weight)
+    error_of, many = (group_error_triton.group_error, max(1, AT_ONCE // low.numel())) if fused else (group_error, 1)
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)
-    for candidate in ratio.new_tensor(ratios).unbind():  # on the device at once: each copy would wait for it
-        grid = scheme.grid(scheme.fit_range(low, high, clip=clip, group_clip=group_clip * candidate))
-        error = error_of(groups, importance, grid)
-        ratio = torch.where(error < best, candidate, ratio)
+    for tried in ratio.new_tensor(ratios).split(many):  # on the device at once: each copy would wait for it
+        rows = len(tried) * len(low)  # the weight's, once for each candidate
+        by_group = (group_clip * tried[:, None, None]).expand(-1, *low.shape).reshape(rows, -1)
+        by_row = clip.repeat(len(tried)) if isinstance(clip, Tensor) and clip.dim() else clip
+        ranges = (bound.repeat(len(tried), 1) for bound in (low, high))
+        params = scheme.fit_range(*ranges, clip=by_row, group_clip=by_group)
+        error, which = error_of(groups, importance, scheme.grid(params)).view(len(tried), *low.shape).min(0)
+        ratio = torch.where(error < best, tried[which], ratio)
         best = torch.minimum(error, best)
     require_finite(low, high, scheme.name)  # only here is a GPU waited for
     return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)

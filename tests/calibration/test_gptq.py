@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from qtool.calibration import group_fit
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
+from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.scales import float_scale
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
+from qtool.schemes.grid import Grid
 
 DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
 PLAIN = Gptq(clip_steps=1, residual=0, rounds=0)
@@ -189,3 +192,25 @@ def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]
     unclipped = own.schemes["self_attn.k_proj"]
     assert scale_of(rounded["self_attn.k_proj"].params).shape == (64, 1)
     unclipped.check(rounded["self_attn.k_proj"].codes, rounded["self_attn.k_proj"].params)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a16", "w4a8-qoq"])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_candidates_tried_together_are_those_tried_one_by_one(
+    scheme: str, by_tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, weight, importance = get(scheme), torch.randn(6, 256), torch.rand(256)
+    groups = chosen.groups(weight).shape[1]
+    clips = {"clip": 0.5 + torch.rand(6), "group_clip": 0.5 + torch.rand(6, groups)} if by_tensor else {}
+    options = (chosen, weight, importance, [1.0, 0.9, 0.9, 0.7, 0.5, 0.3, 0.2])
+    expected = fit_groups(*options, **clips)
+
+    def of_all(own: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+        return group_fit.group_error(own.repeat(len(grid.step) // len(own), 1, 1), importance, grid)
+
+    monkeypatch.setattr(group_fit.group_error_triton, "runs_on", lambda _: True)
+    monkeypatch.setattr(group_fit.group_error_triton, "group_error", of_all)
+    for at_once in (1, 3 * 6 * groups, 1 << 24):
+        monkeypatch.setattr(group_fit, "AT_ONCE", at_once)
+        found = fit_groups(*options, **clips)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -80,6 +80,10 @@ def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None
     shaped, importance = weight.view(n, groups, size), torch.rand(1, groups, size, device="cuda")
     found = group_error_triton.group_error(shaped, importance, by_group)
     torch.testing.assert_close(found, group_error(shaped, importance, by_group), rtol=1e-4, atol=1e-6)
+    wide = type(grid)(by_group.step * 1.1, by_group.offset, by_group.low, by_group.high)
+    both = type(grid)(*(torch.cat(pair) for pair in zip(vars(wide).values(), vars(by_group).values(), strict=True)))
+    expected = torch.cat([group_error_triton.group_error(shaped, importance, wide), found])
+    assert torch.equal(group_error_triton.group_error(shaped, importance, both), expected)
 
 
 def test_halves_are_the_whole_and_fit_tf32() -> None:
