@@ -8,7 +8,7 @@ from typing import Any
 from qtool.registration import register
 
 __version__ = "0.1.0"
-__all__ = ["load", "load_tokenizer"]
+__all__ = ["load", "load_as_export", "load_tokenizer"]
 
 register()
 
@@ -16,7 +16,8 @@ register()
 def __getattr__(name: str) -> Any:
     """``qtool.load`` without paying for transformers at ``import qtool``."""
     if name in __all__:
-        from qtool.runtime import load as module
+        from importlib import import_module
 
-        return getattr(module, name)
+        module = "qtool.pipeline.as_export" if name == "load_as_export" else "qtool.runtime.load"
+        return getattr(import_module(module), name)
     raise AttributeError(f"module 'qtool' has no attribute {name!r}")

@@ -160,6 +160,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--limit", type=int, help="At most this many windows or items a task.")
 @click.option("--batch-size", default=8, show_default=True)
 @click.option("--kv", help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.")
+@click.option("--as-export", metavar="FORMAT", help="Run --model as transformers runs its export in FORMAT.")
 @click.option("--save", is_flag=True, help="Keep each finished task in MODEL's eval.json; use again what is there.")
 @DEVICE
 @JSON

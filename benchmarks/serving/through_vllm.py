@@ -28,6 +28,7 @@ AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 def built(directory: Path) -> torch.nn.Module:
     """vLLM's model of ``directory``, its weights loaded."""
+    _on_a_cpu()
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
@@ -45,6 +46,15 @@ def built(directory: Path) -> torch.nn.Module:
         loader = get_model_loader(config.load_config)
         model.load_weights(loader.get_all_weights(config.model_config, model))
     return model
+
+
+def _on_a_cpu() -> None:
+    """The platform, where vLLM found none: on a machine without a GPU its CUDA wheel does not take the CPU for one."""
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not platforms.current_platform.device_type:
+        platforms._current_platform = platforms.current_platform = CpuPlatform()
 
 
 def _one_process() -> None:

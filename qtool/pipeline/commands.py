@@ -215,6 +215,7 @@ def evaluate(
     device: str,
     save: bool = False,
     kv: str | None = None,
+    as_export: str | None = None,
     **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given.
@@ -222,29 +223,37 @@ def evaluate(
     Args:
         save: keep both in MODEL's eval.json and use again what is there.
         kv: KV-cache quantizer of MODEL while it is evaluated, by default its own; the baseline keeps its own.
+        as_export: evaluate MODEL as transformers runs its export in this format (:mod:`qtool.pipeline.as_export`).
 
     Raises:
-        QtoolError: an unknown KV quantizer, or a static one that MODEL has no scales for.
+        QtoolError: an unknown KV quantizer or format, or one that MODEL cannot have; a format with ``kv`` or ``save``.
     """
     from qtool.eval import saved
     from qtool.eval.evaluate import ask
+    from qtool.pipeline.as_export import load_as_export, require_runs
     from qtool.runtime.load import load, load_tokenizer
 
     store = resolve(model)
     if kv is not None:
         _require_kv(kv)
+    if as_export is not None:
+        require_runs(as_export)
+        if kv is not None or save:
+            other = "--save" if save else f"--kv {kv}"
+            raise QtoolError(f"--as-export {as_export} goes without {other}: it is not what the native model computes")
 
-    def run(name: str, kv: str | None = None) -> Results:
+    def run(name: str, kv: str | None = None, as_export: str | None = None) -> Results:
         directory = resolve(name)
         asked = ask(tasks, load_tokenizer(directory), **options)
+        made = partial(load, directory, device=device, kv=kv)
+        if as_export is not None:
+            made = partial(load_as_export, directory, as_export, device=device)
         if save:
-            made = saved.environment(device, kv)
-            answer = partial(load, directory, device=device, kv=kv)
-            return saved.answers(asked, saved.identity(directory), answer, store, made)
-        loaded = load(directory, device=device, kv=kv)
+            return saved.answers(asked, saved.identity(directory), made, store, saved.environment(device, kv))
+        loaded = made()
         return Results([result for one in asked for result in one.answer(loaded)])
 
-    return run(model, kv), run(compare) if compare else None
+    return run(model, kv, as_export), run(compare) if compare else None
 
 
 def _require_kv(kv: str) -> None:

@@ -150,8 +150,17 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
-        decoder.register_forward_pre_hook(_supply, with_kwargs=True)
+        decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
     decoder.kv_quantizer = kv
+
+
+def unquantize_kv(model: PreTrainedModel) -> None:
+    """Undo :func:`quantize_kv`, but for the buffers."""
+    decoder = model.get_decoder()
+    decoder.kv_supply.remove()
+    del decoder.kv_supply, decoder.kv_quantizer
+    if decoder.config._attn_implementation == kv_attention.NAME:
+        decoder.config._attn_implementation = "sdpa"
 
 
 def require_scales(model: PreTrainedModel) -> None:

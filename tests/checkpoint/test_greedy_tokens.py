@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import qtool
 from qtool import recipes
 from qtool.checkpoint.source import DEMO, Checkpoint
 from qtool.pipeline.export import export
 from qtool.pipeline.quantize import quantize
-from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load, load_tokenizer
-from tests.checkpoint.test_compressed_tensors import client, library_activation, with_activations
+from tests.checkpoint.test_compressed_tensors import client
 
 PROMPTS = ("Once upon a time there was a little girl", "One day, Tom and his mom went to", "The history of")
 TINY = Path(os.environ.get("QTOOL_DATA_DIR", "/nowhere")) / "models" / "tinystories-656K"
@@ -68,14 +68,18 @@ def test_same_tokens_in_bfloat16(size: int, source: Path, tmp_path: Path) -> Non
         assert tokens(client(out, dequantize=dequantize, dtype=torch.bfloat16), out, 96, PROMPTS[:1]) == expected
 
 
-@pytest.mark.parametrize(("scheme", "name"), [("w4a8-lqq", "compressed-tensors-w8a8"), ("w8a8", "compressed-tensors")])
-def test_same_tokens_under_the_clients_own_activations(scheme: str, name: str, tmp_path: Path) -> None:
-    """compressed-tensors rounds int8 activations by another rule than vLLM and qtool; the weights are the same."""
-    native = quantize(Checkpoint(DEMO), recipes.load(scheme), tmp_path / "native")
+INT8 = [("w4a8-lqq", "compressed-tensors-w8a8"), ("w8a8", "compressed-tensors"), ("w4a16", "compressed-tensors-w4a8")]
+
+
+@pytest.mark.parametrize(("scheme", "name"), INT8)
+def test_same_tokens_as_the_export_under_int8_activations(scheme: str, name: str, source: Path, tmp_path: Path) -> None:
+    """compressed-tensors rounds activations by another rule than vLLM and qtool; ``load_as_export`` follows it."""
+    native = quantize(Checkpoint(source), recipes.load(scheme), tmp_path / "native")
     out = export(native, name, tmp_path / "out").directory
-    ours = with_activations(dequantized(load(native)), library_activation)
-    found = tokens(client(out, dequantize=False, dtype=torch.bfloat16), out, 48)
-    assert found == tokens(ours, DEMO, 48)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = tokens(client(out, dequantize=False, dtype=dtype), out, 48)
+        assert found == tokens(qtool.load_as_export(native, name, dtype=dtype), source, 48)
+        assert found != tokens(load(native, dtype=dtype), source, 48) or scheme == "w8a8"
 
 
 def test_what_lies_beside_the_weights_is_kept(source: Path, tmp_path: Path) -> None:
