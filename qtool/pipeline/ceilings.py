@@ -32,7 +32,9 @@ class Ceilings:
             "forward": work.forward_flops / self.sixteen_bit,
             "Hessian": work.hessian_flops / self.sixteen_bit,
             "search": work.search_flops / self.tf32 + 4 * work.search_weights / self.memory,
-            "rounding": work.rounding_flops / self.float32 + 4 * work.rounding_weights / self.memory,
+            "rounding": work.rounding_flops / self.float32
+            + 4 * work.rounding_weights / self.memory
+            + work.learning_flops / self.sixteen_bit,
             "pack": 1.5 * work.packed_weights / self.memory,
             "write": work.write_bytes / self.write,
         }

@@ -15,7 +15,7 @@ class Rates:
     """What runs reached on one device, a second.
 
     Attributes:
-        forward, hessian, search, rounding: operations. tried: weights rounded by a candidate of a search.
+        forward, hessian, learning, search, rounding: operations. tried: weights rounded by a candidate of a search.
         tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks of columns.
         packed: weights packed or unpacked. read, write: bytes, beside the blocks.
         start: seconds before the first block.
@@ -25,6 +25,7 @@ class Rates:
     memory: float
     forward: float
     hessian: float
+    learning: float
     search: float
     tried: float
     tries: float
@@ -41,6 +42,7 @@ class Rates:
         blocks = (
             work.forward_flops / self.forward
             + work.hessian_flops / self.hessian
+            + work.learning_flops / self.learning
             + work.search_flops / self.search
             + work.search_weights / self.tried
             + work.search_tries / self.tries
@@ -57,6 +59,7 @@ H200 = Rates(
     memory=140e9,
     forward=540e12,
     hessian=650e12,
+    learning=490e12,
     search=350e12,
     tried=73e9,
     tries=4600.0,

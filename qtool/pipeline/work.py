@@ -30,7 +30,7 @@ class Work:
     Attributes:
         read_bytes, write_bytes: from and to files.
         forward_flops: of forwards on tensor cores; two a multiplication and addition.
-        hessian_flops: likewise.
+        hessian_flops, learning_flops: likewise, of Hessians and of steps that learn.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
         search_tries: linears that a candidate was tried on: each takes some fifty launches, whatever its size.
@@ -44,6 +44,7 @@ class Work:
     write_bytes: float = 0
     forward_flops: float = 0
     hessian_flops: float = 0
+    learning_flops: float = 0
     search_weights: float = 0
     search_flops: float = 0
     search_tries: float = 0
@@ -103,8 +104,9 @@ class BlockWork:
         if isinstance(method, Distill):
             start = self.gptq(Gptq()) if method.start == "gptq" else Work()
             seen = min(1.0, method.samples / self.samples)
-            passes = 1 + method.epochs * (3 * (1 - method.held_out) + method.held_out)
-            return start + Work(forward_flops=passes * seen * self.forward())
+            passes = method.epochs * (3 * (1 - method.held_out) + method.held_out)
+            once = seen * self.forward()
+            return start + Work(forward_flops=once, learning_flops=passes * once)
         if isinstance(method, RoundToNearest):
             return Work(rounding_weights=self.weights(self.quantized))
         return Work(forward_flops=self.look() if method.needs_data else 0)
