@@ -18,6 +18,7 @@ from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rtn import CHUNK_ELEMENTS
 from qtool.models.parts import LinearGroup
 from qtool.pipeline.job import Job
+from qtool.pipeline.work import BlockWork
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
@@ -45,9 +46,10 @@ def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
     worst = max(_working_bytes(job, block, device) for block in job.first_of_kinds())
     if not isinstance(job.rounding, Distill):
         return worst
-    shapes, hidden, size = job.linears(0).values(), int(job.config["hidden_size"]), compute_bytes(job, device)
-    step = STEP_TOKENS * (size * sum(map(sum, shapes)) + 12 * hidden)
-    return worst + tokens * hidden * size + step
+    hidden, size = int(job.config["hidden_size"]), compute_bytes(job, device)
+    blocks = (BlockWork(job, block, 1, STEP_TOKENS) for block in job.first_of_kinds())
+    seen = max(sum(sum(shape) * work.share(name) for name, shape in work.shapes.items()) for work in blocks)
+    return worst + tokens * hidden * size + int(STEP_TOKENS * (size * seen + 12 * hidden))
 
 
 def _working_bytes(job: Job, block: int, device: torch.device) -> int:

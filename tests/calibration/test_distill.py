@@ -121,6 +121,24 @@ def test_a_learned_linear_begins_with_the_given_codes(name: str) -> None:
     torch.testing.assert_close(learned(x), expected)
 
 
+def test_the_input_is_quantized_and_its_gradient_passes() -> None:
+    scheme, linear = get("w4a8-lqq"), nn.Linear(128, 16, bias=False)
+    params = scheme.fit(linear.weight)
+    learned = LearnedLinear(linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None)
+    x, direction = torch.randn(4, 128, requires_grad=True), torch.randn(4, 16)
+    (learned(x) * direction).sum().backward()
+    weight = scheme.dequantize(learned.rounded().codes, params)
+    torch.testing.assert_close(x.grad, direction @ weight)
+    assert not torch.allclose(learned(x), x @ weight.T, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_but_the_linears_learns(block: tuple[Block, list]) -> None:
+    student = Distill().student(*block).module
+    learned = {n for n, m in student.named_modules() if isinstance(m, LearnedLinear)}
+    assert len(learned) == 7
+    assert {n.rpartition(".")[0] for n, p in student.named_parameters() if p.requires_grad} == learned
+
+
 @pytest.mark.parametrize("name", ["w4a16", "w4a8-qoq", "w4a8-lqq"])
 def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) -> None:
     """Where no code changes, the derivative by the scale is exact up to the rounding that STE ignores."""
@@ -128,7 +146,7 @@ def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) ->
     params = scheme.fit(linear.weight, group_clip=0.5)
     learned = LearnedLinear(linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None)
     with torch.no_grad():  # far outside: every code is clamped, V is proportional to the scale
-        learned.weight.mul_(1000)
+        learned.weight.copy_(torch.randint_like(learned.weight, 2) * 2000 - 1000)
     direction = torch.randn(8, 128)
 
     def output() -> Tensor:

@@ -19,6 +19,7 @@ from qtool.models.skeleton import skeleton
 from qtool.pipeline import commands
 from qtool.pipeline.estimate import H200
 from qtool.pipeline.job import Job
+from qtool.pipeline.memory import STEP_TOKENS, working_bytes
 from qtool.pipeline.plan import as_text, plan
 from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
 from qtool.pipeline.work import BlockWork, Work, work_of
@@ -27,6 +28,7 @@ from tests.conftest import VARIANTS, MakeModel
 GPTQ = recipes.parse(
     {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}], "rounding": {"gptq": {"residual": 0}}}, "test"
 )
+DISTILLED = {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}], "rounding": "distill"}
 LARGE = {
     "405b": SHAPES["llama-3-8b"]
     | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
@@ -130,6 +132,21 @@ def test_experts_cost_what_their_tokens_cost() -> None:
     dense = sum(n * k for name, (n, k) in work.shapes.items() if "experts" not in name)
     experts = sum(n * k for name, (n, k) in work.shapes.items() if "experts" in name)
     assert work.forward() == 2 * 2048 * (dense + experts / 4) + work.attention()
+
+
+def test_what_learning_keeps_is_planned() -> None:
+    """The targets of all tokens, and what a step keeps for its gradients: of experts, their tokens' share of it."""
+    recipe, cuda = recipes.parse(DISTILLED, "distill"), torch.device("cuda")
+    for name in ("mixtral-8x22b", "405b"):
+        job = Job.of(LARGE[name], recipe)
+        plain, hidden = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn")), LARGE[name]["hidden_size"]
+        two, one = (working_bytes(job, tokens, cuda) for tokens in (2000, 1000))
+        assert two - one == 1000 * hidden * 2 > working_bytes(plain, 2000, cuda) - working_bytes(plain, 1000, cuda) == 0
+        seen = sum(BlockWork(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items())
+        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > STEP_TOKENS * 2 * seen
+        assert name == "405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
+    work = BlockWork(job, 0, 256, 2048).of(job.rounding)
+    assert work.learning_flops == 27.5 * work.forward_flops  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
 
 
 def test_where_activations_go_is_planned() -> None:
