@@ -138,8 +138,8 @@ def test_what_learning_keeps_is_planned() -> None:
     """The targets of all tokens, and what a step keeps for its gradients: of experts, their tokens' share of it."""
     recipe, cuda = recipes.parse(DISTILLED, "distill"), torch.device("cuda")
     for name in ("mixtral-8x22b", "405b"):
-        job = Job.of(LARGE[name], recipe)
-        plain, hidden = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn")), LARGE[name]["hidden_size"]
+        job, hidden = Job.of(LARGE[name], recipe), LARGE[name]["hidden_size"]
+        plain = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn"))
         two, one = (working_bytes(job, tokens, cuda) for tokens in (2000, 1000))
         assert two - one == 1000 * hidden * 2 > working_bytes(plain, 2000, cuda) - working_bytes(plain, 1000, cuda) == 0
         seen = sum(BlockWork(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items())
