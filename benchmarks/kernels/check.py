@@ -272,9 +272,6 @@ def main() -> int:
         wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
         report(f"quantize activation K={k} {dtype} {fusion}", wrong)
     report("CUDA graph", graph_capture())
-    others = () if args.quick else OTHERS
-    for name, wrong in itertools.chain.from_iterable(module.checks(args.fuzz, False) for module in others):
-        report(name, wrong)
     for i in range(args.fuzz):
         scheme, group, tile, dtype = random.choice(jobs)
         n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)
@@ -285,6 +282,9 @@ def main() -> int:
             case = replace(case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:]))  # type: ignore[union-attr]
         wrong = case.verify(tile, m, dtype, dtype != torch.int32 and random.random() < 0.5)
         report(f"fuzz {i} {scheme} g{group} M={m} N={n} K={k} {tile} {dtype}", wrong)
+    others = () if args.quick else OTHERS
+    for name, wrong in itertools.chain.from_iterable(module.checks(args.fuzz, False) for module in others):
+        report(name, wrong)
     print(f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return min(failures, 1)
 
