@@ -35,7 +35,8 @@ SCORES = {"kv4": 0.0, "kv8": 1e-4}
 
 @dataclass(frozen=True)
 class Shape:
-    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by token."""
+    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by token, kv4's
+    channels then differ in importance."""
 
     kv: str
     batch: int
@@ -88,6 +89,7 @@ class Case:
         if shape.masked:
             width = max(1, tokens - int(randn(1).abs() * 5))
             self.mask = randn(batch, shape.queries, width) < 1.0
+        self.importance = torch.exp(2 * randn(heads, dim)) if shape.kv == "kv4" and shape.spread else None
         self.x = []
         self.packed = []
         for part in range(2):
@@ -98,7 +100,8 @@ class Case:
             self.packed.append(self._pack(self.x[-1]))
 
     def _pack(self, x: Tensor) -> dict[str, Tensor]:
-        quantizer = KV4() if self.shape.kv == "kv4" else KV8(x.float().abs().amax((0, 2)))
+        kv4 = self.shape.kv == "kv4"
+        quantizer = KV4(importance=self.importance) if kv4 else KV8(x.float().abs().amax((0, 2)))
         room = {}
         for name, tensor in quantizer.quantize(x).items():
             size = (*tensor.shape[:2], self.capacity, tensor.shape[3])
@@ -230,14 +233,14 @@ def _append(shape: Shape, seed: int) -> str | None:
     case, rng = Case(shape, seed), random.Random(seed)
     for x, packed in zip(case.x, case.packed, strict=True):
         written = {n: torch.full_like(t, 77) for n, t in packed.items() if n in ("codes", "zero") or shape.kv == "kv4"}
-        scale = packed["scale"] if shape.kv == "kv8" else None
+        channel = packed["scale"] if shape.kv == "kv8" else case.importance
         at = 0
         while at < shape.tokens:
             new = min(rng.choice([1, 1, 7, 64, 1000]), shape.tokens - at)
             part, at = x[:, :, at : at + new], at + new
             part = part.transpose(1, 2).contiguous().transpose(1, 2) if rng.random() < 0.5 else part.clone()
             part = part.float() if rng.random() < 0.3 else part
-            kv_append(part, written["codes"], written.get("scale"), written.get("zero"), scale, at, None)
+            kv_append(part, written["codes"], written.get("scale"), written.get("zero"), channel, at, None)
         for n, t in written.items():
             if not torch.equal(t[:, :, : shape.tokens], packed[n][:, :, : shape.tokens]):
                 different = (t != packed[n])[:, :, : shape.tokens].float().mean()

@@ -10,8 +10,9 @@ from qtool.calibration.rotate import Rotate
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.smooth import Smooth
 from qtool.calibration.smooth_attention import SmoothAttention
+from qtool.calibration.value_basis import ValueBasis
 
 TRANSFORMS: dict[str, type[Transform]] = {
-    t.name: t for t in (NormFusion, Rotate, Smooth, SmoothAttention, Reorder, GatherOutliers, Clip)
+    t.name: t for t in (NormFusion, Rotate, Smooth, SmoothAttention, ValueBasis, Reorder, GatherOutliers, Clip)
 }
 ROUNDINGS: dict[str, type[Rounding]] = {r.name: r for r in (RoundToNearest, Gptq, Distill)}

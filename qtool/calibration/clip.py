@@ -57,7 +57,15 @@ class Clip(Transform):
     needs_data = True
     after: ClassVar[dict[str, str]] = {
         method: "clipping ratios belong to the weights as they will be rounded"
-        for method in ("norm-fusion", "rotate", "smooth", "smooth-attention", "reorder", "gather-outliers")
+        for method in (
+            "norm-fusion",
+            "rotate",
+            "smooth",
+            "smooth-attention",
+            "value-basis",
+            "reorder",
+            "gather-outliers",
+        )
     }
 
     @property

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.queries import observe_queries
 from qtool.calibration.smooth_attention import KeyObserver, observe_keys
-from qtool.calibration.statistics import maximum
+from qtool.calibration.statistics import maximum, subset
 from qtool.errors import QtoolError
-from qtool.runtime.packed_kv import OFFSET, PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL, OFFSET, PackedTokens, attention_name, kv_quantizers, kv_tensors
 from qtool.schemes.kv import KV8, KVQuantizer
+
+#: calibration sequences that queries are observed on
+SEQUENCES = 16
 
 
 class KVObserver:
@@ -64,9 +68,9 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
 
 
 def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """What ``block`` stores for the KV quantizer ``kv``, by name within the block: scales of kv8, kv4's key offset.
+    """What ``block`` stores for ``kv``, by name within the block: kv8's scales, kv4's offset and importance of keys.
 
-    Without batches the offset is zero.
+    Without batches kv4's are those that do nothing.
 
     Raises:
         QtoolError: static scales without calibration data, or NaN in its keys or values.
@@ -76,9 +80,12 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         return {}
     attention = attention_name(block.family)
     if f"{attention}.{OFFSET}" in stored:
-        seen = observe_keys(block, batches)
-        offset = torch.zeros(block.heads.kv, block.heads.dim) if seen is None else seen.mean.cpu()
-        return {f"{attention}.{OFFSET}": offset}
+        constants = {name: torch.full(t.shape, NEUTRAL[name.rpartition(".")[2]]) for name, t in stored.items()}
+        if (seen := observe_keys(block, batches)) is not None:
+            constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
+            few = subset(batches, SEQUENCES)
+            constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()
+        return constants
     observer = KVObserver()
     for batch in batches:
         block.run(batch, **block.with_cache(observer))

@@ -34,6 +34,7 @@ FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 LATER = {
     "rotate": "a rotation mixes the channels that were put in order",
     "smooth": "smoothing changes which channels are salient and folds in the original order",
+    "value-basis": "a new basis has other channels",
 }
 
 

@@ -26,7 +26,8 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.method import Transform
-from qtool.calibration.statistics import collect, count_tokens, subset
+from qtool.calibration.queries import Queries, observe_queries, rotary_dim, shared_norm
+from qtool.calibration.statistics import count_tokens, subset
 from qtool.schemes.kv import KV4
 
 
@@ -84,9 +85,9 @@ def observe_keys(block: Block, batches: Sequence[Batch], tokens: int = 0, seed: 
 class SmoothedKV4:
     """Stands in for a KV cache of 4-bit keys that went through ``transform`` before; ``mean [Hkv, D]`` of the keys."""
 
-    def __init__(self, transform: KeyTransform, mean: Tensor) -> None:
+    def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
         self.transform = transform
-        self.quantizer = KV4(transform.keys(mean[:, None])[:, 0])
+        self.quantizer = KV4(transform.keys(mean[:, None])[:, 0], queries.importance(transform))
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys ``[B, Hkv, S, D]`` as attention will see them."""
@@ -101,8 +102,8 @@ class SmoothAttention(Transform):
     Args:
         alphas: exponents to choose from; ``[0.5]`` is the paper's.
         steps: of the fit beyond the paper; 0 leaves it out.
-        tokens: size of the random sample of keys and queries it looks at.
-        sequences: how many calibration sequences the choice is made on.
+        tokens: size of the random sample of keys it looks at.
+        sequences: how many calibration sequences the queries are observed and the choice is made on.
         seed: of that sample.
     """
 
@@ -121,13 +122,15 @@ class SmoothAttention(Transform):
         keys = observe_keys(block, batches, self.tokens, self.seed)
         if keys is None:
             return
-        candidates = self.candidates(block, batches, keys)
-        errors = key_errors(block, subset(batches, self.sequences), candidates, keys.mean)
+        few = subset(batches, self.sequences)
+        queries = observe_queries(block, few)
+        candidates = self.candidates(block, keys, queries)
+        errors = key_errors(block, few, candidates, keys.mean, queries)
         best = min(errors, key=lambda name: errors[name])
         fold(block, candidates[best])
         block.notes["smooth-attention"] = {"choice": best, "error": errors[best], "error_unsmoothed": errors["none"]}
 
-    def candidates(self, block: Block, batches: Sequence[Batch], keys: Keys) -> dict[str, KeyTransform]:
+    def candidates(self, block: Block, keys: Keys, queries: Queries) -> dict[str, KeyTransform]:
         """The transforms to choose from, by what the notes call them."""
         amax, rotary, shared = keys.amax, rotary_dim(block), shared_norm(block)
         still = amax.new_zeros(len(amax), rotary // 2)
@@ -135,56 +138,24 @@ class SmoothAttention(Transform):
         found = {name: KeyTransform(key_factor(amax, a, rotary, shared), still) for name, a in factors.items()}
         if self.steps and keys.sample.shape[1]:
             centred = keys.sample - keys.mean[:, None]
-            power = query_power(block, batches, self.tokens, self.seed)
             # a pair that keys hardly use starts at a thousandth of the largest: its factor has no upper end
             start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
             turns = block.family.attention.k_norm is None  # a norm's weight cannot turn
-            found["fitted"] = fit(centred, power, start, rotary, shared=shared, turns=turns, steps=self.steps)
+            found["fitted"] = fit(centred, queries.power, start, rotary, shared=shared, turns=turns, steps=self.steps)
         return found
 
 
 def key_errors(
-    block: Block, batches: Sequence[Batch], candidates: dict[str, KeyTransform], mean: Tensor
+    block: Block, batches: Sequence[Batch], candidates: dict[str, KeyTransform], mean: Tensor, queries: Queries
 ) -> dict[str, float]:
     """Squared block-output error of 4-bit keys under each transform; ``mean [Hkv, D]`` is the keys'."""
     exact = [block.run(batch) for batch in batches]
 
     def error_of(transform: KeyTransform) -> float:
-        outputs = (block.run(batch, **block.with_cache(SmoothedKV4(transform, mean))) for batch in batches)
+        outputs = (block.run(batch, **block.with_cache(SmoothedKV4(transform, mean, queries))) for batch in batches)
         return sum(float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True))
 
     return dict(zip(candidates, ranks.spread(error_of, list(candidates.values())), strict=True))
-
-
-def query_power(block: Block, batches: Sequence[Batch], tokens: int, seed: int) -> Tensor:
-    """Mean square ``[Hkv, D]`` of the queries (after their norm), summed over the query heads of a kv head."""
-    attention, heads = block.family.attention, block.heads
-    owner = block.family.owner(attention.q)
-    x = collect(block, batches, [owner], tokens, seed)[owner].sample
-    bias = block.bias(attention.q)
-    queries = torch.nn.functional.linear(x, block.weight(attention.q).float(), None if bias is None else bias.float())
-    if attention.q_norm and not shared_norm(block):
-        queries = block.get(attention.q_norm)(queries)
-    queries = queries.view(len(x), heads.query, heads.dim)
-    if attention.q_norm and shared_norm(block):
-        queries = block.get(attention.q_norm)(queries)
-    return queries.square().mean(0).view(heads.kv, -1, heads.dim).sum(1)
-
-
-def rotary_dim(block: Block) -> int:
-    """How many channels of a head RoPE turns."""
-    dim = block.heads.dim
-    if not block.family.attention.rotary:
-        return 0
-    scaling = getattr(block.config, "rope_parameters", None) or {}
-    factor = scaling.get("partial_rotary_factor") or getattr(block.config, "partial_rotary_factor", None) or 1.0
-    return int(dim * factor)
-
-
-def shared_norm(block: Block) -> bool:
-    """Whether one norm weight ``[D]`` serves all heads."""
-    norm = block.family.attention.k_norm
-    return norm is not None and block.weight(norm).numel() == block.heads.dim
 
 
 def fold(block: Block, transform: KeyTransform) -> None:

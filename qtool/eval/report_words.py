@@ -11,6 +11,7 @@ METHODS = {
     "smooth": "channels of a linear's input are divided by a factor that its weight is multiplied by: the same product "
     "of easier activations",
     "smooth-attention": "the same between keys and queries, for a KV cache of few bits",
+    "value-basis": "the value heads turned into a basis that a KV cache of few bits holds better",
     "reorder": "input channels are sorted by size, so that those of a group are alike",
     "gather-outliers": "the largest input channels are brought together in few blocks, which keep 8-bit activations",
     "clip": "a weight's range is cut where that lowers the error of the layer's output",

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build, cubin
+from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import launch, load
 from qtool.kernels.packed_cache import DTYPES, PackedCache, require_lengths
+from qtool.schemes.kv import KV4
 
 WARPS = 4
 
@@ -28,7 +30,7 @@ def kv_append(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
-    channel_scale: Tensor | None,
+    channel: Tensor | None,
     tokens: int,
     lengths: Tensor | None,
 ) -> None:
@@ -37,16 +39,18 @@ def kv_append(
     Args:
         x: ``[B, H, t, D]``, float32, float16 or bfloat16, channels adjacent.
         codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``.
-        scale, zero: kv4: float16 ``[B, H, C, 1]``. channel_scale: kv8: float32 ``[H, D]``.
+        scale, zero: kv4: float16 ``[B, H, C, 1]``.
+        channel: float32 ``[H, D]``; kv8's scales; kv4: what a squared error of each channel counts, None: all alike.
         tokens: of every sequence afterwards, or the most of any if there are ``lengths``.
         lengths: int32 ``[B]``, tokens of each sequence afterwards; on a GPU, those that lie outside 0..C are left out.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or number of tokens; one sentence.
     """
-    cached = _require(x, codes, scale, zero, channel_scale, tokens, lengths)
+    cached = _require(x, codes, scale, zero, channel, tokens, lengths)
     ends = [tokens] * x.shape[0] if lengths is None else lengths.tolist()
-    for name, new in cached.quantizer.quantize(x).items():
+    quantizer = KV4(importance=channel) if cached.bits == 4 else cached.quantizer
+    for name, new in quantizer.quantize(x).items():
         stored = {"codes": codes, "scale": scale, "zero": zero}[name]
         assert stored is not None
         for row, end in enumerate(ends):
@@ -61,11 +65,11 @@ def _(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
-    channel_scale: Tensor | None,
+    channel: Tensor | None,
     tokens: int,
     lengths: Tensor | None,
 ) -> None:
-    cached = _require(x, codes, scale, zero, channel_scale, tokens, lengths)
+    cached = _require(x, codes, scale, zero, channel, tokens, lengths)
     batch, heads, added, dim = x.shape
     warps, device = batch * heads * added, x.device
     if warps == 0:
@@ -76,7 +80,7 @@ def _(
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise QtoolError(f"kv_append: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        tensors = (x, codes, channel_scale, scale, zero, lengths)
+        tensors = (x, codes, channel, scale, zero, lengths)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         numbers = (*x.stride()[:3], warps, heads, added, tokens, cached.capacity)
         parameters = struct.pack("<6Q3q5i4x", *pointers, *numbers)
@@ -90,11 +94,11 @@ def _(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
-    channel_scale: Tensor | None,
+    channel: Tensor | None,
     tokens: int,
     lengths: Tensor | None,
 ) -> None:
-    _require(x, codes, scale, zero, channel_scale, tokens, lengths)
+    _require(x, codes, scale, zero, channel, tokens, lengths)
 
 
 @cache
@@ -119,7 +123,7 @@ def _require(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
-    channel_scale: Tensor | None,
+    channel: Tensor | None,
     tokens: int,
     lengths: Tensor | None,
 ) -> PackedCache:
@@ -128,13 +132,13 @@ def _require(
             f"kv_append: x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; expected "
             "float32, float16 or bfloat16 [B, H, t, D] whose channels are adjacent"
         )
-    cached = PackedCache("kv_append", codes, channel_scale if codes.dtype == torch.int8 else scale, zero)
+    cached = PackedCache("kv_append", codes, channel if codes.dtype == torch.int8 else scale, zero)
     if codes.dtype == torch.int8 and scale is not None:
         raise QtoolError("kv_append: scale is given, but kv8's are those of the channels; pass None")
-    if codes.dtype == torch.uint8 and channel_scale is not None:
-        raise QtoolError("kv_append: channel_scale is given, but nothing here reads it; pass None")
     batch, heads, added, dim = x.shape
     cached.require(batch, heads, dim, x.device)
+    if codes.dtype == torch.uint8 and channel is not None:
+        require_tensors("kv_append", x.device, {"channel": (channel, (heads, dim), (torch.float32,))})
     if not added <= tokens <= cached.capacity:
         raise QtoolError(f"kv_append: {tokens} tokens, {added} of them new; the cache has room for {cached.capacity}")
     require_lengths("kv_append", lengths, batch, x.device)

@@ -84,7 +84,9 @@ BASE = LatentAttention(
         "expert": lambda config: config.moe_intermediate_size,
         "shared": lambda config: config.moe_intermediate_size * (config.n_shared_experts or 1),
     },
-    refuses=dict.fromkeys(("rotate", "smooth-attention", "kv"), "not worked out for low-rank keys and values"),
+    refuses=dict.fromkeys(
+        ("rotate", "smooth-attention", "value-basis", "kv"), "not worked out for low-rank keys and values"
+    ),
     unsupported=NEED,
 )
 DEEPSEEK = replace(BASE, choose=_choose)

@@ -27,7 +27,7 @@ from qtool.pipeline.edges import all_finite, finite, table_rows
 from qtool.pipeline.job import Job
 from qtool.pipeline.prefetch import Prefetch
 from qtool.runtime.format import LinearFormat
-from qtool.runtime.packed_kv import OFFSET
+from qtool.runtime.packed_kv import NEUTRAL
 
 
 class StreamedBlocks:
@@ -52,8 +52,8 @@ class StreamedBlocks:
         for full, tensor in spec.items():
             if full in self.source:
                 yield full, finite(full, self.source.read(full)).to(job.dtype)
-            elif full.endswith(f".{OFFSET}"):
-                yield full, torch.zeros(tensor.shape)  # nothing was calibrated
+            elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
+                yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Nothing depends on what was stored."""

@@ -62,7 +62,7 @@ class Wishes:
             _require_kv(self.kv)
             chosen = replace(chosen, kv=self.kv)
             if KV_QUANTIZERS[self.kv] is KV4 and chosen.variant in ("paper", "best"):
-                chosen = chosen.with_smooth_attention()
+                chosen = chosen.for_kv4()
         return chosen
 
 

@@ -27,7 +27,7 @@ from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
 from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.format import LinearFormat
-from qtool.runtime.packed_kv import OFFSET, attention_name
+from qtool.runtime.packed_kv import NEUTRAL, attention_name
 
 #: what the record of a shard calls the distances
 ERRORS = "relative weight errors"
@@ -157,7 +157,7 @@ class _Export:
         for name, entry in self.checkpoint.entries.items():
             module, _, part = name.rpartition(".")
             owner = module if module in self.formats and part != "bias" else name
-            if part == OFFSET:
+            if part in NEUTRAL:
                 continue  # kv4's: every target makes its own 4-bit cache
             if part in KV_SCALES:
                 owner = f"{module}.{KV_SCALES[0]}"

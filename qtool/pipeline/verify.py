@@ -21,7 +21,7 @@ from qtool.pipeline.job import native_format
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.format import LinearFormat
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.packed_kv import OFFSET
+from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
 
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
@@ -82,10 +82,10 @@ def _shards(directory: Path) -> Iterator[Verified]:
 
 def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
     for name in checkpoint.entries:
-        if name.endswith((".k_scale", ".v_scale")):
+        if name.endswith((".k_scale", ".v_scale", f".{IMPORTANCE}")):
             scale = checkpoint.read(name)
             if not (torch.isfinite(scale).all() and (scale > 0).all()):
-                yield Verified(name, "a KV-cache scale is not a positive number")
+                yield Verified(name, "a scale or importance of the KV cache is not a positive number")
         elif name.endswith(f".{OFFSET}") and not torch.isfinite(checkpoint.read(name)).all():
             yield Verified(name, "a key offset of the KV cache is not a finite number")
 

@@ -78,14 +78,13 @@ class Recipe:
         """Every quantized layer in ``layout``."""
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
-    def with_smooth_attention(self) -> "Recipe":
-        """``smooth-attention`` added for a kv4 cache, unless the recipe has it (QServe 4.2)."""
+    def for_kv4(self) -> "Recipe":
+        """What a kv4 cache wants added: ``smooth-attention`` (QServe 4.2) and, to ``best``, ``value-basis``."""
         names = [step.name for step in self.transforms]
-        if "smooth-attention" in names:
-            return self
+        wanted = ["smooth-attention", *(["value-basis"] if self.variant == "best" else [])]
         before = max((i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")), default=0)
-        step = Step("smooth-attention", {})
-        return replace(self, transforms=(*self.transforms[:before], step, *self.transforms[before:]))
+        added = tuple(Step(name, {}) for name in wanted if name not in names)
+        return replace(self, transforms=(*self.transforms[:before], *added, *self.transforms[before:]))
 
     def with_options(self, method: str, **options: Any) -> "Recipe":
         """``options`` set on the transform ``method``.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -14,6 +15,7 @@ from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
 from qtool.runtime.linear import QuantLinear
+from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -40,6 +42,10 @@ class QtoolQuantizer(HfQuantizer):
     quantization_config: QtoolConfig
     experts = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stored: set[str] = set()  # the names of importances that the checkpoint holds
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         from qtool.runtime.kv_cache import quantize_kv  # it may be what imported transformers, and so this file
 
@@ -47,11 +53,17 @@ class QtoolQuantizer(HfQuantizer):
         self.experts = family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
+            for file in kwargs.get("checkpoint_files") or ():
+                with safe_open(file, "pt") as tensors:
+                    self.stored.update(name for name in tensors.keys() if name.endswith(f".{IMPORTANCE}"))  # noqa: SIM118
         replace_linears(model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         from qtool.runtime.kv_cache import require_scales
 
+        for name, buffer in model.named_buffers():
+            if name.endswith(f".{IMPORTANCE}") and name not in self.stored:  # of an earlier qtool
+                buffer.fill_(NEUTRAL[IMPORTANCE])
         require_scales(model)
         return model
 

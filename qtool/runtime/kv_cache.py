@@ -19,7 +19,7 @@ from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
 from qtool.runtime import kv_attention
 from qtool.runtime.kv_attention import kernel_reads
-from qtool.runtime.packed_kv import SCALES, PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, PackedTokens, attention_name, kv_quantizers, kv_tensors
 from qtool.schemes.kv import KVQuantizer
 
 
@@ -133,7 +133,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by ``kv``.
 
     What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer of each attention
-    module, to be loaded; zeros before, which is no scale but an offset that does nothing.
+    module, to be loaded; before, what does nothing, or zeros where that is a scale.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
@@ -146,7 +146,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
                 device = next(attention.parameters()).device
-                attention.register_buffer(attribute, torch.zeros(spec.shape, dtype=spec.dtype, device=device))
+                neutral = torch.full(spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device)
+                attention.register_buffer(attribute, neutral)
     if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):

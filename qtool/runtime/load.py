@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from qtool.errors import QtoolError
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.kv_cache import quantize_kv
+from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import KV_QUANTIZERS
 
 
@@ -34,7 +35,8 @@ def load(
     except (OSError, ValueError, KeyError) as error:
         raise QtoolError(f"{path}: transformers cannot load it ({str(error).splitlines()[0]})") from error
     model, info = found
-    if missing := sorted(info["missing_keys"]):  # transformers leaves their memory as it found it
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
+    if missing:  # transformers leaves their memory as it found it
         raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     if kv is not None and kv != getattr(model.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:

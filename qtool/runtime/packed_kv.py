@@ -1,9 +1,9 @@
 """Keys and values of one layer in packed form, and what a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
-``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores
-``self_attn.k_offset``, float32 ``[H, D]``: the keys' mean after RoPE, zeros where nothing was calibrated.
-kv4-channel stores nothing.
+``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores, float32 ``[H, D]``
+too, ``self_attn.k_offset``, the keys' mean after RoPE, and ``self_attn.k_importance``, what squared errors of their
+channels count; zeros and ones where nothing was calibrated. kv4-channel stores nothing.
 
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
@@ -19,8 +19,10 @@ from qtool.models import Family, Heads
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed
 
 SCALES = ("k_scale", "v_scale")
-OFFSET = "k_offset"
-STORED = {KV8: SCALES, KV4: (OFFSET,)}
+OFFSET, IMPORTANCE = "k_offset", "k_importance"
+#: what kv4 stores, and the value of each that does nothing: checkpoints that lack one mean it
+NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
+STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
 #: the packed tensors' room is a multiple of so many tokens, as the kernels want it
 ROOM = 64
 
@@ -53,7 +55,7 @@ def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer
     if KV_QUANTIZERS[kv] is KV8:
         return KV8.of_scale(stored("k_scale")), KV8.of_scale(stored("v_scale"))
     if KV_QUANTIZERS[kv] is KV4:
-        return KV4(stored(OFFSET)), KV4()
+        return KV4(stored(OFFSET), stored(IMPORTANCE)), KV4()
     return KV_QUANTIZERS[kv](), KV_QUANTIZERS[kv]()
 
 
@@ -164,10 +166,11 @@ class PackedTokens:
             from qtool.kernels.kv_append import kv_append
 
             codes, scale, zero = self.kernel_arguments()
-            static = self.quantizer.static
-            if isinstance(self.quantizer, KV4) and self.quantizer.offset is not None:
-                x = self.quantizer.centred(x)
-            kv_append(x, codes, None if static else scale, zero, scale if static else None, self._grouped, None)
+            if isinstance(self.quantizer, KV4):
+                x = self.quantizer.centred(x) if self.quantizer.offset is not None else x
+                kv_append(x, codes, scale, zero, self.quantizer.importance, self._grouped, None)
+            else:
+                kv_append(x, codes, None, None, scale, self._grouped, None)
             return
         for name, tensor in self.quantizer.quantize(x).items():
             held = self._first(self._grouped)[name]

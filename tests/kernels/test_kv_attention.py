@@ -36,10 +36,10 @@ def room(name: str, x: Tensor) -> Cache:
     if name == "kv8":
         codes = torch.full((x.shape[0], heads, CAPACITY, dim), 77, dtype=torch.int8)
         scale = quantizer(name, x).scale  # type: ignore[attr-defined]
-        return {"codes": codes, "scale": None, "zero": None, "channel_scale": scale}
+        return {"codes": codes, "scale": None, "zero": None, "channel": scale}
     codes = torch.full((x.shape[0], heads, CAPACITY, dim // 2), 77, dtype=torch.uint8)
     scale, zero = (torch.full((x.shape[0], heads, CAPACITY, 1), 77.0, dtype=torch.float16) for _ in range(2))
-    return {"codes": codes, "scale": scale, "zero": zero, "channel_scale": None}
+    return {"codes": codes, "scale": scale, "zero": zero, "channel": None}
 
 
 def arguments(name: str, tokens: int = 50, queries: int = 1, dim: int = 32, **changes: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def arguments(name: str, tokens: int = 50, queries: int = 1, dim: int = 32, **ch
         cache = room(name, x)
         kv_append(x, **cache, tokens=tokens, lengths=None)
         parts[f"{prefix}codes"] = cache["codes"]
-        parts[f"{prefix}scale"] = cache["scale"] if name == "kv4" else cache["channel_scale"]
+        parts[f"{prefix}scale"] = cache["scale"] if name == "kv4" else cache["channel"]
         parts[f"{prefix}zero"] = cache["zero"]
     query = random(BATCH, HEADS * GROUP, queries, dim).half()
     call = {"query": query, **parts, "tokens": tokens, "lengths": None, "mask": None, "scaling": dim**-0.5}
@@ -123,6 +123,16 @@ def test_append_writes_the_schemes_bytes_and_no_others(name: str) -> None:
         assert (ragged["codes"][row, :, end:] == 77).all() and (ragged["codes"][row, :, : end - 3] == 77).all()
 
 
+def test_append_weighs_errors_by_the_importance_of_their_channels() -> None:
+    x, importance = random(BATCH, HEADS, 40, 32), torch.exp(2 * random(HEADS, 32, seed=1))
+    weighed, plain = room("kv4", x), room("kv4", x)
+    kv_append(x, **weighed | {"channel": importance}, tokens=40, lengths=None)
+    kv_append(x, **plain, tokens=40, lengths=None)
+    for part_name, expected in KV4(importance=importance).quantize(x).items():
+        assert torch.equal(weighed[part_name][:, :, :40], expected)
+    assert not torch.equal(weighed["codes"], plain["codes"])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
     lengths, mask = torch.tensor([50, 9], dtype=torch.int32), torch.ones(BATCH, 2, 50, dtype=torch.bool)
@@ -160,8 +170,8 @@ def test_head_dimensions_and_appends_that_do_not_fit_are_refused() -> None:
     x = random(BATCH, HEADS, 3, 32)
     for cache, tokens, message in (
         (room("kv4", x), 2, "2 tokens, 3 of them new"),
-        (room("kv8", x) | {"channel_scale": None}, 3, "scale is missing"),
-        (room("kv4", x) | {"channel_scale": torch.ones(HEADS, 32)}, 3, "channel_scale is given"),
+        (room("kv8", x) | {"channel": None}, 3, "scale is missing"),
+        (room("kv4", x) | {"channel": torch.ones(HEADS, 16)}, 3, "channel has shape"),
     ):
         with pytest.raises(QtoolError, match=message):
             kv_append(x, **cache, tokens=tokens, lengths=None)

@@ -40,7 +40,7 @@ def recipe_of(scheme: str, chosen: str | Mapping[str, Any]) -> Recipe:
     data = recipes.recipe._mapping(recipes.recipe.BUILT_IN / f"{scheme}.yaml")
     del data["variants"]
     made = recipes.parse(data | {"rounding": "rtn"} | chosen, scheme)
-    return made.with_smooth_attention() if made.kv == "kv4" else made
+    return made.for_kv4() if made.kv == "kv4" else made
 
 
 def make(name: str, models: Path, out: Path) -> None:

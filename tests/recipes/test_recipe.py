@@ -63,6 +63,8 @@ def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: s
     recipe = Wishes(recipe=variant, kv="kv4").of(scheme)
     job = Job.of(CONFIG, recipe)  # the order is legal
     assert [t.name for t in job.transforms].count("smooth-attention") == 1
+    assert [t.name for t in job.transforms].count("value-basis") == (variant == "best")
+    assert recipe.for_kv4() == recipe
     for other in ("kv8", "kv4-channel"):
         assert Wishes(recipe=variant, kv=other).of(scheme).transforms == recipes.load(scheme, variant).transforms
 

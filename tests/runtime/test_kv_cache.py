@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from qtool.errors import QtoolError
@@ -138,6 +139,25 @@ def test_a_checkpoint_brings_its_cache_and_scales(name: str, tmp_path: Path) -> 
             assert scale.dtype == torch.float32 and scale.shape == (HEADS, DIM)
         other = load(directory, kv="kv4-channel")
         assert torch.equal(other(ids(70)).logits, expected) == (name == "kv4-channel")
+
+
+def test_a_kv4_checkpoint_without_importance_counts_all_channels_alike(tmp_path: Path) -> None:
+    model = make_model("kv4", torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("k_offset"):
+            buffer.copy_(torch.randn_like(buffer))
+    whole, older = (save(model, "kv4", tmp_path / name) for name in ("whole", "older"))
+    tensors = load_file(older / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("k_importance")}
+    assert len(tensors) == len(kept) + LAYERS
+    save_file(kept, older / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        expected = load(whole)(ids(70)).logits
+        for directory in (older, whole):
+            for loaded in (load(directory), AutoModelForCausalLM.from_pretrained(directory)):
+                assert torch.equal(loaded(ids(70)).logits, expected)
+        model.get_buffer("model.layers.0.self_attn.k_importance")[:, ::2] = 100
+        assert not torch.equal(model(ids(70)).logits, expected)
 
 
 def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:

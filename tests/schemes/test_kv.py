@@ -151,3 +151,33 @@ def test_an_offset_is_taken_away_before_and_added_after() -> None:
     expected = plain.dequantize(plain.quantize(x)) + shift
     assert torch.equal(centred.dequantize(centred.quantize(x + shift)), expected)
     assert (expected - x - shift).norm() < 0.5 * (plain.dequantize(plain.quantize(x + shift)) - x - shift).norm()
+
+
+def weighed(x: torch.Tensor, importance: torch.Tensor, kv: KV4) -> torch.Tensor:
+    """What the error of each token counts, ``[B, H, T]``."""
+    return ((kv.dequantize(kv.quantize(x)) - x).square() * importance[:, None]).sum(-1)
+
+
+def test_errors_count_by_importance() -> None:
+    x, importance = heads(), torch.exp(2 * torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    plain, weighing = (weighed(x, importance, KV4(importance=w)) for w in (None, importance))
+    assert weighing.sum() < 0.85 * plain.sum()
+    alike = KV4(importance=torch.ones(2, 64)).quantize(x)
+    assert all(torch.equal(alike[name], t) for name, t in KV4().quantize(x).items())
+    doubled = KV4(importance=2 * importance).quantize(x)
+    assert all(torch.equal(doubled[name], t) for name, t in KV4(importance=importance).quantize(x).items())
+
+
+def test_a_refit_lowers_what_errors_count_and_rounds_go_on() -> None:
+    x, importance = heads()[0], torch.exp(torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)))
+
+    def cost(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        return (((codes.float() - zero.float()) * scale.float() - x).square() * importance).sum(-1)
+
+    scale, zero = torch.full((2, 128, 1), 0.4, dtype=torch.float16), torch.full((2, 128, 1), 7.5, dtype=torch.float16)
+    line, costs = (rounded_on(x, scale, zero), scale, zero), []
+    for _ in range(3):
+        costs.append(cost(*line))
+        line = refit(x, *line, importance)
+        assert (cost(*line) <= costs[-1]).all()
+    assert (cost(*line) < costs[1]).float().mean() > 0.3

@@ -1,6 +1,6 @@
 // New keys or values into the packed cache: one warp a token and head, eight channels a lane, nothing kept in between.
 // kv4: s = max(0.95 (max - min) / 15, max|x| / 2^14), z = 7.5 - (max + min) / 2s in f16, code = clamp(rne(x / s + z), 0, 15);
-// then all three once more on the least-squares line through the codes, if that is nearer;
+// then all three again on the weighted least-squares line through the codes, three times or until that is no nearer;
 // kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
 // rounded by itself, so that the bytes are the scheme's.
 #include "element.cuh"
@@ -8,7 +8,7 @@
 struct Params {
     const void* x;        // [B, H, new tokens, D] with strides, of DTYPE
     u8* codes;            // [B, H, capacity, token bytes]
-    const float* channel_scale;  // kv8: [H, D]
+    const float* channel;  // [H, D]; kv8: scales; kv4: what squared errors count, or null: all alike
     u16 *scale, *zero;    // kv4: f16 [B, H, capacity]
     const int* lengths;   // [B] tokens of each sequence, the new ones included, or null: all have `tokens`
     long long stride[3];  // of x, in elements: batch, head, token
@@ -32,35 +32,36 @@ __device__ __forceinline__ float of_half(u16 h) {
 
 __device__ __forceinline__ u16 stored(float scale) { return to_half(fminf(fmaxf(scale, 5.9604644775390625e-08f), 65504.f)); }
 
-// Over the warp, by halves: first of the eight values of a lane, then of the lanes. All lanes get the same bits.
-__device__ __forceinline__ float lane_sum(const float (&v)[8]) {
+// Over the warp the sum of w value(i), by halves: first of the eight of a lane, then of the lanes. All lanes get the same bits.
+template <class Value>
+__device__ __forceinline__ float lane_sum(const float (&w)[8], Value value) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(w[i], value(i));
     float sum = __fadd_rn(__fadd_rn(__fadd_rn(v[0], v[4]), __fadd_rn(v[2], v[6])),
                           __fadd_rn(__fadd_rn(v[1], v[5]), __fadd_rn(v[3], v[7])));
 #pragma unroll
     for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFF, sum, step));
     return sum;
 }
-__device__ __forceinline__ float squares(const float (&v)[8]) {
-    float square[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) square[i] = __fmul_rn(v[i], v[i]);
-    return lane_sum(square);
-}
 
 struct Line {
     u16 scale, zero;
 };
-// Codes of a lane's eight values, a nibble each, and what they leave; of a lane without channels nothing is left.
-__device__ __forceinline__ u32 rounded_on(Line line, const float (&x)[8], bool active, float (&left)[8]) {
-    const float scale = of_half(line.scale), zero = of_half(line.zero);
-    u32 packed = 0;
+// Codes of a lane's eight values and what they leave; of a lane without channels nothing is left.
+__device__ __forceinline__ void round_on(Line line, const float (&x)[8], bool active, float (&code)[8], float (&left)[8]) {
+    const float scale = of_half(line.scale), zero = of_half(line.zero), inverse = __fdiv_rn(1.f, scale);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float code = fminf(fmaxf(rintf(__fadd_rn(__fdiv_rn(x[i], scale), zero)), 0.f), 15.f);
-        packed |= static_cast<u32>(code) << (4 * i);
-        left[i] = active ? __fsub_rn(x[i], __fmul_rn(__fsub_rn(code, zero), scale)) : 0.f;
+        code[i] = fminf(fmaxf(rintf(__fadd_rn(__fmul_rn(x[i], inverse), zero)), 0.f), 15.f);
+        left[i] = active ? __fsub_rn(x[i], __fmul_rn(__fsub_rn(code[i], zero), scale)) : 0.f;
     }
-    return packed;
+}
+__device__ __forceinline__ u32 packed(const float (&code)[8]) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word |= static_cast<u32>(code[i]) << (4 * i);
+    return word;
 }
 
 extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constant__ Params p) {
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constan
         u32 packed[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float q = rintf(__fdiv_rn(widen(values.v[i]), p.channel_scale[head * DIM + 8 * lane + i]));
+            const float q = rintf(__fdiv_rn(widen(values.v[i]), p.channel[head * DIM + 8 * lane + i]));
             const int code = static_cast<int>(fminf(fmaxf(q, -127.f), 127.f));
             packed[i / 4] |= (code & 0xFFu) << (8 * (i % 4));
         }
@@ -109,31 +110,38 @@ extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constan
         Line line;
         line.scale = stored(step > 0.f ? step : 1.f);
         line.zero = to_half(__fsub_rn(7.5f, __fdiv_rn(__fmul_rn(__fadd_rn(low, high), 0.5f), of_half(line.scale))));
-        float x[8], left[8], weighted[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = active ? widen(values.v[i]) : 0.f;
-        u32 packed = rounded_on(line, x, active, left);
-
-        int first = 0, second = 0;
+        float x[8], w[8], code[8], left[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int code = active ? packed >> (4 * i) & 15 : 0;
-            first += code, second += code * code;
-            weighted[i] = __fmul_rn(code, left[i]);
+            x[i] = active ? widen(values.v[i]) : 0.f;
+            w[i] = !active ? 0.f : p.channel ? p.channel[head * DIM + 8 * lane + i] : 1.f;
         }
-        first = __reduce_add_sync(0xFFFFFFFF, first), second = __reduce_add_sync(0xFFFFFFFF, second);
-        const float spread = second * DIM - first * first, total = lane_sum(left), along = lane_sum(weighted);
-        const float slope = __fsub_rn(__fmul_rn(along, DIM), __fmul_rn(first, total));
-        const float more = spread > 0.f ? __fdiv_rn(slope, spread) : 0.f;
-        const float at_zero = __fmul_rn(__fsub_rn(total, __fmul_rn(more, first)), static_cast<float>(1. / DIM));
-        const float scale = of_half(line.scale);
-        Line refit;
-        refit.scale = stored(__fadd_rn(scale, more));
-        refit.zero = to_half(__fdiv_rn(__fsub_rn(__fmul_rn(of_half(line.zero), scale), at_zero), of_half(refit.scale)));
-        float still_left[8];
-        const u32 again = rounded_on(refit, x, active, still_left);
-        if (squares(still_left) < squares(left)) line = refit, packed = again;
+        round_on(line, x, active, code, left);
+        const float n = lane_sum(w, [](int) { return 1.f; });
+        float error = lane_sum(w, [&](int i) { return __fmul_rn(left[i], left[i]); });
+#pragma unroll 1
+        for (int round = 0; round < 3; ++round) {
+            const float first = lane_sum(w, [&](int i) { return code[i]; });
+            const float second = lane_sum(w, [&](int i) { return __fmul_rn(code[i], code[i]); });
+            const float total = lane_sum(w, [&](int i) { return left[i]; });
+            const float along = lane_sum(w, [&](int i) { return __fmul_rn(code[i], left[i]); });
+            const float spread = __fsub_rn(__fmul_rn(second, n), __fmul_rn(first, first));
+            const float slope = __fsub_rn(__fmul_rn(along, n), __fmul_rn(first, total));
+            const float more = spread > 0.f ? __fdiv_rn(slope, spread) : 0.f;
+            const float at_zero = __fdiv_rn(__fsub_rn(total, __fmul_rn(more, first)), n), scale = of_half(line.scale);
+            Line moved;
+            moved.scale = stored(__fadd_rn(scale, more));
+            moved.zero =
+                to_half(__fdiv_rn(__fsub_rn(__fmul_rn(of_half(line.zero), scale), at_zero), of_half(moved.scale)));
+            float again[8], left_again[8];
+            round_on(moved, x, active, again, left_again);
+            const float less = lane_sum(w, [&](int i) { return __fmul_rn(left_again[i], left_again[i]); });
+            if (!(less < error)) break;
+            line = moved, error = less;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) code[i] = again[i], left[i] = left_again[i];
+        }
         if (lane == 0) p.scale[row] = line.scale, p.zero[row] = line.zero;
-        if (active) *reinterpret_cast<u32*>(p.codes + row * (DIM / 2) + 4 * lane) = packed;
+        if (active) *reinterpret_cast<u32*>(p.codes + row * (DIM / 2) + 4 * lane) = packed(code);
     }
 }
