@@ -27,7 +27,8 @@ def test_queries_are_looked_at_as_they_meet_the_keys(any_model, blocks):
     power = every.square().mean((0, 2)).view(heads.kv, -1, heads.dim).sum(1)
     scale = power.sum() / found.power.sum()  # OPT scales all its queries alike
     torch.testing.assert_close(found.power * scale, power, rtol=1e-3, atol=1e-5)
-    cross = (every[..., :half] * every[..., half : 2 * half]).mean((0, 2)).view(heads.kv, heads.query // heads.kv, half).sum(1)
+    products = (every[..., :half] * every[..., half : 2 * half]).mean((0, 2))
+    cross = products.view(heads.kv, heads.query // heads.kv, half).sum(1)
     torch.testing.assert_close(found.cross * scale, cross, rtol=1e-3, atol=1e-3)
     importance = found.importance()
     torch.testing.assert_close(importance, power / power.mean(1, keepdim=True), rtol=1e-3, atol=LEAST)
