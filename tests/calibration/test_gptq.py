@@ -194,7 +194,7 @@ def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]
     unclipped.check(rounded["self_attn.k_proj"].codes, rounded["self_attn.k_proj"].params)
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a16", "w4a8-qoq"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("by_tensor", [False, True])
 def test_candidates_tried_together_are_those_tried_one_by_one(
     scheme: str, by_tensor: bool, monkeypatch: pytest.MonkeyPatch
