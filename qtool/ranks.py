@@ -167,13 +167,21 @@ def first(value: T) -> T:
 
 def spread(function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0) -> list[S]:
     """``function`` of every item, each computed by one rank and known to all; the dearest are shared out first."""
+    return spread_together(lambda own: [function(item) for item in own], items, cost)
+
+
+def spread_together(
+    function: Callable[[Sequence[T]], Sequence[S]], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0
+) -> list[S]:
+    """:func:`spread` where ``function`` takes all the items of a rank at once."""
     if _world.size == 1:
-        return [function(item) for item in items]
+        return list(function(items))
     owners, loads = [0] * len(items), [0.0] * _world.size
     for i in sorted(range(len(items)), key=lambda i: -cost(items[i])):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += cost(items[i])
-    own = {i: function(items[i]) for i in range(len(items)) if owners[i] == _world.rank}
+    mine = [i for i, owner in enumerate(owners) if owner == _world.rank]
+    own = dict(zip(mine, function([items[i] for i in mine]), strict=True))
     results: dict[int, S] = {}
     for part in every(own):
         results |= part

@@ -9,13 +9,17 @@ For a target ``W [N, K]`` and its rounded ``V``, with errors ``E = W - V`` and a
   columns before k count.
 - Coordinate descent: ``M = H diag(H)^-1 - I``; each code is the best one given all the others.
 
-Legend: N output channels, K input channels, G groups, b columns of a block.
+Problems of one shape (experts) go through it together: a column is a few small operations, most of whose time is not
+work. Each gets the codes that it gets alone, to the bit.
+
+Legend: E problems, N output channels, K input channels, G groups, b columns of a block.
 """
 
 import torch
 from torch import Tensor
 
 from qtool.calibration import columns_triton
+from qtool.calibration.row_products import together
 from qtool.schemes.base import Grid
 
 
@@ -38,29 +42,38 @@ def sweep(
     """One pass over the columns, ``block`` of them at a time.
 
     Args:
-        weight: the target ``[N, K]``, float32.
-        error: ``[N, K]``: zeros before the first pass; in place, the errors of the new codes.
-        feedback: ``M [K, K]``.
-        grid: of the groups, each field ``[N, G]``.
-        group: the group of each column ``[K]``.
+        weight: the targets ``[E, N, K]``, float32.
+        error: ``[E, N, K]``: zeros before the first pass; in place, the errors of the new codes.
+        feedback: ``M [E, K, K]``.
+        grid: of the groups, each field ``[E, N, G]``.
+        group: the group of each column ``[E, K]``.
         causal: ``M`` is strictly upper (GPTQ's): a column hears only of those before it.
-        keep: bool ``[N, K]``, False where the value must be zero (pruned); None: dense.
+        keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
+
+    Of one problem all of them may lack the first dimension, as the result then does.
 
     Returns:
-        Codes ``[N, K]``, integral, in weight's dtype or, on a GPU, int16.
+        Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
     """
+    if weight.dim() == 2:
+        one = Grid(grid.step[None], grid.offset[None], grid.low[None], grid.high[None])
+        kept, own = None if keep is None else keep[None], (weight[None], error[None], feedback[None], one, group[None])
+        return sweep(*own, causal=causal, keep=kept, block=block)[0]
     if columns_triton.runs_on(weight):
         return columns_triton.sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
     codes = torch.empty_like(weight)
-    for start in range(0, weight.shape[1], block):
+    fields = (grid.step, grid.offset, grid.low, grid.high)
+    for start in range(0, weight.shape[2], block):
         columns = slice(start, start + block)
         heard = slice(0, start) if causal else slice(None)
-        target = torch.addmm(weight[:, columns], error[:, heard], feedback[heard, columns])
-        of = group[columns]
-        inner = Grid(*(bound[:, of] for bound in (grid.step, grid.offset, grid.low, grid.high)))
-        kept = None if keep is None else keep[:, columns]
-        codes[:, columns], error[:, columns] = round_block_torch(
-            target, weight[:, columns], error[:, columns], feedback[columns, columns], inner, kept
+        target = torch.empty_like(weight[:, :, columns])
+        for one, own, its_error, m in zip(target, weight, error, feedback, strict=True):  # a batched product may differ
+            torch.addmm(own[:, columns], its_error[:, heard], m[heard, columns], out=one)
+        of = group[:, columns]
+        inner = Grid(*(together([one[:, at] for one, at in zip(field, of, strict=True)]) for field in fields))
+        kept = None if keep is None else keep[:, :, columns]
+        codes[:, :, columns], error[:, :, columns] = round_block_torch(
+            target, weight[:, :, columns], error[:, :, columns], feedback[:, columns, columns], inner, kept
         )
     return codes
 
@@ -68,16 +81,18 @@ def sweep(
 def round_block_torch(
     target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and errors ``[N, b]`` of one block; every field of ``grid`` is ``[N, b]`` here.
+    """Codes and errors ``[E, N, b]`` of one block; every field of ``grid`` is ``[E, N, b]`` here.
 
     Works on the transposes: a column is then contiguous.
     """
-    target, weight, error = (t.T.contiguous() for t in (target, weight, error))  # [b, N]
-    step, offset, low, high = (t.T.contiguous() for t in (grid.step, grid.offset, grid.low, grid.high))
+    target, weight, error = (t.permute(2, 0, 1).contiguous() for t in (target, weight, error))  # [b, E, N]
+    fields = (grid.step, grid.offset, grid.low, grid.high)
+    step, offset, low, high = (t.permute(2, 0, 1).contiguous() for t in fields)
     codes, errors = torch.empty_like(target), torch.empty_like(target)
     for k in range(len(target)):
-        wanted = target[k] if keep is None else torch.where(keep[:, k], target[k], 0.0)
+        wanted = target[k] if keep is None else torch.where(keep[:, :, k], target[k], 0.0)
         codes[k] = torch.round((wanted - offset[k]) / step[k]).clamp(low[k], high[k])
         errors[k] = weight[k] - (codes[k] * step[k] + offset[k])
-        target[k + 1 :].addr_(feedback[k, k + 1 :], errors[k] - error[k])
-    return codes.T, errors.T
+        for e, change in enumerate(errors[k] - error[k]):
+            target[k + 1 :, e].addr_(feedback[e, k, k + 1 :], change)
+    return codes.permute(1, 2, 0), errors.permute(1, 2, 0)

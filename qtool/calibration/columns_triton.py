@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.calibration.row_products import product
+from qtool.calibration.row_products import product, together
 from qtool.schemes.base import Grid
 
 #: rows and warps of a program for at least so many rows: few and small ones, to fill all multiprocessors
@@ -29,9 +29,13 @@ if find_spec("triton"):
         target_ptr, weight_ptr, error_ptr, feedback_ptr, step_ptr, offset_ptr, low_ptr, high_ptr, group_ptr, keep_ptr,
         codes_ptr, change_ptr, n, columns, groups, start, b, SPARSE: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
     ):  # fmt: skip
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        problem = tl.program_id(1).to(tl.int64)
+        own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        valid = own < n
+        row = problem * n + own  # of the rows of all problems
+        feedback_ptr += problem * columns * columns
+        group_ptr += problem * columns
         column = tl.arange(0, B)
-        valid = row < n
         inside = valid[:, None] & (column[None, :] < b)
         target = tl.load(target_ptr + row[:, None] * columns + start + column[None, :], inside, 0.0)
         for k in range(b):
@@ -72,22 +76,24 @@ def sweep(
     keep: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
-    """As ``columns.sweep``, but the codes are int16; ``error`` is contiguous."""
-    n, columns = weight.shape
-    weight, feedback = weight.contiguous(), feedback.contiguous()
-    target = weight.clone() if causal else product(error, feedback).add_(weight)
+    """As ``columns.sweep``, but the codes are int16; ``error`` is contiguous. All dimensions ``[E, ...]``."""
+    problems, n, columns = weight.shape
+    weight, feedback, group = weight.contiguous(), feedback.contiguous(), group.contiguous()
+    alone = zip(weight, error, feedback, strict=True)
+    target = weight.clone() if causal else together([product(e, m).add_(w) for w, e, m in alone])
     codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(block)
-    change = weight.new_empty(n, width)
+    change = weight.new_empty(problems, n, width)
     fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
-    rows, warps = next(size for least, *size in SIZES if n >= least)
+    rows, warps = next(size for least, *size in SIZES if problems * n >= least)
     for start in range(0, columns, block):
         b = min(block, columns - start)
-        _round_block[(triton.cdiv(n, rows),)](
-            target, weight, error, feedback, *fields, group, kept, codes, change, n, columns, fields[0].shape[1],
+        _round_block[(triton.cdiv(n, rows), problems)](
+            target, weight, error, feedback, *fields, group, kept, codes, change, n, columns, fields[0].shape[2],
             start, b, SPARSE=keep is not None, ROWS=rows, B=width, num_warps=warps,
         )  # fmt: skip
         later = slice(start + b, None)
-        if start + b < columns:
-            target[:, later].addmm_(change[:, :b], feedback[start : start + b, later])
+        if start + b < columns:  # one by one: a batched product may add in another order
+            for one, changed, m in zip(target, change, feedback, strict=True):
+                one[:, later].addmm_(changed[:, :b], m[start : start + b, later])
     return codes

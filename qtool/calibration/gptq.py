@@ -13,15 +13,15 @@ GPTQ, 14.1 with 3 and the clipping search, 13.1 with 2, 12.7 with ten times the 
 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"), so
 columns may be visited in the order of falling H_kk. Linears that share an input share H and are
-one problem: their rows are stacked. Groups follow the data flow: each sees the inputs that the
-quantized linears before it produce. Of several ranks each solves whole problems where there are enough (experts),
-else its share of the rows of each: rows do not depend on each other.
+one problem: their rows are stacked. Experts of one shape are solved together, each as if it were alone. Groups follow
+the data flow: each sees the inputs that the quantized linears before it produce. Of several ranks each solves whole
+problems where there are enough (experts), else its share of the rows of each: rows do not depend on each other.
 
 Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import torch
@@ -31,45 +31,18 @@ from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block, Reference
 from qtool.calibration.columns import descent_feedback, sweep
+from qtool.calibration.gptq_problem import Begun, Problem, Rows, Solution, row_ranges, solved_together
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounded import Rounded
-from qtool.calibration.row_products import ROWS, by_rows, product
+from qtool.calibration.row_products import ROWS, by_rows, product, together
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import count_tokens, saw_enough
 from qtool.models.parts import LinearGroup
-from qtool.schemes.base import Clip, Params, Scheme
-
-
-@dataclass
-class Problem:
-    """Linears of one scheme and one input, rounded as one stacked weight ``[N, K]``."""
-
-    names: list[str]
-    hessian: Hessian
-
-
-@dataclass
-class Solution:
-    """Codes and parameters of some rows of a problem; ``lost`` and ``power``, ``[n]``: of V's error and of W."""
-
-    codes: Tensor
-    params: Params
-    damping: float
-    lost: Tensor
-    power: Tensor
-
-    @classmethod
-    def stacked(cls, parts: Sequence["Solution"], scheme: Scheme) -> "Solution":
-        """The solution of all rows."""
-        first = parts[0]
-        params = {k: t if k in scheme.shared_params else torch.cat([p.params[k] for p in parts])
-                  for k, t in first.params.items()}  # fmt: skip
-        codes, lost, power = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "lost", "power"))
-        return cls(codes, params, first.damping, lost, power)
+from qtool.schemes.base import Clip, Grid, Params, Scheme
 
 
 @dataclass(kw_only=True)
@@ -165,11 +138,10 @@ class Gptq(Rounding):
             return sum(block.weight(name).numel() for name in problem.names)
 
         if len(problems) >= ranks.size():
-            solutions = ranks.spread(lambda problem: self.solve_rows(block, problem), problems, work)
+            solutions = ranks.spread_together(lambda own: self.solve_problems(block, own), problems, work)
         else:
             solutions = [
-                Solution.stacked(ranks.every(self.solve_rows(block, p, share=True)), block.schemes[p.names[0]])
-                for p in problems
+                Solution.stacked(ranks.every(self.solve_rows(block, p)), block.schemes[p.names[0]]) for p in problems
             ]
         rounded = {}
         for problem, solution in zip(problems, solutions, strict=True):
@@ -183,62 +155,76 @@ class Gptq(Rounding):
                 block.notes.setdefault(self.name, {})[name] = note
         return rounded
 
-    def solve_rows(self, block: Block, problem: Problem, *, share: bool = False) -> Solution:
-        """Solve a problem, or this rank's share of its rows."""
-        names, hessian, scheme = problem.names, problem.hessian, block.schemes[problem.names[0]]
-        weights = [block.weight(name).float() for name in names]
-        groups = scheme.groups(weights[0]).shape[1]
-        chosen = [block.clips.get(name, (1.0, 1.0)) for name in names]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        part = ranks.rows(len(weight), ROWS) if share else slice(None)
-        weight = weight[part]
-        clip = stacked([channel for channel, _ in chosen], weights)[part]
-        group_clip = stacked([group for _, group in chosen], weights, groups)[part]
-        codes, params, damping = self.solve(scheme, weight, hessian, clip, group_clip)
-        lost = hessian.power(weight - scheme.dequantize(codes, params))
-        power = hessian.power(weight)
-        return Solution(codes, params, damping, lost, power)
+    def solve_problems(self, block: Block, problems: Sequence[Problem]) -> list[Solution]:
+        """Solve problems whole, those of one shape and scheme together as far as memory goes."""
+        found: dict[int, Solution] = {}
+        for numbers in solved_together(block, problems):
+            solved = self.solve_all([Rows.of(block, problems[i]) for i in numbers])
+            found |= dict(zip(numbers, solved, strict=True))
+        return [found[i] for i in range(len(problems))]
+
+    def solve_rows(self, block: Block, problem: Problem) -> Solution:
+        """Solve this rank's share of the rows of a problem."""
+        part = ranks.rows(sum(len(block.weight(name)) for name in problem.names), ROWS)
+        return self.solve_all([Rows.of(block, problem, part)])[0]
 
     def solve(
         self, scheme: Scheme, weight: Tensor, hessian: Hessian, clip: Clip = 1.0, group_clip: Clip = 1.0
     ) -> tuple[Tensor, Params, float]:
         """Codes ``[N, K]``, parameters and the damping it took, for ``weight [N, K]`` float32."""
+        (solution,) = self.solve_all([Rows(scheme, weight, hessian, clip, group_clip)])
+        return solution.codes, solution.params, solution.damping
+
+    def solve_all(self, problems: Sequence[Rows]) -> list[Solution]:
+        """Solve problems of one scheme and shape, each as if it were alone."""
+        scheme, begun = problems[0].scheme, [self.begin(problem) for problem in problems]
+        wanted = together([b.target[:, b.order] for b in begun])
+        feedback = together([b.feedback for b in begun])
+        keep = together([b.keep for b in begun if b.keep is not None]) if scheme.sparsity else None
+        group = together([b.order // scheme.groups(b.target).shape[2] for b in begun])
+        error = torch.zeros_like(wanted)
+        for b in begun:
+            b.feedback = b.feedback.new_empty(0)
+        for turn in range(1 + self.rounds):
+            grids = [scheme.grid(b.params) for b in begun]
+            grid = Grid(*(together([getattr(g, f.name) for g in grids]) for f in fields(Grid)))
+            codes = sweep(wanted, error, feedback, grid, group, causal=turn == 0, keep=keep, block=self.block)
+            for b, found in zip(begun, codes, strict=True):
+                b.codes = found[:, b.back].to(scheme.code_dtype)
+            if turn < self.rounds:
+                del feedback
+                for e, b in enumerate(begun):
+                    b.params = refit(scheme, b.params, b.codes, b.target, b.hessian.h)
+                    error[e] = (b.target - scheme.dequantize(b.codes, b.params))[:, b.order]
+                feedback = together([descent_feedback(b.damped) for b in begun if b.damped is not None])
+        del wanted, feedback, error
+        return [b.solution(problem) for b, problem in zip(begun, problems, strict=True)]
+
+    def begin(self, problem: Rows) -> Begun:
+        """What comes before the columns: their order, the target, the grid and the feedback."""
+        scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
         order = self.visit(hessian.h.diagonal(), scheme)
         back = torch.argsort(order)
 
         def fit(kept: Tensor) -> Params:
-            return fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, clip=clip, group_clip=group_clip)
+            clips = {"clip": problem.clip, "group_clip": problem.group_clip}
+            return fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios, **clips)
 
         # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits for that
         plain = hessian.d is None and not scheme.sparsity
         params = fit(weight) if plain else {}
         factor = Factor(hessian.h, self.damping, order)
-        damping, damped = factor.damping, factor.h if self.rounds else None
+        damped = factor.h if self.rounds else None
         target = weight
         if hessian.d is not None:
             target = weight + self.residual * by_rows(factor.solve, product(weight, hessian.d)[:, order])[:, back]
-
         keep = None
         if scheme.sparsity:
             keep = prune(target[:, order], factor.feedback, factor.cost, scheme.sparsity, self.block)
         if not plain:
             params = fit(target if keep is None else target * keep[:, back])
-
         factor.forget()
-        feedback = factor.feedback
-        del factor
-        group = order // scheme.groups(weight).shape[2]
-        wanted, error = target[:, order], torch.zeros_like(weight)
-        for turn in range(1 + self.rounds):
-            grid, causal = scheme.grid(params), turn == 0
-            codes = sweep(wanted, error, feedback, grid, group, causal=causal, keep=keep, block=self.block)
-            codes = codes[:, back].to(scheme.code_dtype)
-            if turn < self.rounds:
-                params = refit(scheme, params, codes, target, hessian.h)
-                error = (target - scheme.dequantize(codes, params))[:, order]
-                assert damped is not None
-                feedback = descent_feedback(damped)
-        return codes, params, damping
+        return Begun(hessian, order, back, target, keep, params, factor.damping, damped, factor.feedback)
 
     def visit(self, importance: Tensor, scheme: Scheme) -> Tensor:
         """The order ``[K]`` of the columns; those that are pruned together stay together."""
@@ -260,8 +246,8 @@ def stages(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
     def doing(group: LinearGroup) -> object:
         return group.fold if group.routed else group.linears
 
-    for _, together in groupby(groups, doing):
-        yield list(together)
+    for _, same in groupby(groups, doing):
+        yield list(same)
 
 
 def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
@@ -273,17 +259,3 @@ def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
             key = (type(scheme), scheme.group_size, scheme.scale_dtype, order is not None and tuple(order.tolist()))
             together.setdefault(key, []).append(name)
     yield from together.values()
-
-
-def row_ranges(weights: Sequence[Tensor]) -> Iterator[slice]:
-    """Where each weight's rows lie in the stack of all."""
-    start = 0
-    for weight in weights:
-        yield slice(start, start + len(weight))
-        start += len(weight)
-
-
-def stacked(clips: Sequence[Clip], weights: Sequence[Tensor], *tail: int) -> Tensor:
-    """The clips of several linears as one ``[N, *tail]`` for the stack of their rows."""
-    pairs = zip(clips, weights, strict=True)
-    return torch.cat([torch.as_tensor(clip, device=w.device).expand(len(w), *tail) for clip, w in pairs])

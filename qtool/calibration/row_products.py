@@ -4,8 +4,9 @@ A GPU's library chooses its algorithm by the shape, and with it the order of a s
 the GPU the shape is the same whether one rank has all rows or each of several has a share in whole units.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 #: rows of a product, and the unit in which ranks share rows
@@ -15,6 +16,11 @@ ROWS = 512
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a b`` for ``a [N, K]`` and ``b [K, L]``."""
     return by_rows(lambda part: part @ b, a)
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    """``[E, ...]`` of E tensors of one shape; of one without a copy."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from qtool.calibration.clip import Clip
 from qtool.calibration.distill import Distill
 from qtool.calibration.gptq import Gptq
+from qtool.calibration.gptq_problem import TOGETHER, problem_bytes
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rtn import CHUNK_ELEMENTS
 from qtool.models.parts import LinearGroup
@@ -81,7 +82,7 @@ def _gptq_bytes(groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]
     """The worst group: weights not rounded yet, codes of the others, and the larger half of its own solution.
 
     First Hessian, damped one and factor; then Hessian and feedback beside the stacked weight, its target, errors and
-    codes. Experts have all their Hessians at once.
+    codes. Experts have all their Hessians at once, and several are solved together.
     """
     left, total = sum(map(prod, shapes.values())), sum(map(prod, shapes.values()))
     routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
@@ -91,9 +92,20 @@ def _gptq_bytes(groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]
         if rows:
             n, k = sum(shape[0] for shape in rows), rows[0][1]
             factoring, sweeping = (3 + drift) * 4 * k * k, (2 + drift + bool(method.rounds)) * 4 * k * k + 20 * n * k
-            worst = max(worst, 4 * left + (total - left) + int(max(factoring, sweeping)))
+            solving = int(max(factoring, sweeping)) + (_together(groups, shapes, group, n, k) - 1) * problem_bytes(n, k)
+            worst = max(worst, 4 * left + (total - left) + solving)
             left -= n * k
     return worst + routed + (2 * total if drift else 0)
+
+
+def _together(
+    groups: Sequence[LinearGroup], shapes: dict[str, tuple[int, int]], group: LinearGroup, n: int, k: int
+) -> int:
+    """Experts of a shape ``[n, k]`` that GPTQ solves at once."""
+    if not group.routed:
+        return 1
+    alike = sum(g.fold == group.fold for g in groups if g.routed and g.linears[0] in shapes)
+    return min(alike, max(1, TOGETHER // problem_bytes(n, k)))
 
 
 def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:

@@ -59,6 +59,29 @@ def test_blocked_sweep_is_gptq_column_by_column(block: int) -> None:
     torch.testing.assert_close(error, weight - values(codes, grid, group))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, sparse: bool) -> None:
+    made = [correlated(13, 40, dtype, seed) for seed in range(3)]
+    grids = [four_bits(weight, 4) for weight, _ in made]
+    groups = [torch.randperm(40, generator=torch.Generator().manual_seed(i)) // 10 for i in range(3)]
+    keep = torch.rand(3, 13, 40, generator=torch.Generator().manual_seed(7)) < 0.7 if sparse else None
+    start = torch.stack([weight for weight, _ in made])
+    all_fields = (torch.stack(list(bounds)) for bounds in zip(*(vars(grid).values() for grid in grids), strict=True))
+    grid, group = Grid(*all_fields), torch.stack(groups)
+    for causal in (True, False):
+        feedback = [Factor(h.clone(), 0.01).feedback if causal else descent_feedback(h) for _, h in made]
+        error = 0.1 * start.flip(0) * (not causal)
+        expected, lefts = [], []
+        for i in range(3):
+            left = error[i].clone()
+            kept = None if keep is None else keep[i]
+            expected.append(sweep(start[i], left, feedback[i], grids[i], groups[i], causal=causal, keep=kept, block=16))
+            lefts.append(left)
+        found = sweep(start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep, block=16)
+        assert torch.equal(found, torch.stack(expected)) and torch.equal(error, torch.stack(lefts))
+
+
 @pytest.mark.parametrize("block", [5, 64])
 def test_after_descent_no_single_code_can_be_better(block: int) -> None:
     weight, hessian = correlated(8, 32)
@@ -106,14 +129,24 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
     keep = torch.rand(n, k, generator=torch.Generator().manual_seed(3)) < 0.5 if sparse else None
     feedback = Factor(hessian.clone(), 0.01).feedback if causal else descent_feedback(hessian)
     error = torch.zeros(n, k) if causal else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
-    on_device = error.clone().to(DEVICE)
+    error_at_start, on_device = error.clone(), error.clone().to(DEVICE)
     expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
     moved = [t.to(DEVICE) for t in (weight, feedback, group)]
     fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
     kept = None if keep is None else keep.to(DEVICE)
+    one = Grid(*(f[None] for f in vars(fields).values()))
+    kept_one = None if kept is None else kept[None]
     codes = columns_triton.sweep(
-        moved[0], on_device, moved[1], fields, moved[2], causal=causal, keep=kept, block=block
-    ).cpu()
+        moved[0][None], on_device[None], moved[1][None], one, moved[2][None], causal=causal, keep=kept_one, block=block
+    )[0].cpu()
+    # two of them at once
+    twice = torch.stack([error_at_start] * 2).to(DEVICE)
+    both = columns_triton.sweep(
+        torch.stack([moved[0]] * 2), twice, torch.stack([moved[1]] * 2),
+        Grid(*(torch.stack([f] * 2) for f in vars(fields).values())), torch.stack([moved[2]] * 2),
+        causal=causal, keep=None if kept is None else torch.stack([kept] * 2), block=block,
+    )  # fmt: skip
+    assert torch.equal(both.cpu(), torch.stack([codes] * 2)) and torch.equal(twice, torch.stack([on_device] * 2))
     # sums in another order may tip a weight that lies midway between two codes, and with it the rest of its row
     assert (codes != expected).any(1).float().mean() < 0.1
     same = (codes == expected).all(1)

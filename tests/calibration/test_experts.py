@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from qtool.calibration import gptq_problem
 from qtool.calibration.clip import Clip
 from qtool.calibration.gptq import Gptq, stages
 from qtool.calibration.rtn import round_to_nearest
@@ -55,6 +56,29 @@ def test_an_expert_without_tokens_is_rounded_by_its_weights_and_named(starved, b
     for name in block.schemes:
         block.schemes[name].check(rounded[name].codes, rounded[name].params)
         assert (name in hungry) == (name in expected and torch.equal(rounded[name].codes, expected[name].codes))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch):
+    found, sizes = [], []
+    for limit in (gptq_problem.TOGETHER, 3 * gptq_problem.problem_bytes(128, 128), 1):
+        block, batches = blocks(make_model(CONFIGS[name]))[0]
+        monkeypatch.setattr(gptq_problem, "TOGETHER", limit)
+        solve, most = Gptq.solve_all, [0]
+
+        def counted(self, problems, solve=solve, most=most):
+            most[0] = max(most[0], len(problems))
+            return solve(self, problems)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Gptq, "solve_all", counted)
+            found.append(Gptq().round(block, batches))
+        sizes.append(most[0])
+    assert sizes[0] > sizes[2] == 1
+    for other in found[1:]:
+        for linear, rounded in found[0].items():
+            assert torch.equal(rounded.codes, other[linear].codes)
+            assert all(torch.equal(t, other[linear].params[key]) for key, t in rounded.params.items())
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):

@@ -11,6 +11,7 @@ from qtool.calibration import group_fit
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
+from qtool.calibration.gptq_problem import Rows
 from qtool.calibration.group_fit import fit_groups
 from qtool.calibration.hessian import Factor, Hessian, relative_error
 from qtool.calibration.scales import float_scale
@@ -109,6 +110,23 @@ def test_channels_and_linears_that_saw_nothing_are_rounded_to_nearest() -> None:
     codes, params, _ = Gptq().solve(scheme, weight, unseen)
     grid = scheme.grid(params)
     assert torch.equal(codes, grid.nearest(scheme.groups(weight)).flatten(1).to(codes.dtype))
+
+
+@pytest.mark.parametrize("name", ["w4a8-lqq", "w4a8-qoq", "w4a16", "w4a16-24", "w4ax-fmpq"])
+def test_problems_together_get_what_each_gets_alone(name: str) -> None:
+    """Also one whose Hessian needs more damping, and with a target that makes up for the input."""
+    scheme, problems = get(name), []
+    for seed, tokens in enumerate((1024, 3, 600)):
+        weight, hessian = problem(tokens=tokens, seed=seed)
+        problems.append(Rows(scheme, weight, hessian, 0.9, torch.ones(len(weight), 128 // (scheme.group_size or 128))))
+    method = Gptq(damping=1e-12)
+    found = method.solve_all(problems)
+    assert found[1].damping > found[0].damping
+    for own, together in zip(problems, found, strict=True):
+        (alone,) = method.solve_all([own])
+        assert torch.equal(alone.codes, together.codes) and alone.damping == together.damping
+        assert all(torch.equal(alone.params[key], together.params[key]) for key in alone.params)
+        assert torch.equal(alone.lost, together.lost) and torch.equal(alone.power, together.power)
 
 
 def test_the_target_makes_up_for_the_error_of_the_input() -> None:
