@@ -55,6 +55,8 @@ def _on_a_cpu() -> None:
 
     if not platforms.current_platform.device_type:
         platforms._current_platform = platforms.current_platform = CpuPlatform()
+        attention = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"  # asked by itself it refuses an fp8 cache
+        CpuPlatform.get_attn_backend_cls = lambda *_, **__: attention
 
 
 def _one_process() -> None:

@@ -110,9 +110,8 @@ def _exported(linear: QuantLinear, target: Target, dtype: torch.dtype, dequantiz
     if linear.permutation is not None:
         params = params | {"permutation": linear.permutation}
     stored = target.tensors(linear.format, codes, params)
-    weight = target.weight(linear.format, stored, *codes.shape)
-    if dequantize:
-        weight = weight.to(stored["weight_scale"].dtype)
+    scale = stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)  # loaded as a parameter
+    weight = target.weight(linear.format, stored | {"weight_scale": scale}, *codes.shape).to(scale.dtype)
     int8 = target.activations(linear.format.scheme) == TOKEN_INT8 and not dequantize
     kind = LibraryLinear if int8 else nn.Linear
     made = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")

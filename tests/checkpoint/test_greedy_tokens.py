@@ -52,9 +52,11 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_same_tokens_in_float32(scheme: str, size: int | None, name: str, source: Path, tmp_path: Path) -> None:
     native = quantize(Checkpoint(source), recipes.load(scheme).with_group_size(size), tmp_path / "native")
     out = export(native, name, tmp_path / "out").directory
-    expected = tokens(load(native, dtype=torch.float32), source)
-    for dequantize in (True, False):
-        assert tokens(client(out, dequantize=dequantize, dtype=torch.float32), out) == expected
+    plain = load(native, dtype=torch.float32)
+    # weights in the dtype of the file first
+    twice = qtool.load_as_export(native, name, dtype=torch.float32, dequantize=True)
+    for dequantize, ours in ((True, twice), (False, plain)):
+        assert tokens(client(out, dequantize=dequantize, dtype=torch.float32), out) == tokens(ours, source)
 
 
 @pytest.mark.parametrize("size", [32, 128])

@@ -75,6 +75,19 @@ def test_every_scheme(
         assert torch.equal(answers(found)[1], answers(expected)[1])
 
 
+@pytest.mark.parametrize("file", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("scheme", "size", "name"), [CASES[0], CASES[2], CASES[6]])
+def test_in_another_dtype_than_the_files(
+    scheme: str, size: int | str, name: str, file: torch.dtype, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Its scales are rounded when it is loaded, its weights if they are dequantized then."""
+    native = quantized(make_model(dtype=file), scheme, size)
+    out = export(native, name, tmp_path / "out").directory
+    for dtype in (torch.bfloat16, torch.float32):
+        for dequantize in (True,) if name == W4A16 else (False, True):
+            assert_equal(native, name, out, dequantize=dequantize, dtype=dtype)
+
+
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("variant", ["llama", "gemma2"])
