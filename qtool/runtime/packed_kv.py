@@ -168,7 +168,9 @@ class PackedTokens:
             codes, scale, zero = self.kernel_arguments()
             if isinstance(self.quantizer, KV4):
                 x = self.quantizer.centred(x) if self.quantizer.offset is not None else x
-                kv_append(x, codes, scale, zero, self.quantizer.importance, self._grouped, None)
+                importance = self.quantizer.importance
+                importance = None if importance is None else importance.to(x.device, torch.float32)
+                kv_append(x, codes, scale, zero, importance, self._grouped, None)
             else:
                 kv_append(x, codes, None, None, scale, self._grouped, None)
             return
