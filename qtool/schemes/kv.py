@@ -121,7 +121,9 @@ class KV4(KVQuantizer):
         self.offset, self.importance = offset, importance
 
     def quantize(self, x: Tensor) -> Packed:
-        importance = None if self.importance is None else self.importance.to(x.device, torch.float32)[:, None]  # [H, 1, D]
+        importance = self.importance
+        if importance is not None:
+            importance = importance.to(x.device, torch.float32)[:, None]  # [H, 1, D]
         codes, scale, zero = quantize_asymmetric(self.centred(x), importance)
         return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
 
