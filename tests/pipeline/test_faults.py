@@ -72,7 +72,7 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
     out = tmp_path / "out"
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     with monkeypatch.context() as patch:
-        patch.setattr(Gptq, "solve", failing_at(call, error, Gptq.solve))
+        patch.setattr(Gptq, "solve_all", failing_at(call, error, Gptq.solve_all))
         with pytest.raises(
             QtoolError, match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume"
         ):
