@@ -36,7 +36,7 @@ def test_4_bit_values_are_within_about_a_step(seed: int, shift: float, exponent:
         per_value = packed["scale"].float().repeat_interleave(x.shape[2] // packed["scale"].shape[2], 2)
         # the zero point's own fp16 rounding moves the grid by up to 2**-11 of |z| steps
         zero = packed["zero"].float().abs().repeat_interleave(x.shape[2] // packed["zero"].shape[2], 2)
-        # a twentieth of the range is clamped, and the fits trade the ends for the many: 1.12 at most in a thousand tries
+        # a twentieth of the range is clamped, the fits trade ends for the many: 1.12 at most in a thousand tries
         assert (error <= per_value * (1.25 + zero * 2**-10)).all()
 
 
