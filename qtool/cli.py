@@ -161,6 +161,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--batch-size", default=8, show_default=True)
 @click.option("--kv", help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.")
 @click.option("--as-export", metavar="FORMAT", help="Run --model as transformers runs its export in FORMAT.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of all that is not quantized.")
 @click.option("--save", is_flag=True, help="Keep each finished task in MODEL's eval.json; use again what is there.")
 @DEVICE
 @JSON

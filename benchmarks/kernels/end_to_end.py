@@ -1,6 +1,8 @@
 """The bundled model through every step on a GPU: quantize, verify, perplexity against the CPU's, generate.
 
-    python benchmarks/kernels/end_to_end.py [--schemes w4a8-lqq,w8a8] [--kv kv4]   (kv8 calibrates on the demo text)
+    python benchmarks/kernels/end_to_end.py [--schemes w4a8-lqq,w8a8] [--kv kv4] [--dtype float32]
+
+(kv8 calibrates on the demo text.)
 
 Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over 1e-3 (relative) from
 the CPU reference's, if decoding through the packed cache leaves the logits of one forward, or did not use the kernel.
@@ -35,9 +37,9 @@ def qtool(*arguments: str) -> str:
     return done.stdout
 
 
-def perplexity(directory: Path, device: str) -> float:
+def perplexity(directory: Path, device: str, dtype: str) -> float:
     """Of the bundled held-out text."""
-    found = json.loads(qtool("eval", "demo", "--model", str(directory), "--device", device, "--json"))
+    found = json.loads(qtool("eval", "demo", "--model", str(directory), "--device", device, "--dtype", dtype, "--json"))
     return found["tasks"][0]["metrics"]["perplexity"]["value"]
 
 
@@ -65,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--kv", default="kv4")
+    parser.add_argument("--dtype", default="bfloat16", help="of what is not quantized, where perplexities are compared")
     args = parser.parse_args()
     schemes, wrong = args.schemes.split(","), 0
     how = ["--kv", args.kv]
@@ -79,7 +82,7 @@ def main() -> int:
         for scheme, out in outs.items():
             made[scheme].result()
             verified = pool.submit(qtool, "verify", str(out), "--device", "cuda")
-            cpu, cuda = (pool.submit(perplexity, out, device) for device in ("cpu", "cuda"))
+            cpu, cuda = (pool.submit(perplexity, out, device, args.dtype) for device in ("cpu", "cuda"))
             distance, calls, written = decode(out)
             change = cuda.result() / cpu.result() - 1
             unused = args.kv in ("kv4", "kv8") and calls == 0

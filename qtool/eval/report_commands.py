@@ -44,7 +44,7 @@ def _evaluations(report: Report, base: str) -> list[str]:
     for fact in (q.facts for q in report.quality):
         options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
         options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
-        options += [f"--kv {fact['kv']}"] if "kv" in fact else []
+        options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         tasks = asked.setdefault(" ".join(options), [])
         if fact["task"] not in tasks:
             tasks.append(fact["task"])

@@ -49,10 +49,11 @@ def identity(directory: Path) -> str:
     return hashlib.sha256(config + json.dumps(recorded, sort_keys=True).encode()).hexdigest()
 
 
-def environment(device: str, kv: str | None = None) -> dict[str, str]:
-    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer that was asked for."""
+def environment(device: str, kv: str | None = None, dtype: str | None = None) -> dict[str, str]:
+    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer or dtype asked for."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | ({"kv": kv} if kv else {})
+    asked = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
+    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | asked
 
 
 def read(directory: Path) -> list[Answer]:

@@ -216,6 +216,7 @@ def evaluate(
     save: bool = False,
     kv: str | None = None,
     as_export: str | None = None,
+    dtype: str | None = None,
     **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given.
@@ -224,10 +225,13 @@ def evaluate(
         save: keep both in MODEL's eval.json and use again what is there.
         kv: KV-cache quantizer of MODEL while it is evaluated, by default its own; the baseline keeps its own.
         as_export: evaluate MODEL as transformers runs its export in this format (:mod:`qtool.pipeline.as_export`).
+        dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
 
     Raises:
         QtoolError: an unknown KV quantizer or format, or one that MODEL cannot have; a format with ``kv`` or ``save``.
     """
+    import torch
+
     from qtool.eval import saved
     from qtool.eval.evaluate import ask
     from qtool.pipeline.as_export import load_as_export, require_runs
@@ -245,11 +249,12 @@ def evaluate(
     def run(name: str, kv: str | None = None, as_export: str | None = None) -> Results:
         directory = resolve(name)
         asked = ask(tasks, load_tokenizer(directory), **options)
-        made = partial(load, directory, device=device, kv=kv)
+        where: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
+        made = partial(load, directory, kv=kv, **where)
         if as_export is not None:
-            made = partial(load_as_export, directory, as_export, device=device)
+            made = partial(load_as_export, directory, as_export, **where)
         if save:
-            return saved.answers(asked, saved.identity(directory), made, store, saved.environment(device, kv))
+            return saved.answers(asked, saved.identity(directory), made, store, saved.environment(device, kv, dtype))
         loaded = made()
         return Results([result for one in asked for result in one.answer(loaded)])
 

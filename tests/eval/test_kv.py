@@ -1,4 +1,4 @@
-"""`qtool eval --kv`: the model under another KV cache, the baseline as it is; answers are kept apart."""
+"""`qtool eval --kv`: the model under another KV cache, its baseline as it is; `--dtype`: both. All kept apart."""
 
 import json
 from pathlib import Path
@@ -57,6 +57,17 @@ def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None
     assert all(row.baseline and row.change for row in rows) and len(rows) == 2
     changes = {row.facts.get("kv"): row.change.change for row in rows if row.change}
     assert changes[None] == 0 and changes["kv4"] != 0
+
+
+def test_a_dtype_is_for_both(demo_like: Path) -> None:
+    own, found = (perplexities("--model", str(demo_like), *more) for more in ([], ["--dtype", "bfloat16"]))
+    assert found != own and found == pytest.approx(own, rel=0.01)
+    asked: dict[str, Any] = {"save": True, **OPTIONS}
+    commands.evaluate(["demo"], str(demo_like), None, **asked)
+    results, baseline = commands.evaluate(["demo"], str(demo_like), str(demo_like), dtype="bfloat16", **asked)
+    assert baseline is not None
+    assert [r["demo"].metrics["perplexity"].value for r in (results, baseline)] == found * 2
+    assert sorted(answer.facts.get("dtype", "") for answer in saved.read(demo_like)) == ["", "bfloat16"]
 
 
 @pytest.mark.parametrize(("kv", "message"), [("kv5", "unknown --kv 'kv5'"), ("kv8", "needs calibrated scales")])
