@@ -5,7 +5,8 @@
 Each export is served in a process of its own. The same token ids go to both sides: windows of ``--text``, or random ids
 for a model without a tokenizer. A line for each export: the kernel that ran; how many greedy continuations are equal,
 and by how much our two best logits differ where the others part; the mean log-probability of the prompts on both
-sides, and the mean and largest distance of a token's. An export whose activations have 16 bits where the
+sides, and the mean and largest distance of a token's. First the same distance of our runtime from itself in float32,
+which no other kernel can be expected to be under. An export whose activations have 16 bits where the
 checkpoint's are quantized is held against our dequantized weights.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from through_vllm import kernel_of
 
 SEED = 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,12 +49,31 @@ def ours(native: Path, prompts: list[list[int]], tokens: int, dtype: str, sixtee
         return_dict_in_generate=True,
     )
     best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
-    scores = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     return {
         "tokens": whole.sequences[:, ids.shape[1] :].tolist(),
         "gaps": (best[..., 0] - best[..., 1]).tolist(),
-        "scores": scores.tolist(),
+        "scores": scores_of(model, ids).tolist(),
     }
+
+
+def scores_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities ``[P, S - 1]`` of the tokens of ``ids [P, S]`` after the first."""
+    return model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+
+
+@torch.no_grad()
+def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
+    """How far our own log-probabilities in ``dtype`` are from those in float32."""
+    from qtool.runtime.load import load
+
+    ids = torch.tensor(prompts, device=DEVICE)
+    found, exact = (
+        scores_of(load(native, device=DEVICE, dtype=d), ids) for d in (getattr(torch, dtype), torch.float32)
+    )
+    distance = (found - exact).abs()
+    return (
+        f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    )
 
 
 def serve(export: str, request: Path) -> None:
@@ -87,17 +108,9 @@ def serve(export: str, request: Path) -> None:
 
 def kernels_of(model: torch.nn.Module) -> list[str]:
     """What multiplies in each quantized module."""
-    found = set()
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not any(part.endswith(("weight_packed", "qweight", "weight_scale", "scales")) for part in own):
-            continue
-        owners = (module, getattr(module, "scheme", None), getattr(module, "quant_method", None))
-        kernel = next(
-            (k for owner in owners if (k := getattr(owner, "kernel", None))), getattr(module, "quant_method", None)
-        )
-        found.add(type(kernel).__name__)
-    return sorted(found)
+    ends = ("weight_packed", "qweight", "weight_scale", "scales")
+    modules = (m for m in model.modules() if any(n.endswith(ends) for n, _ in m.named_parameters(recurse=False)))
+    return sorted({kernel_of(module) for module in modules})
 
 
 def activation_bits(directory: Path) -> int:
@@ -140,7 +153,7 @@ def compare(export: Path, request: Path, mine: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("native", type=Path)
-    parser.add_argument("exports", type=Path, nargs="+")
+    parser.add_argument("exports", type=Path, nargs="*", help="none: only our own distance, without a GPU too")
     parser.add_argument("--text", type=Path, help="prompts are its windows; without it they are random ids")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -159,6 +172,7 @@ def main() -> None:
         random = torch.Generator().manual_seed(SEED)
         prompts = torch.randint(3, vocabulary, (count, length), generator=random).tolist()
 
+    print(from_itself(options.native, prompts, options.dtype), flush=True)
     own_bits = own_activation_bits(options.native)
     sides = {  # the checkpoint as it is, and with 16-bit activations
         sixteen: ours(options.native, prompts, options.tokens, options.dtype, sixteen)

@@ -85,10 +85,6 @@ def _one_process() -> None:
     torch._ops._OpNamespace.__getattr__ = absent  # type: ignore[method-assign]
 
 
-def _number(capability: Any) -> int:
-    return capability if isinstance(capability, int) else 10 * capability[0] + capability[1]
-
-
 def nibbles(words: Tensor, axis: int) -> Tensor:
     """int32 words along ``axis`` as eight codes each, the lowest nibble first."""
     shape = [1] * (words.dim() + 1)
@@ -162,14 +158,14 @@ def main(native: Path, exports: list[Path]) -> None:
         for module, parameters, linears in quantized(built(directory), experts):
             wanted = torch.cat([expected[linear] for linear in linears])
             worst = max(worst, float((weight(parameters, export) - wanted).norm() / wanted.norm()))
-            kernels.add(_kernel(module))
+            kernels.add(kernel_of(module))
             seen.update(linears)
         assert seen == expected.keys(), f"{directory}: vLLM has no module of {min(expected.keys() - seen)}"
         line = f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; {', '.join(sorted(kernels))}"
         print(f"{directory.name}: {line}", flush=True)
 
 
-def _kernel(module: Any) -> str:
+def kernel_of(module: Any) -> str:
     """What would multiply: the kernel of a linear, the method of a stack of experts."""
     owners = (module, getattr(module, "scheme", None), module.quant_method)
     kernel = next((found for owner in owners if (found := getattr(owner, "kernel", None))), module.quant_method)
