@@ -48,7 +48,8 @@ class Measured:
             f"peak memory: host {self.record['peak_host_bytes'] / 1e9:.2f} GB, "
             f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, {self.reserved / 1e9:.2f} GB reserved "
             f"({self.record['device']})",
-            f"planned: {self.planned.seconds:.0f} s, host {self.planned.host_bytes / 1e9:.2f} GB, device "
+            f"planned: {self.planned.seconds:.0f} s (first run {self.planned.compiling:.0f} s more), host "
+            f"{self.planned.host_bytes / 1e9:.2f} GB, device "
             f"{self.planned.device_bytes / 1e9:.2f} GB",
             f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} GB/s, memory "
             f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 {rates.tf32 / 1e12:.0f}, "

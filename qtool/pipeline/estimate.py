@@ -18,7 +18,7 @@ class Rates:
         forward, hessian, learning, search, rounding: operations. tried: weights rounded by a candidate of a search.
         tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks of columns.
         packed: weights packed or unpacked. read, write: bytes, beside the blocks.
-        start: seconds before the first block.
+        start: seconds before the first block. compiling: what the first run on a machine takes longer.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Rates:
     read: float
     write: float
     start: float
+    compiling: float
 
     def seconds(self, work: Work) -> float:
         """Of a run: its blocks one after another, or its files if those take longer."""
@@ -70,6 +71,7 @@ H200 = Rates(
     read=1.5e9,
     write=0.45e9,
     start=2.8,
+    compiling=4.0,
 )
 
 

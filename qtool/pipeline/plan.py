@@ -45,7 +45,7 @@ class Plan:
 
     Attributes:
         linears: of a block of the commonest kind; those of its kind are alike unless rules say otherwise.
-        device: what time and memory are of.
+        device: what time and memory are of. compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks.
     """
 
@@ -59,6 +59,7 @@ class Plan:
     device_bytes: int = 0
     activation_bytes: int = 0
     place: str = ""
+    compiling: float = 0
 
     @property
     def output_bytes(self) -> int:
@@ -104,7 +105,7 @@ def plan(
     host_bytes = memory.host_bytes(job, device, tokens, kept if place == "host" else 0)
     device_bytes = working + (kept if place == "device" else 0)
     return Plan(job, linears, source, shards, host_bytes, seconds(job, samples, seqlen), H200.name, device_bytes,
-                kept, place)  # fmt: skip
+                kept, place, H200.compiling)  # fmt: skip
 
 
 def _linears(job: Job, block: int) -> list[PlannedLinear]:
@@ -148,6 +149,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "output_bytes": planned.output_bytes,
         "peak_host_bytes": planned.host_bytes,
         "seconds": planned.seconds,
+        "seconds_to_compile": planned.compiling,
         "device": planned.device,
         "peak_device_bytes": planned.device_bytes,
         "activation_bytes": planned.activation_bytes,
@@ -195,6 +197,7 @@ def _costs(planned: Plan) -> Iterator[str]:
     if not planned.place:
         yield f"{host}, {took}"
         return
+    took += f" (first run {planned.compiling:.0f} s more)"
     yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
     kept = f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {activations.PLACES[planned.place]}"
     yield f"{kept}; disk {planned.disk_bytes / 1e9:.2f} GB"
