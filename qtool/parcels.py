@@ -55,10 +55,15 @@ def describe(tensors: Sequence[Tensor]) -> Described:
     return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
 
 
+def size(described: Described) -> int:
+    """The bytes of a buffer for the tensors."""
+    places = _places(described)
+    return places[-1].stop if places else 0
+
+
 def buffer(described: Described, device: str) -> Tensor:
     """Room for the tensors, uint8, on ``device``."""
-    places = _places(described)
-    return torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, device=device)
+    return torch.empty(size(described), dtype=torch.uint8, device=device)
 
 
 def pack(tensors: Sequence[Tensor], described: Described, into: Tensor) -> None:

@@ -28,6 +28,8 @@ S = TypeVar("S")
 
 #: of a collective; a rank that dies is found much earlier (:mod:`qtool.watch`)
 TIMEOUT = timedelta(hours=2)
+#: its name since torch 2.13, where the other one warns
+_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: bytes that every rank sends to all others at once; what is longer goes in two
 PARCEL = 4096
 
@@ -110,9 +112,12 @@ def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
     return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
-def rounds(own: Sequence[T]) -> Iterator[T | None]:
-    """One's own items, then None while another rank has one more: every rank takes the same number of turns."""
-    turns = max(every(len(own)))
+def rounds(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
+    """One's own items, then None while another rank has one more: every rank takes the same number of turns.
+
+    ``count``: how many items all ranks have, if that is known.
+    """
+    turns = max(every(len(own))) if count is None else -(-count // _world.size)
     yield from own
     yield from [None] * (turns - len(own))
 
@@ -123,16 +128,28 @@ def every(value: T) -> list[T]:
         return [value]
     blob, tensors = parcels.take_apart(value)
     found = [pickle.loads(part) for part in _gather(pickle.dumps((blob, parcels.describe(tensors))))]
-    values = []
-    for owner, (its_blob, described) in enumerate(found):
-        buffer = parcels.buffer(described, _world.device)
-        if owner == _world.rank:
-            parcels.pack(tensors, described, buffer)
+    own = parcels.buffer(found[_world.rank][1], _world.device)
+    parcels.pack(tensors, found[_world.rank][1], own)
+    buffers = _exchange(own, [parcels.size(described) for _, described in found])
+    return [
+        value if owner == _world.rank else parcels.put_together(its_blob, described, buffer)
+        for owner, ((its_blob, described), buffer) in enumerate(zip(found, buffers, strict=True))
+    ]
+
+
+def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The bytes ``own`` of each rank, by rank, of which there are ``sizes``."""
+    if len(set(sizes)) == 1 and sizes[0]:
+        whole = own.new_empty(len(sizes), len(own))
+        with _together():
+            _all_gather_flat(whole.view(-1), own)
+        return whole.unbind()
+    buffers = [own if owner == _world.rank else own.new_empty(size) for owner, size in enumerate(sizes)]
+    for owner, buffer in enumerate(buffers):
         if len(buffer):
             with _together():
                 dist.broadcast(buffer, owner)
-        values.append(value if owner == _world.rank else parcels.put_together(its_blob, described, buffer))
-    return values
+    return buffers
 
 
 def _gather(blob: bytes) -> list[bytes]:
@@ -188,16 +205,24 @@ def spread_together(
     return [results[i] for i in range(len(items))]
 
 
+def spread_numbers(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
+    """:func:`spread` of a number ``[]`` float64 on the ranks' device, in one exchange that no process waits for."""
+    own = [function(item) for item in share(items)]
+    if _world.size == 1:
+        return torch.stack(own)
+    found = torch.zeros(len(items), dtype=torch.float64, device=_world.device)
+    if own:
+        found[_world.rank :: _world.size] = torch.stack(own)
+    add_up(found)  # each number and zeros: exact
+    return found
+
+
 def rows(count: int, unit: int = 1) -> slice:
     """The rows of this rank, of ``count``; in whole units, if there are enough for all ranks."""
-    return _rows(count, _world.rank, unit)
-
-
-def _rows(count: int, number: int, unit: int = 1) -> slice:
     if count < unit * _world.size:
         unit = 1
-    units = -(-count // unit)
-    return slice(unit * (units * number // _world.size), min(count, unit * (units * (number + 1) // _world.size)))
+    units, number, size = -(-count // unit), _world.rank, _world.size
+    return slice(unit * (units * number // size), min(count, unit * (units * (number + 1) // size)))
 
 
 def add_up(tensor: Tensor) -> None:
@@ -208,34 +233,32 @@ def add_up(tensor: Tensor) -> None:
 
 
 class Sum:
-    """The sum of one matrix a batch, whichever rank has the batch, in the order of the batches.
+    """The sum of ``count`` numbers a batch, whichever rank has the batch, in the order of the batches.
 
     While the next batch is computed the terms of the last one travel.
-
-    Attributes:
-        tensor: ``[rows, columns]`` zeros, to which a batch's term is added before :meth:`turn`: another one after it.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(rows, columns, device=device)
-        own = _rows(rows, _world.rank)
-        self._own = torch.zeros(own.stop - own.start, columns, device=device) if _world.size > 1 else None
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, share = count, -(-count // _world.size)
+        self._term = torch.zeros(_world.size * share, device=device)
+        self._own = torch.zeros(share, device=device) if _world.size > 1 else None
         self._sent: tuple[Any, Tensor, Tensor] | None = None  # the exchange under way, what is sent and received
 
+    @property
+    def tensor(self) -> Tensor:
+        """``[count]``, to which a batch's term is added before :meth:`turn`: another one, of zeros, after it."""
+        return self._term[: self._count]
+
     def turn(self) -> None:
-        """After a batch: each rank adds the terms of all, in order, to its rows of the sum."""
+        """After a batch: each rank adds the terms of all, in order, to its share of the sum."""
         if self._own is None:
             return
         spare = self._settle()
-        height = len(self._own)
-        sizes = [(part := _rows(len(self.tensor), r)).stop - part.start for r in range(_world.size)]
-        terms = self.tensor.new_empty(_world.size, height, self.tensor.shape[1])  # [R, rows / R, columns]
+        terms = self._own.new_empty(_world.size, len(self._own))
         with _together():
-            work = dist.all_to_all_single(
-                terms.flatten(0, 1), self.tensor, [height] * _world.size, sizes, async_op=True
-            )
-        self._sent = work, self.tensor, terms
-        self.tensor = torch.zeros_like(self.tensor) if spare is None else spare.zero_()
+            work = dist.all_to_all_single(terms.view(-1), self._term, async_op=True)
+        self._sent = work, self._term, terms
+        self._term = torch.zeros_like(self._term) if spare is None else spare.zero_()
 
     def _settle(self) -> Tensor | None:
         """Add the terms under way; the tensor that they were sent from."""
@@ -253,12 +276,8 @@ class Sum:
         """The sum, after the last turn."""
         if self._own is not None:
             self._settle()
-            for r in range(_world.size):
-                part = self.tensor[_rows(len(self.tensor), r)]
-                if r == _world.rank:
-                    part.copy_(self._own)
-                with _together():
-                    dist.broadcast(part, r)
+            with _together():
+                _all_gather_flat(self._term, self._own)
             self._own = None
         return self.tensor
 

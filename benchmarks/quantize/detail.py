@@ -4,27 +4,30 @@
     torchrun --nproc-per-node 2 benchmarks/quantize/detail.py DIR [--layers 6]
 
 Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a stage around each function
-named below, and compares the codes with those that other numbers of ranks have left in DIR.
+named below, and compares the codes with those that other numbers of ranks have left in DIR. After one rank and two it
+prints what four would take by their stages.
 """
 
 import argparse
 import functools
 import json
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import differences
 
 from qtool import ranks, recipes
 from qtool.calibration import clip, gptq, hessian, smooth
-from qtool.calibration.stages import stage
+from qtool.calibration.stages import Stages, stage
 from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline import bench, blocks
+from qtool.pipeline import bench, blocks, shards
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.random_checkpoint import config_of, make
+from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
 from qtool.pipeline.run_record import beside
 from qtool.runtime.format import LinearFormat
 from qtool.schemes.base import Scheme
@@ -35,62 +38,106 @@ NAMED = (
     *((gptq, name) for name in ("sweep", "fit_groups")),
     *((gptq.Gptq, "observe"), (hessian.Factor, "__init__")),
     *((hessian.Hessian, name) for name in ("power", "turn", "complete")),
+    *((ranks, name) for name in ("every", "add_up")),
     *((blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),
-    *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check"), (ranks, "every")),
+    *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check")),
 )
+#: of each run in this process
+made: list[Stages] = []
 
 
 def named(owner: Any, attribute: str) -> None:
-    """Let ``owner.attribute`` be a stage of its own."""
+    """Let ``owner.attribute`` be a stage of its own, one of ``ranks`` one for each function that asks for it."""
     function: Callable[..., Any] = getattr(owner, attribute)
     label = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
 
     @functools.wraps(function)
     def staged(*arguments: Any, **options: Any) -> Any:
-        with stage(label):
+        with stage(f"{label} of {asking()}" if owner is ranks else label):
             return function(*arguments, **options)
 
     setattr(owner, attribute, staged)
+
+
+def asking() -> str:
+    """The function outside of ``ranks`` that called it."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in (ranks.__name__, __name__) and frame.f_back:
+        frame = frame.f_back
+    return f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}"
+
+
+class Kept(Stages):
+    """Stages that can be looked at after the run, on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        made.append(self)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--shape", default="llama-3-8b", choices=list(SHAPES))
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
     chosen = parser.parse_args()
     recipe = recipes.load("w4a8-lqq", str(Path(__file__).with_name("paper-gptq.yaml")))
     for owner, attribute in NAMED:
         named(owner, attribute)
-    with ranks.joined("cuda") as own:
+    setattr(shards, "Stages", Kept)  # noqa: B010
+    with ranks.joined(chosen.device) as own:
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
             source, out = chosen.directory / f"source-{layers}", chosen.directory / f"ranks-{ranks.size()}"
             if ranks.rank() == 0:
                 if not source.exists():
-                    make(config_of("llama-3-8b", layers), source)
+                    make(config_of(chosen.shape, layers) | ({"vocab_size": 1024} if layers == 1 else {}), source)
                 for old in (out, out.with_name(out.name + ".partial")):
                     shutil.rmtree(old, ignore_errors=True)
             ranks.meet()
             checkpoint = Checkpoint(source)
-            samples = 128 if layers > 1 else 2 * ranks.size()
-            tokens = bench.random_tokens(checkpoint.config["vocab_size"], samples, 2048)
+            samples = chosen.samples if layers > 1 else 2 * ranks.size()
+            tokens = bench.random_tokens(checkpoint.config["vocab_size"], samples, chosen.seqlen)
             began = time.perf_counter()
             quantize(checkpoint, recipe, out, device=own, calibration=tokens)
             ranks.meet()
+        seconds = time.perf_counter() - began
+        others = ranks.every(dict(made[-1].seconds))[1:]
         if ranks.rank() == 0:
-            report(out, chosen.layers, time.perf_counter() - began)
+            report(out, chosen.layers, seconds, others)
 
 
-def report(out: Path, layers: int, seconds: float) -> None:
-    """Print the stages, and what differs from other results beside ``out``."""
+def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
+    """Print the stages, of ``others`` beside the first rank's, and what differs from other results beside ``out``."""
     record = json.loads(beside(out).read_text())
     print(f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
           f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB")  # fmt: skip
     for name, spent in sorted(record["stages"].items(), key=lambda item: -item[1]):
-        print(f"   {name:30s} {spent:8.3f} s   {1e3 * spent / layers:8.1f} ms a block")
+        each = [1e3 * stages.get(name, 0.0) / layers for stages in (record["stages"], *others)]
+        print(f"   {name:45s} {spent:8.3f} s   {', '.join(f'{ms:.1f}' for ms in each)} ms a block")
     for other in sorted(out.parent.glob("ranks-?")):
         if other != out:
-            codes, all_codes, others = (sum(counts) for counts in zip(*differences(other, out), strict=True))
-            print(f"against {other.name}: {codes} of {all_codes} codes and {others} other values differ")
+            codes, all_codes, values = (sum(counts) for counts in zip(*differences(other, out), strict=True))
+            print(f"against {other.name}: {codes} of {all_codes} codes and {values} other values differ")
+    one, two = (out.with_name(f"ranks-{count}.run.json") for count in (1, 2))
+    if one.exists() and two.exists():
+        first, second = json.loads(one.read_text()), json.loads(two.read_text())
+        four = more_ranks(first["stages"], second["stages"], 4)
+        print(f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by their stages: "
+              f"{four:.1f} s, {first['seconds'] / four:.2f} times")  # fmt: skip
+
+
+def more_ranks(one: Mapping[str, float], two: Mapping[str, float], count: int) -> float:
+    """Seconds of ``count`` ranks: of each stage of 1 and 2 the part that was halved is shared out, the rest stays."""
+    total = 0.0
+    for name in {*one, *two}:
+        if not name.endswith(bench.BESIDE):
+            alone, halved = one.get(name, 0.0), two.get(name, 0.0)
+            shared = min(2 * max(alone - halved, 0.0), 2 * halved)
+            total += halved - shared / 2 + shared / count
+    return total
 
 
 if __name__ == "__main__":

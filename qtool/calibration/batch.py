@@ -3,7 +3,7 @@
 Legend: B sequences in a batch, S tokens, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,14 @@ class Batch:
     def keep(self, hidden: Tensor) -> None:
         """``hidden`` takes the place of the hidden states, where those are kept."""
         self.hidden = hidden.to(self.hidden.device)
+
+
+class Batches(list[Batch]):
+    """This rank's share of the calibration batches; ``shapes``: ``(B, S)`` of those of all ranks, in order."""
+
+    def __init__(self, own: Iterable[Batch], shapes: Iterable[tuple[int, int]]) -> None:
+        super().__init__(own)
+        self.shapes = list(shapes)
 
 
 def _sequences(value: Any, part: slice, size: int) -> Any:

@@ -127,9 +127,10 @@ class Block:
             bias.copy_(bias.double() * factor.double())
 
     def fit(self, name: str) -> Params:
-        """Parameters of linear ``name`` by its scheme and the clip chosen for it."""
+        """Parameters of linear ``name`` by its scheme and the clip chosen for it; its weight is taken to be finite."""
         clip, group_clip = self.clips.get(name, (1.0, 1.0))
-        return self.schemes[name].fit(self.weight(name), clip=clip, group_clip=group_clip)
+        scheme = self.schemes[name]
+        return scheme.fit_range(*scheme.range(self.weight(name), finite=True), clip=clip, group_clip=group_clip)
 
     @torch.no_grad()
     def run(self, batch: Batch, **extra: Any) -> Tensor:

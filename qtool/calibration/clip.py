@@ -30,8 +30,8 @@ from qtool.calibration.tensor_cores import tensor_cores
 from qtool.schemes.base import Clip as Ratio
 from qtool.schemes.base import Scheme
 
-#: what the search of any linear costs beside that of its weights, in weights (on an H200)
-FIXED_COST = 20_000_000
+#: what the search of any linear costs beside that of its weights, in weights: a few hundred launches
+FIXED_COST = 5_000_000
 
 
 @dataclass(kw_only=True)
@@ -77,16 +77,18 @@ class Clip(Transform):
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         inputs = collect(block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed)
 
-        def searched(name: str) -> tuple[tuple[Ratio, Ratio], dict[str, float]]:
+        def searched(name: str) -> tuple[tuple[Ratio, Ratio], Tensor]:
             scheme, seen = block.schemes[name], inputs[block.family.group_of(name).linears[0]]
-            x = scheme.fake_activation(seen.sample, scheme.fit(block.weight(name)))
-            return search(scheme, block.weight(name).float(), x, self.ratios)
+            weight = block.weight(name).float()
+            params = scheme.fit_range(*scheme.range(weight, finite=True))
+            return search(scheme, weight, scheme.fake_activation(seen.sample, params), self.ratios)
 
         judged = [name for name in block.schemes if block.family.group_of(name).linears[0] in inputs]
         found = ranks.spread(searched, judged, cost=lambda name: FIXED_COST + block.weight(name).numel())
-        for name, (clips, note) in zip(judged, found, strict=True):
+        errors = torch.stack([error for _, error in found]).tolist() if found else []
+        for name, (clips, _), (least, unclipped) in zip(judged, found, errors, strict=True):
             block.clips[name] = clips
-            block.notes.setdefault("clip", {})[name] = note
+            block.notes.setdefault("clip", {})[name] = {"error": least, "error_unclipped": unclipped}
         if self.sequences:
             self._choose_by_block(block, subset(batches, self.sequences))
 
@@ -99,7 +101,7 @@ class Clip(Transform):
         options: list[dict[str, tuple[Ratio, Ratio]]] = [{name: (r, 1.0) for name in names} for r in self.ratios]
         options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
         exact = [block.run(batch) for batch in batches]
-        errors = torch.stack(ranks.spread(lambda option: block_error(block, batches, exact, option), options)).tolist()
+        errors = ranks.spread_numbers(lambda option: block_error(block, batches, exact, option), options).tolist()
         best = min(range(len(options)), key=errors.__getitem__)
         block.clips.update(options[best])
         choice = "by layer" if best == len(self.ratios) else self.ratios[best]
@@ -107,14 +109,12 @@ class Clip(Transform):
             block.notes["clip"][name] = {"ratio": choice, "error": errors[best], "error_unclipped": errors[0]}
 
 
-def search(
-    scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]
-) -> tuple[tuple[Ratio, Ratio], dict[str, float]]:
-    """``(clip [N], group_clip [N, G])`` with the least output error for ``weight [N, K]`` and ``x [T, K]``.
+def search(scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """``(clip [N], group_clip [N, G])`` with the least output error for ``weight [N, K]``, finite, and ``x [T, K]``.
 
-    ``ratios`` begins with 1.
+    ``ratios`` begins with 1. Also that error, and the one without clipping, ``[2]``: a GPU is not waited for.
     """
-    low, high = scheme.range(weight)
+    low, high = scheme.range(weight, finite=True)
     rows, groups = low.shape
     moments = x.view(len(x), groups, -1).permute(1, 2, 0)  # [G, g, T]
     moments = moments @ moments.mT  # [G, g, g]
@@ -126,7 +126,7 @@ def search(
     clip = torch.ones(rows, device=weight.device)
     group_clip = torch.ones(rows, groups, device=weight.device)
     start = best = row_error(difference(clip, group_clip), x)
-    if groups == 1 or two_levels(scheme, low, high):
+    if groups == 1 or two_levels(scheme, groups):
         for ratio in ratios[1:]:
             error = row_error(difference(ratio, group_clip), x)
             clip = torch.where(error < best, ratio, clip)
@@ -140,13 +140,14 @@ def search(
         error = row_error(difference(clip, chosen), x)
         group_clip = torch.where((error < best)[:, None], chosen, group_clip)
         best = torch.minimum(error, best)
-    return (clip, group_clip), {"error": float(best.sum()), "error_unclipped": float(start.sum())}
+    return (clip, group_clip), torch.stack([best.sum(), start.sum()])
 
 
-def two_levels(scheme: Scheme, low: Tensor, high: Tensor) -> bool:
-    """Whether shrinking the channel's range is something else than shrinking that of all its groups."""
-    channel = scheme.fit_range(low[:1], high[:1], clip=0.5)
-    group = scheme.fit_range(low[:1], high[:1], group_clip=0.5)
+def two_levels(scheme: Scheme, groups: int) -> bool:
+    """Whether shrinking the range of a channel of ``groups`` is something else than shrinking that of all of these."""
+    high = torch.linspace(1, 2, groups)[None]
+    channel = scheme.fit_range(-high, high, clip=0.5)
+    group = scheme.fit_range(-high, high, group_clip=0.5)
     return any(not torch.equal(channel[name], group[name]) for name in channel)
 
 

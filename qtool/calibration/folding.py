@@ -15,8 +15,7 @@ def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
 def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
     """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
     for name in group.linears:
-        weight = block.weight(name)
-        weight.copy_(weight.double() * factor.double())
+        block.weight(name).mul_(factor.double())  # float64 in between
     if group.fold is Fold.HEADS:
         heads = block.heads
         factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]

@@ -40,7 +40,7 @@ from qtool.calibration.row_products import ROWS, by_rows, product, together
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
-from qtool.calibration.statistics import count_tokens, saw_enough
+from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Grid, Params, Scheme
 
@@ -80,7 +80,7 @@ class Gptq(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
-        tokens, turns = count_tokens(batches), list(ranks.rounds(batches))
+        tokens, turns = count_tokens(batches), list(ranks.rounds(batches, len(batch_shapes(batches))))
         for stage in stages(block.family.groups):
             found: dict[str, Rounded] = {}
             problems: list[Problem] = []
@@ -97,6 +97,8 @@ class Gptq(Rounding):
                 block.install(name, result)
                 block.forget(name)
             rounded |= found
+        for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
+            note["error"] = float(note["error"])
         return rounded
 
     def observe(self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str) -> Hessian:

@@ -18,54 +18,55 @@ from qtool.calibration.tensor_cores import precise_matmul
 
 
 class Hessian:
-    """``h [K, K]`` and, with ``drift``, ``d [K, K]``; float32.
+    """``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32; both are there after :meth:`complete`.
 
-    On tensor cores only the panels of ``h`` that reach the upper triangle are summed; :meth:`complete` mirrors them.
+    On a GPU ``h`` is summed as the panels that reach its upper triangle, one behind the other.
     """
 
+    h: Tensor
+    d: Tensor | None = None
+
     def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
-        self.sums = [ranks.Sum(k, k, device) for _ in range(2 if drift else 1)]
+        self.panels = parts(k, device)
+        sizes = [sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels), k * k]
+        self._sums = [ranks.Sum(size, device) for size in sizes[: 1 + drift]]
         self.tokens = 0
-
-    @property
-    def h(self) -> Tensor:
-        """The sum of ``2 X^T X``; before :meth:`complete` a part of it."""
-        return self.sums[0].tensor
-
-    @property
-    def d(self) -> Tensor | None:
-        """The sum of ``2 (X_fp - X)^T X``, likewise."""
-        return self.sums[1].tensor if len(self.sums) > 1 else None
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Count the inputs ``x [M, K]`` and, for the same tokens, the float block's ``reference [M, K]``."""
+        h, *drift = self._sums
         with stage("Hessian"):
-            if on_tensor_cores(x):
-                for rows, columns in panels(x.shape[1]):
-                    add_gram(self.h[rows, columns], x[:, rows], x[:, columns])
-            else:
-                self.h.add_(2 * (x.T.float() @ x.float()))
-            if self.d is not None and reference is not None:
-                difference = reference.to(x.dtype) - x
-                if on_tensor_cores(x):
-                    add_gram(self.d, difference, x)
-                else:
-                    self.d.add_(2 * (difference.T.float() @ x.float()))
+            for (rows, columns), panel in self._by_panel(h.tensor):
+                add_product(panel, x[:, rows], x[:, columns])
+            if drift and reference is not None:
+                add_product(drift[0].tensor.view(x.shape[1], -1), reference.to(x.dtype) - x, x)
         self.tokens += len(x)
+
+    def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """Rows and columns of each panel, and its part of the sum."""
+        start = 0
+        for rows, columns in self.panels:
+            stop = start + rows.stop * (columns.stop - columns.start)
+            yield (rows, columns), total[start:stop].view(rows.stop, -1)
+            start = stop
 
     def turn(self) -> None:
         """After each batch: what the ranks counted in it is added up."""
-        for part in self.sums:
+        for part in self._sums:
             part.turn()
 
     def complete(self) -> "Hessian":
-        """Itself, whole on every rank, both triangles filled in: call it once, after the last :meth:`turn`."""
-        for part in self.sums:
-            part.whole()
+        """Itself, whole on every rank: call it once, after the last :meth:`turn`."""
+        k, (total, *drift) = self.panels[-1][0].stop, (part.whole() for part in self._sums)
+        self._sums = []
+        if len(self.panels) == 1:
+            self.h = total.view(k, k)
+        else:
+            self.h = total.new_empty(k, k)
+            for (rows, columns), panel in self._by_panel(total):
+                self.h[rows, columns], self.h[columns, rows] = panel, panel.T
+        self.d = drift[0].view(k, k) if drift else None
         self.tokens = sum(ranks.every(self.tokens))
-        if self.h.is_cuda:
-            for rows, columns in panels(len(self.h)):
-                self.h[columns, rows] = self.h[rows, columns].T.clone()
         return self
 
     def power(self, weight: Tensor) -> Tensor:
@@ -80,14 +81,19 @@ class Hessian:
         return total
 
 
-def relative_error(lost: Tensor, power: Tensor) -> float:
-    """``||X (W - V)^T|| / ||X W^T||`` by :meth:`Hessian.power` of ``W - V`` and of W."""
-    return float((lost.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt())
+def relative_error(lost: Tensor, power: Tensor) -> Tensor:
+    """``||X (W - V)^T|| / ||X W^T||``, ``[]``, by :meth:`Hessian.power` of ``W - V`` and of W."""
+    return (lost.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt()
 
 
 def on_tensor_cores(x: Tensor) -> bool:
     """Whether products of ``x`` run on tensor cores that add in float32."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
+    """Rows and columns of what is summed of ``[K, K]``: the panels on a GPU, else one that is all of it."""
+    return list(panels(k)) if device.type == "cuda" else [(slice(0, k), slice(0, k))]
 
 
 def panels(k: int) -> Iterator[tuple[slice, slice]]:
@@ -98,9 +104,12 @@ def panels(k: int) -> Iterator[tuple[slice, slice]]:
         yield slice(0, stop), slice(start, stop)
 
 
-def add_gram(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += 2 a^T b``, 16-bit operands multiplied and added in float32, in place."""
-    torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += 2 a^T b`` in place; 16-bit operands are multiplied on tensor cores and added in float32."""
+    if on_tensor_cores(a):
+        torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
+    else:
+        total.add_(2 * (a.T.float() @ b.float()))
 
 
 class Factor:

@@ -67,39 +67,41 @@ class Smooth(Transform):
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
         inputs = collect(block, batches, [group.linears[0] for group in chosen], self.tokens, self.seed)
+        found: dict[str, Tensor] = {}
         # backwards: a factor that changes the rows of up or v is in place when their inputs are smoothed
         for group in reversed(chosen):
             seen = inputs.get(group.linears[0])
             if seen is not None and any(name in block.schemes for name in group.linears):
-                factor, note = search(block, group, seen, self.steps)
+                factor, found[group.linears[0]] = search(block, group, seen, self.steps)
                 fold_factor(block, group, factor)
-                block.notes.setdefault("smooth", {})[group.linears[0]] = note
+        for name, values in found.items():  # only here is a GPU waited for
+            keys = ("alpha", "beta", "error", "error_unsmoothed")
+            block.notes.setdefault("smooth", {})[name] = dict(zip(keys, values.tolist(), strict=True))
 
 
-def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, dict[str, float]]:
-    """The best ``lambda [K]`` of the grid, and what was found."""
+def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, Tensor]:
+    """The best ``lambda [K]`` of the grid, and what was found: alpha, beta, its error and that without, float64."""
     share = per_kv_head if group.fold is Fold.HEADS else lambda amax, heads: amax
     weight_amax = torch.stack([block.weight(name).abs().amax(0) for name in group.linears]).amax(0).float()
     x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
     problems = [(block.schemes[name], block.weight(name).float()) for name in group.linears if name in block.schemes]
     targets = [inputs.sample @ weight.T for _, weight in problems]
-    exponents = [i / steps for i in range(steps + 1)]
-    grid = [(alpha, beta) for alpha in exponents for beta in exponents]
-    alphas, betas = x_amax.new_tensor(grid)[:, :, None].unbind(1)
-    factors = list(smoothing_factor(x_amax, w_amax, alphas, betas))
+    exponents = torch.arange(steps + 1, dtype=torch.float64, device=x_amax.device) / steps
+    grid = torch.cartesian_prod(exponents, exponents)  # [C, 2]
+    pairs = grid.to(x_amax.dtype)
+    factors = smoothing_factor(x_amax, w_amax, pairs[:, :1], pairs[:, 1:])
 
     def error_of(factor: Tensor | None) -> Tensor:
         with tensor_cores():
             return output_error(inputs.sample, problems, targets, factor)
 
-    # only now is anything waited for: a GPU works through all candidates without a pause
-    start, *errors = torch.stack(ranks.spread(error_of, [None, *factors])).tolist()
-    least = min(range(len(grid)), key=errors.__getitem__)
-    if errors[least] < start:
-        choice, best, factor = grid[least], errors[least], factors[least]
-    else:
-        choice, best, factor = (0.0, 0.0), start, torch.ones_like(x_amax)
-    return factor, {"alpha": choice[0], "beta": choice[1], "error": best, "error_unsmoothed": start}
+    errors = ranks.spread_numbers(error_of, [None, *factors])
+    errors, start = errors[1:], errors[:1]
+    least = errors.argmin(0, keepdim=True)  # of equals the first
+    better = errors[least] < start
+    factor = torch.where(better, factors[least], 1.0)[0]
+    choice = torch.where(better, grid[least], 0.0)[0]
+    return factor, torch.cat([choice, torch.where(better, errors[least], start), start])
 
 
 def smoothing_factor(x_amax: Tensor, w_amax: Tensor, alpha: Tensor | float, beta: Tensor | float) -> Tensor:

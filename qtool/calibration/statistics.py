@@ -5,12 +5,13 @@ Every rank looks at its own batches; what is found is the same on all of them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.batch import Batch
+from qtool.calibration.batch import Batch, Batches
 from qtool.calibration.block import Block
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
@@ -26,13 +27,18 @@ class Inputs:
 
 
 class _Collector:
-    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all tokens it gets."""
+    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all tokens it gets.
 
-    def __init__(self, positions: Tensor) -> None:
-        self.positions, self.seen = positions, 0
+    Attributes:
+        there: the positions on the device of the inputs. kept, counts: inputs, and how many of each turn.
+    """
+
+    def __init__(self, positions: Tensor, there: Tensor) -> None:
+        self.positions, self.there, self.seen = positions, there, 0
         self.amax: Tensor | None = None
         self.waiting: list[Tensor] = []
-        self.kept: list[list[Tensor]] = []  # by batch
+        self.kept: list[Tensor] = []
+        self.counts: list[int] = []
 
     def __call__(self, x: Tensor) -> None:
         if not len(x):
@@ -48,13 +54,23 @@ class _Collector:
 
     def turn(self, tokens: Sequence[int]) -> None:
         """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
-        start, kept = self.seen + sum(tokens[: ranks.rank()]), []
+        start, count = self.seen + sum(tokens[: ranks.rank()]), 0
         for x in self.waiting:
-            here = self.positions[(self.positions >= start) & (self.positions < start + len(x))] - start
-            kept.append(x[here.to(x.device)].float())
-            start += len(x)
-        self.kept.append(kept)
+            first, last = torch.searchsorted(self.positions, torch.tensor([start, start + len(x)])).tolist()
+            self.kept.append(x[self.there[first:last] - start].float())  # a GPU is not waited for
+            start, count = start + len(x), count + last - first
+        self.counts.append(count)
         self.waiting, self.seen = [], self.seen + sum(tokens)
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
+        """What goes to the other ranks: largest inputs, what was kept, and how many of each turn."""
+        return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
+
+
+@lru_cache(maxsize=8)
+def _positions(total: int, tokens: int, seed: int) -> Tensor:
+    """Which of ``total`` tokens are in a sample: the same for every block, so drawn once."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
 
 
 def collect(
@@ -64,25 +80,28 @@ def collect(
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
-    sizes = batch_tokens(batches)
-    total, linears = sum(sizes), list(linears)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    collectors = {name: _Collector(order[:tokens].sort().values) for name in linears}
+    sizes = [count * length for count, length in batch_shapes(batches)]
+    total, positions = sum(sizes), _positions(sum(sizes), tokens, seed)
+    there = positions.to(block.device)
+    collectors = {name: _Collector(positions, there) for name in linears}
     routed = any(group.routed for group in block.family.groups)  # an expert's tokens are known only when it was run
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
             block.observe([batches[turn]], dict(collectors))
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
-        new = [[size] * len(linears) for size in of_ranks]
+        new = [[size] * len(collectors) for size in of_ranks]
         if routed:
             new = ranks.every([collector.new for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
             collector.turn(tokens_new)
-    own = [(collector.amax, collector.kept) for collector in collectors.values()]
+    own = [collector.found() for collector in collectors.values()]
     found = {}
     for (name, collector), parts in zip(collectors.items(), zip(*ranks.every(own), strict=True), strict=True):
-        amax = maximum([amax for amax, _ in parts])
-        sample = [kept for turn in ranks.interleaved([turns for _, turns in parts]) for kept in turn]
+        amax = maximum([amax for amax, _, _ in parts])
+        turns = [
+            [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts) for _, kept, counts in parts
+        ]
+        sample = [x for turn in ranks.interleaved(turns) for x in turn]
         if saw_enough(block, [name], collector.seen, total) and amax is not None:
             found[name] = Inputs(amax, torch.cat(sample))
     return found
@@ -105,18 +124,20 @@ def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) ->
 
 def count_tokens(batches: Sequence[Batch]) -> int:
     """The tokens of all batches of all ranks."""
-    return sum(batch_tokens(batches))
+    return sum(count * length for count, length in batch_shapes(batches))
 
 
-def batch_tokens(batches: Sequence[Batch]) -> list[int]:
-    """The tokens of every batch of all ranks, in order."""
-    return ranks.in_order([batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches])
+def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
+    """``(B, S)`` of every batch of all ranks, in order: known of :class:`Batches`, else asked for."""
+    if isinstance(batches, Batches):
+        return batches.shapes
+    return ranks.in_order([(len(batch.hidden), batch.hidden.shape[1]) for batch in batches])
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
     """This rank's of the first batches, as many as hold ``sequences`` sequences."""
     count = held = 0
-    for size in ranks.in_order([len(batch.hidden) for batch in batches]):
+    for size, _ in batch_shapes(batches):
         if held >= sequences:
             break
         count, held = count + 1, held + size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool import ranks
-from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.batch import Batch, Batches, first_inputs
 from qtool.calibration.block import Block, Reference
 from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.rounded import Rounded, SimulatedLinear
@@ -66,7 +66,7 @@ class BuiltBlocks:
     """Blocks that are modules on a device, with the calibration batches flowing through them.
 
     Args:
-        tokens: calibration token batches ``[B, S]``; empty if no method looks at activations.
+        tokens: calibration token batches ``[B, S]`` of all ranks; empty if no method looks at activations.
         activations: where the batches are kept. stages: where time is recorded.
     """
 
@@ -89,7 +89,10 @@ class BuiltBlocks:
         if self.compute:
             fuse_norms(self.model)
         self.prefetch = Prefetch(source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read"))
-        self.batches = self._first_inputs(tokens, activations) if tokens and job.needs_data else []
+        tokens = tokens if job.needs_data else []
+        own = ranks.share(tokens)
+        shapes = [(len(ids), ids.shape[1]) for ids in tokens]
+        self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
         #: the same in the float model, up to block ``self.reached``
         self.references = [activations.batch(b.hidden, b.kwargs) for b in self.batches if job.rounding.compares]
         self.reached = 0

@@ -79,7 +79,7 @@ class Shards:
         missing = [s for s in range(2, last) if s not in output.records and (self.together or output.is_mine(s))]
         with (
             recording(self.stages),
-            closing(self._blocks(ranks.share(self._batches(tokens)), activations)) as blocks,
+            closing(self._blocks(self._batches(tokens), activations)) as blocks,
             WriteBehind(self._written) as writer,
         ):
             for shard, end in ((1, edges.tables), (last, edges.head)):
@@ -115,7 +115,7 @@ class Shards:
         if not self.together:
             return StreamedBlocks(self.source, self.job)
         if activations == "auto":
-            activations = place_for(self.job, sum(ids.numel() for ids in tokens), self.device)
+            activations = place_for(self.job, sum(ids.numel() for ids in ranks.share(tokens)), self.device)
         kept = Activations(activations, compute_dtype(self.job, self.device), self.output.partial / RUN)
         return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtool.calibration import hessian as hessian_module
 from qtool.calibration.group_fit import group_error
 from qtool.calibration.hessian import Factor, Hessian, panels
 from qtool.calibration.tensor_cores import halves, precise_matmul
@@ -28,6 +29,22 @@ def test_batches_add_up() -> None:
     torch.testing.assert_close(parts.complete().h, whole.complete().h)
     torch.testing.assert_close(whole.h, 2 * x.T @ x)
     assert parts.tokens == whole.tokens == 48
+
+
+@pytest.mark.parametrize("k", [64, 700, 1300])
+def test_panels_are_put_together_again(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, reference = torch.randn(30, k), torch.randn(30, k)
+    whole = Hessian(k, x.device, drift=True)
+    monkeypatch.setattr(hessian_module, "parts", lambda k, device: list(panels(k)))
+    in_panels = Hessian(k, x.device, drift=True)
+    for hessian in (whole, in_panels):
+        for rows in (slice(0, 11), slice(11, 30)):
+            hessian.add(x[rows], reference[rows])
+            hessian.turn()
+        hessian.complete()
+    torch.testing.assert_close(in_panels.h, whole.h, rtol=1e-5, atol=1e-4)
+    assert torch.equal(in_panels.h, in_panels.h.T)
+    torch.testing.assert_close(in_panels.d, 2 * (reference - x).T @ x, rtol=1e-5, atol=1e-4)
 
 
 def test_the_factor_is_of_the_damped_hessian() -> None:
@@ -108,6 +125,6 @@ def test_products_in_three_parts_are_nearly_as_precise_as_float32() -> None:
         a @ b
     )  # tensor cores add a little less precisely; TF32 is 1000 times off
     hessian = Hessian(3000, a.device)
-    hessian.sums[0].tensor = b @ b.T
+    hessian.h = b @ b.T
     expected = ((a.double() @ b.double()) ** 2).sum(1)
     torch.testing.assert_close(hessian.power(a).double(), expected, rtol=1e-5, atol=0)

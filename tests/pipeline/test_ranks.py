@@ -150,7 +150,8 @@ def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
     assert ranks.every(3) == [3] and ranks.first("a") == "a"
     assert ranks.share([1, 2, 3]) == ranks.in_order([1, 2, 3]) == list(ranks.rounds([1, 2, 3])) == [1, 2, 3]
     assert ranks.spread(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
-    total = ranks.Sum(2, 2, torch.device("cpu"))
-    total.tensor += 1
+    assert ranks.spread_numbers(lambda x: torch.tensor(x * 0.5), [1, 2, 3]).tolist() == [0.5, 1.0, 1.5]
+    total = ranks.Sum(3, torch.device("cpu"))
+    total.tensor.add_(1)
     total.turn()
-    assert torch.equal(total.whole(), torch.ones(2, 2))
+    assert torch.equal(total.whole(), torch.ones(3))
