@@ -1,7 +1,7 @@
 """Where 8-bit activations pay most: the error each block of input channels costs under 4 bits.
 
-COMET 3.2 gives 8 bits to blocks that hold an outlier. Where a share of W4A4 work is the aim instead,
-the blocks that save most error per unit of work get 8 bits first:
+COMET 3.2 gives 8 bits to blocks that hold an outlier. Where that leaves more work in W4A4 than is aimed at, more
+blocks get them, those first that save most error per unit of work:
 
     cost[g, b] = E_g * || (X_b - Q4(X_b)) W_b^T ||^2 / sum_b' (...)
 
@@ -27,33 +27,34 @@ def allocate(
     block: Block,
     batches: Sequence[Batch],
     samples: Mapping[tuple[str, ...], Tensor],
+    maps: Mapping[tuple[str, ...], Tensor],
     w4a4_share: float,
-) -> dict[tuple[str, ...], Tensor]:
-    """The 8-bit map ``[K/128]`` u8 of each set of linears that share an input.
+) -> None:
+    """Turn more blocks of ``maps`` to 8 bits, in place.
 
     Args:
         batches: what the block's output error is measured on.
-        samples: inputs ``[T, K]`` of each set, in the order the weights' columns have.
-        w4a4_share: at least this share of the work of these linears keeps 4-bit activations.
+        samples: inputs ``[T, K]`` of each set of linears that share one, in the order the weights' columns have.
+        maps: the 8-bit map ``[K/128]`` u8 of each set; what it holds already stays.
+        w4a4_share: blocks are turned as long as this share of the work of these linears keeps 4-bit activations.
     """
     exact = [block.run(batch) for batch in batches]
     costs: list[tuple[float, int, tuple[str, ...], int]] = []  # error saved per work, work, linears, block
-    total = 0
+    total, eight = 0, 0
 
     def judged(linears: tuple[str, ...]) -> tuple[Tensor, float]:
         return block_shares(block, linears, samples[linears]), output_error(block, batches, exact, linears)
 
     for linears, (share, error) in zip(samples, ranks.spread(judged, list(samples)), strict=True):
         work = sum(block.weight(name).numel() for name in linears) // len(share)
-        costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share)]
+        costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share) if not maps[linears][b]]
         total += work * len(share)
-    left = (1 - w4a4_share) * total + 0.5
-    maps = {linears: torch.zeros(sum(c[2] == linears for c in costs), dtype=torch.uint8) for linears in samples}
+        eight += work * int(maps[linears].sum())
+    left = (1 - w4a4_share) * total - eight + 0.5
     for _, work, linears, b in sorted(costs, key=lambda cost: -cost[0]):
         if work <= left:
             maps[linears][b] = 1
             left -= work
-    return maps
 
 
 def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:

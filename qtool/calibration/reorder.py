@@ -28,7 +28,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq import Fmpq
-from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, plan_blocks
+from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, by_magnitude, plan_blocks
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 LATER = {
@@ -71,7 +71,7 @@ class Reorder(Transform):
             elif group.fold is Fold.HEADS:
                 order = order_in_heads(block, seen.amax)
             else:
-                order = torch.argsort(seen.amax, descending=True, stable=True)
+                order = by_magnitude(seen.amax)
             permute(block, group, order)
 
 
@@ -83,7 +83,7 @@ class GatherOutliers(Transform):
         ratio: a channel is an outlier above ``ratio`` times the median channel.
         max_8bit_blocks: at most so many blocks of a linear get 8 bits.
         min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
-        w4a4_share: instead of all that, 8 bits go where they save most output error, until this
+        w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as long as this
             share of each decoder block's work is left in W4A4 (:mod:`qtool.calibration.block_precision`).
         tokens, sequences, seed: of the sample of inputs and the sequences that error is measured on.
     """
@@ -119,14 +119,16 @@ class GatherOutliers(Transform):
                 continue
             plan = plan_blocks(
                 seen.amax,
-                ratio=self.ratio if self.w4a4_share is None else 0.0,
+                ratio=self.ratio,
                 max_8bit_blocks=self.max_8bit_blocks,
                 min_w4a4_share=self.min_w4a4_share,
             )
-            permute(block, group, plan.permutation, inside_heads=False)
-            maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, plan.permutation]
+            # a plan with outliers has this order already; one without may get 8-bit blocks below
+            order = plan.permutation if self.w4a4_share is None else by_magnitude(seen.amax)
+            permute(block, group, order, inside_heads=False)
+            maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, order]
         if self.w4a4_share is not None:
-            maps = allocate(block, subset(batches, self.sequences), samples, self.w4a4_share)
+            allocate(block, subset(batches, self.sequences), samples, maps, self.w4a4_share)
         for linears, eight_bit in maps.items():
             note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
             block.notes.setdefault(self.name, {})[linears[0]] = note

@@ -75,6 +75,11 @@ def gather_outliers(amax: Tensor, outliers: Tensor) -> Tensor:
     """
     if not outliers.any():
         return torch.arange(len(amax), device=amax.device)
+    return by_magnitude(amax)
+
+
+def by_magnitude(amax: Tensor) -> Tensor:
+    """Permutation ``[K]`` that puts the largest of ``amax [K]`` first."""
     return torch.argsort(amax, descending=True, stable=True)
 
 

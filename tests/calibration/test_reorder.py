@@ -124,10 +124,10 @@ def test_no_eight_bit_block_allowed(wide, blocks):
 def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     scatter_outliers(wide)
 
-    def outcome(**options):
+    def outcome(ratio=1e9, **options):  # no channel is an outlier by rule: error decides alone
         block, batches = blocks(copy.deepcopy(wide), get("w4ax-fmpq"))[0]
         exact = block.run(batches[0])
-        GatherOutliers(**options).apply(block, batches)
+        GatherOutliers(ratio=ratio, **options).apply(block, batches)
         work = [(block.schemes[name].eight_bit, block.weight(name).shape[0]) for name in block.schemes]
         with rounded_inputs(block, list(block.schemes)):
             return w4a4_share(work), float((block.run(batches[0]) - exact).square().sum())
@@ -137,6 +137,8 @@ def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     every, most = outcome(w4a4_share=1.0)
     assert (none, every) == (0, 1) and 0.6 <= some < 0.8
     assert least < error < 0.7 * most
+    assert outcome(ratio=10)[0] == outcome(ratio=10, w4a4_share=1.0)[0] < 1  # outliers, whatever the share
+    assert outcome(ratio=10, w4a4_share=0.3)[0] < 0.4
     with pytest.raises(QtoolError, match="expected 0 to 1"):
         GatherOutliers(w4a4_share=84)
 
