@@ -47,12 +47,12 @@ def allocate(
 
     for linears, (share, error) in zip(samples, ranks.spread(judged, list(samples)), strict=True):
         work = sum(block.weight(name).numel() for name in linears) // len(share)
-        costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share) if not maps[linears][b]]
+        costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share)]
         total += work * len(share)
         eight += work * int(maps[linears].sum())
     left = (1 - w4a4_share) * total - eight + 0.5
     for _, work, linears, b in sorted(costs, key=lambda cost: -cost[0]):
-        if work <= left:
+        if work <= left and not maps[linears][b]:
             maps[linears][b] = 1
             left -= work
 
