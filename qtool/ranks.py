@@ -236,11 +236,14 @@ class Sum:
     """The sum of ``count`` numbers a batch, whichever rank has the batch, in the order of the batches.
 
     While the next batch is computed the terms of the last one travel.
+
+    Args:
+        room: numbers that :attr:`memory` has room for where one rank sums alone.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device, room: int = 0) -> None:
         self._count, share = count, -(-count // _world.size)
-        self._term = torch.zeros(_world.size * share, device=device)
+        self._term = torch.zeros(max(count, room) if _world.size == 1 else _world.size * share, device=device)
         self._own = torch.zeros(share, device=device) if _world.size > 1 else None
         self._sent: tuple[Any, Tensor, Tensor] | None = None  # the exchange under way, what is sent and received
 
@@ -248,6 +251,11 @@ class Sum:
     def tensor(self) -> Tensor:
         """``[count]``, to which a batch's term is added before :meth:`turn`: another one, of zeros, after it."""
         return self._term[: self._count]
+
+    @property
+    def memory(self) -> Tensor:
+        """What :attr:`tensor` is the beginning of."""
+        return self._term
 
     def turn(self) -> None:
         """After a batch: each rank adds the terms of all, in order, to its share of the sum."""

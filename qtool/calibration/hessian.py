@@ -29,7 +29,7 @@ class Hessian:
     def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
         self.panels = parts(k, device)
         sizes = [sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels), k * k]
-        self._sums = [ranks.Sum(size, device) for size in sizes[: 1 + drift]]
+        self._sums = [ranks.Sum(size, device, room=k * k) for size in sizes[: 1 + drift]]
         self.tokens = 0
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
@@ -58,11 +58,12 @@ class Hessian:
     def complete(self) -> "Hessian":
         """Itself, whole on every rank: call it once, after the last :meth:`turn`."""
         k, (total, *drift) = self.panels[-1][0].stop, (part.whole() for part in self._sums)
-        self._sums = []
+        memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
             self.h = total.view(k, k)
-        else:
-            self.h = total.new_empty(k, k)
+        else:  # in the memory of the panels if that has room: a hole of their size would stay in torch's cache
+            fits = len(memory) == k * k
+            self.h, total = (memory.view(k, k), total.clone()) if fits else (total.new_empty(k, k), total)
             for (rows, columns), panel in self._by_panel(total):
                 self.h[rows, columns], self.h[columns, rows] = panel, panel.T
         self.d = drift[0].view(k, k) if drift else None

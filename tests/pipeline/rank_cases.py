@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qtool import ranks, recipes
+from qtool.calibration import hessian
 from qtool.checkpoint.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.recipes import Recipe
@@ -29,6 +30,7 @@ CASES: dict[str, tuple[str, str, str | Mapping[str, Any]]] = {
     "llama-24-gptq": ("llama", "w4a16-24", {"rounding": "gptq"}),
     "mixtral-lqq-paper": ("mixtral", "w4a8-lqq", "paper"),
     "mixtral-lqq-best": ("mixtral", "w4a8-lqq", "best"),
+    "llama-lqq-panels": ("llama", "w4a8-lqq", "best"),
     "llama-distill": ("llama", "w4a4-g128", {"rounding": DISTILL}),
 }
 
@@ -49,7 +51,16 @@ def make(name: str, models: Path, out: Path) -> None:
     random = torch.Generator().manual_seed(5)
     tokens = [torch.randint(0, 320, (count, 24), generator=random) for count in SEQUENCES]
     calibration = Calibration(tokens, {"text": "random"})
+    whole = hessian.parts
+    hessian.parts = narrow_panels if "panels" in name else whole
     quantize(Checkpoint(models / model), recipe_of(scheme, chosen), out / name, calibration=calibration)
+    hessian.parts = whole
+
+
+def narrow_panels(k: int, device: torch.device) -> list[tuple[slice, slice]]:
+    """What a GPU sums of a Hessian, for small ones."""
+    stops = [min(start + 40, k) for start in range(0, k, 40)]
+    return [(slice(0, stop), slice(start, stop)) for start, stop in zip(range(0, k, 40), stops, strict=True)]
 
 
 def make_all(models: Path, out: Path) -> None:
