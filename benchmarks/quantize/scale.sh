@@ -12,7 +12,7 @@ for what in "${@:-8b}"; do
     8b) for recipe in "$here/paper-gptq.yaml" paper "$here/gptq.yaml"; do # the first compiles the kernels
             echo "llama-3-8b, $recipe"; bench llama-3-8b --recipe "$recipe"
         done ;;
-    70b) for layers in 4 8; do
+    70b) for layers in 8 4; do # the first compiles the kernels
             echo "llama-2-70b, $layers blocks"; bench llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
     distill) echo "llama-3-8b, 1 block, distill"

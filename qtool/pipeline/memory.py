@@ -119,7 +119,7 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     packed = max(map(job.block_bytes, blocks))
     dims = job.family.dimensions(job.namespace)
     embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.dtype.itemsize
-    passing = 2 * largest * job.dtype.itemsize
-    if device.type == "cuda":
-        return CUDA_PROCESS + kept_on_host + passing + packed
-    return CPU_PROCESS + kept_on_host + max(4 * embedded, passing + working_bytes(job, tokens, device))
+    block = largest * job.dtype.itemsize
+    if device.type == "cuda":  # pinned memory of a block is used again once that is on the GPU: one to two of them
+        return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
+    return CPU_PROCESS + kept_on_host + max(4 * embedded, 2 * block + working_bytes(job, tokens, device))
