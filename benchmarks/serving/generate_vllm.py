@@ -1,13 +1,15 @@
 """Exports through vLLM's kernels on a GPU: greedy tokens and log-probabilities beside our own runtime's.
 
-    python benchmarks/serving/generate_vllm.py NATIVE EXPORT [EXPORT ...] [--text FILE] [--dtype float16]
+    python benchmarks/serving/generate_vllm.py NATIVE EXPORT [EXPORT ...] [--text FILE] [--dtype float16] [--again]
 
 Each export is served in a process of its own. The same token ids go to both sides: windows of ``--text``, or random ids
 for a model without a tokenizer. A line for each export: the kernel that ran; how many greedy continuations are equal,
-and by how much our two best logits differ where the others part; the mean log-probability of the prompts on both
-sides, and the mean and largest distance of a token's. First the same distance of our runtime from itself in float32,
-which no other kernel can be expected to be under. An export whose activations have 16 bits where the
-checkpoint's are quantized is held against our dequantized weights.
+and by how much our two best logits differ where the others part; the mean log-probability of the prompts, ours and
+vLLM's, and the mean and largest distance of a token's. First the same distance of our runtime from itself in float32,
+which no other kernel can be expected to be under. With ``--again`` each side also answers one prompt after another
+where it had all of them at once, and vLLM compiled and with CUDA graphs (its default) where it ran eagerly: how far a
+stack is from itself, which two stacks cannot be expected to be under either. An export whose activations have 16 bits
+where the checkpoint's are quantized is held against our dequantized weights.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @torch.no_grad()
-def ours(native: Path, prompts: list[list[int]], tokens: int, dtype: str, sixteen: bool) -> dict[str, Any]:
-    """Continuations ``[P, T]``, the gap of the two best logits at each token, log-probabilities of the prompts."""
+def ours(
+    native: Path, prompts: list[list[int]], tokens: int, dtype: str, sixteen: bool, again: bool
+) -> list[dict[str, Any]]:
+    """Of all prompts at once and, ``again``, of one after another: what :func:`answer` says."""
     from qtool.runtime.huggingface import dequantized
     from qtool.runtime.load import load
 
@@ -37,6 +41,15 @@ def ours(native: Path, prompts: list[list[int]], tokens: int, dtype: str, sixtee
     if sixteen:
         model = dequantized(model)
     ids = torch.tensor(prompts, device=DEVICE)
+    found = [answer(model, ids, tokens)]
+    if again:
+        each = [answer(model, row[None], tokens) for row in ids]
+        found.append({part: [row for one in each for row in one[part]] for part in each[0]})
+    return found
+
+
+def answer(model: Any, ids: torch.Tensor, tokens: int) -> dict[str, Any]:
+    """Continuations ``[P, T]``, the gap of the two best logits at each token, log-probabilities of the prompts."""
     whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -76,8 +89,8 @@ def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
     )
 
 
-def serve(export: str, request: Path) -> None:
-    """In a process with vLLM: answer ``request`` (prompts, tokens, dtype) as JSON, last line of the output."""
+def serve(export: str, request: Path, compiled: bool) -> None:
+    """In a process with vLLM: answer ``request`` (prompts, tokens, dtype, again) as JSON, last line of the output."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
@@ -87,23 +100,39 @@ def serve(export: str, request: Path) -> None:
         export,
         dtype=wanted["dtype"],
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         max_model_len=length,
+        max_num_seqs=len(wanted["prompts"]),
         kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,  # a prompt asked for again is computed again
         attention_backend=os.environ.get("ATTENTION", "TRITON_ATTN"),
         disable_log_stats=True,
         gpu_memory_utilization=0.02,  # asked for at the start only: the cache's size is given
     )
     greedy = SamplingParams(
-        temperature=0.0, max_tokens=wanted["tokens"], ignore_eos=True, prompt_logprobs=0, detokenize=False
+        temperature=0.0, max_tokens=wanted["tokens"], ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False
     )
-    answers = model.generate([{"prompt_token_ids": ids} for ids in wanted["prompts"]], greedy, use_tqdm=False)
-    scores = [
-        [at[token].logprob for at, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
-        for answer, ids in zip(answers, wanted["prompts"], strict=True)
-    ]
-    kernels = model.apply_model(kernels_of)[0]
-    print(json.dumps({"tokens": [list(a.outputs[0].token_ids) for a in answers], "scores": scores, "kernels": kernels}))
+
+    def answers(prompts: list[list[int]]) -> list[Any]:
+        return model.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
+
+    found = [read(answers(wanted["prompts"]))]
+    if wanted["again"] and not compiled:
+        found.append(read([one for ids in wanted["prompts"] for one in answers([ids])]))
+    print(json.dumps({"answers": found, "kernels": model.apply_model(kernels_of)[0]}))
+
+
+def read(answers: list[Any]) -> dict[str, Any]:
+    """vLLM's answers as :func:`answer` gives ours."""
+    best = [[sorted((e.logprob for e in at.values()), reverse=True) for at in a.outputs[0].logprobs] for a in answers]
+    return {
+        "tokens": [list(a.outputs[0].token_ids) for a in answers],
+        "gaps": [[at[0] - at[1] for at in row] for row in best],
+        "scores": [
+            [at[token].logprob for at, token in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)]
+            for a in answers
+        ],
+    }
 
 
 def kernels_of(model: torch.nn.Module) -> list[str]:
@@ -131,23 +160,39 @@ def own_activation_bits(native: Path) -> int:
     return min(found.scheme_object.activation.bits for found in formats if found)
 
 
-def compare(export: Path, request: Path, mine: dict[str, Any]) -> str:
-    """Serve one export; its line."""
-    command = [sys.executable, __file__, "--serve", str(export), str(request)]
+def compare(export: Path, served: list[Future[Any]], mine: dict[str, Any]) -> str:
+    """The line of one export, and those of vLLM beside itself."""
+    try:
+        found = [process.result() for process in served]
+    except RuntimeError as error:
+        return f"{export.name}: vLLM stopped\n{error}"
+    theirs, *others = [one for process in found for one in process["answers"]]
+    lines = [f"{export.name}: {', '.join(found[0]['kernels'])}; {beside(mine, theirs)}"]
+    for way, other in zip(("one prompt after another", "compiled"), others, strict=False):
+        lines.append(f"    vLLM beside itself, {way}: {beside(theirs, other)}")
+    return "\n".join(lines)
+
+
+def ask(export: Path, request: Path, compiled: bool) -> Any:
+    """What a process with vLLM answers."""
+    command = [sys.executable, __file__, "--serve", str(export), str(request), *["compiled"] * compiled]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return f"{export.name}: vLLM stopped\n{done.stdout[-1500:]}{done.stderr[-3500:]}"
-    theirs = json.loads(done.stdout.strip().splitlines()[-1])
+        raise RuntimeError(done.stdout[-1500:] + done.stderr[-3500:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """How two answers to the same prompts differ; gaps of logits are the first's."""
     gaps = []
-    for a, b, gap in zip(mine["tokens"], theirs["tokens"], mine["gaps"], strict=True):
+    for a, b, gap in zip(first["tokens"], second["tokens"], first["gaps"], strict=True):
         gaps += [next(g for x, y, g in zip(a, b, gap, strict=True) if x != y)] if a != b else []
-    equal, all_of = len(mine["tokens"]) - len(gaps), len(mine["tokens"])
-    parted = f", the others part where our best two logits differ by {min(gaps):.4f} to {max(gaps):.4f}" if gaps else ""
-    x, y = torch.tensor(mine["scores"]), torch.tensor(theirs["scores"])
+    count = len(first["tokens"])
+    parted = f", the others part where the best two logits differ by {min(gaps):.4f} to {max(gaps):.4f}" if gaps else ""
+    x, y = torch.tensor(first["scores"]), torch.tensor(second["scores"])
     distance = (x - y).abs()
-    scores = f"{x.mean():.5f} ours, {y.mean():.5f} vLLM's, distance {distance.mean():.5f}, at most {distance.max():.4f}"
-    kernels = ", ".join(theirs["kernels"])
-    return f"{export.name}: {kernels}; {equal} of {all_of} continuations equal{parted}; log-probability {scores}"
+    scores = f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    return f"{count - len(gaps)} of {count} continuations equal{parted}; log-probability {scores}"
 
 
 def main() -> None:
@@ -159,7 +204,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--at-once", type=int, default=4, help="exports served side by side")
+    parser.add_argument("--at-once", type=int, default=4, help="processes with vLLM")
+    parser.add_argument("--again", action="store_true", help="each side beside itself too")
     options = parser.parse_args()
     count, length = options.prompts, options.prompt_tokens
     if options.text:
@@ -172,27 +218,28 @@ def main() -> None:
         random = torch.Generator().manual_seed(SEED)
         prompts = torch.randint(3, vocabulary, (count, length), generator=random).tolist()
 
-    print(from_itself(options.native, prompts, options.dtype), flush=True)
     own_bits = own_activation_bits(options.native)
-    sides = {  # the checkpoint as it is, and with 16-bit activations
-        sixteen: ours(options.native, prompts, options.tokens, options.dtype, sixteen)
-        for sixteen in {activation_bits(e) == 16 and own_bits < 16 for e in options.exports}
-    }
-    torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder:
+    sixteen = {export: activation_bits(export) == 16 and own_bits < 16 for export in options.exports}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         request = Path(folder, "request.json")
-        request.write_text(json.dumps({"prompts": prompts, "tokens": options.tokens, "dtype": options.dtype}))
-
-        def line(export: Path) -> str:
-            return compare(export, request, sides[activation_bits(export) == 16 and own_bits < 16])
-
-        with ThreadPoolExecutor(options.at_once) as pool:
-            for answer in pool.map(line, options.exports):
-                print(answer, flush=True)
+        wanted = {"prompts": prompts, "tokens": options.tokens, "dtype": options.dtype, "again": options.again}
+        request.write_text(json.dumps(wanted))
+        ways = (False, True) if options.again else (False,)
+        served = {e: [pool.submit(ask, e, request, compiled) for compiled in ways] for e in options.exports}
+        print(from_itself(options.native, prompts, options.dtype), flush=True)
+        sides = {}
+        for plain in set(sixteen.values()):
+            found = ours(options.native, prompts, options.tokens, options.dtype, plain, options.again)
+            sides[plain] = found[0]
+            if options.again:
+                name = f"{options.native.name}{', dequantized' if plain else ''}"
+                print(f"{name}: ours beside itself, one prompt after another: {beside(*found)}", flush=True)
+        for export in options.exports:
+            print(compare(export, served[export], sides[sixteen[export]]), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], Path(sys.argv[3]))
+        serve(sys.argv[2], Path(sys.argv[3]), sys.argv[4:] == ["compiled"])
     else:
         main()
