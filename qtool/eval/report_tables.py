@@ -55,8 +55,9 @@ def size(report: Report) -> Html:
     ]
     share = sum(s.nbytes for s in packed) / total.nbytes
     reading = f"{total.nbytes / plain:.1%} of the 16-bit size; {share:.0%} of the stored bytes are quantized linears."
-    if any(s.bits > 16 for s in other):
-        reading += " The rest keeps its 32 bits."
+    if other:
+        rest = 8 * sum(s.nbytes for s in other) / sum(s.weights for s in other)
+        reading += f" The rest, not quantized, has {rest:.1f} bits a weight."
     return join(
         plots(figure("", svg.bars("Stored bytes", drawn), reading)), table(header, cells, "llrrrr", last_is_sum=True)
     )

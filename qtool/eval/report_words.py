@@ -24,8 +24,15 @@ KV = {
     "kv4": "keys and values in 4 bits, a scale and a zero point for each token and head",
     "kv4-channel": "keys and values in 4 bits, a scale and a zero point for each channel and group of tokens",
 }
+STORED = {
+    "k_scale": "kv8's scale of each key channel",
+    "v_scale": "kv8's scale of each value channel",
+    "k_offset": "the calibrated mean of each key channel, which kv4 takes away before it rounds",
+    "k_importance": "how much queries read of each key channel, for kv4's choice of scale and zero point",
+}
 METRICS = {
-    "perplexity": "among how many equally likely tokens the model hesitates, on average; less is better",
+    "perplexity": "among how many equally likely tokens the model hesitates, on average; less is better. It is 1 % "
+    "more where its logarithm rises by 0.01 nats",
     "acc": "the share of questions whose right answer is the most probable",
     "acc_norm": "the same with an answer's log-probability divided by its length",
 }
@@ -37,10 +44,12 @@ ALWAYS = {
 
 
 def words(report: Report) -> Html:
-    """The scheme, the methods, the KV cache's quantizer and the metrics of ``report``, each with its sentence."""
+    """The scheme, methods, KV quantizer, its stored tensors and metrics of ``report``, each with its sentence."""
     scheme, kv = report.quantization.get("scheme"), report.quantization.get("kv")
     rows = [(name, about) for name, _, about in recipes.overview() if name == scheme]
     rows += [(name, METHODS[name]) for name, _ in report.methods if name in METHODS]
     rows += [(name, KV[name]) for name in (kv,) if name in KV]
+    roles = {size.role.rpartition(".")[2] for size in report.sizes}
+    rows += [(name, about) for name, about in STORED.items() if name in roles]
     rows += [(name, METRICS[name]) for name in dict.fromkeys(q.metric for q in report.quality) if name in METRICS]
     return facts([*rows, *ALWAYS.items()])

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
@@ -132,6 +133,16 @@ def test_every_word_that_occurs_is_explained(page):
     assert report_words.KV.keys() == KV_QUANTIZERS.keys()
     assert report_words.METHODS["rtn"] in page.words and report_words.METHODS["gptq"] not in page.words
     assert {name: about for name, _, about in recipes.overview()}["w4a8-lqq"] in page.words
+
+
+def test_a_cache_s_float32_tensors_do_not_speak_for_the_rest(make_model, tmp_path):
+    source = make_model(dtype=torch.bfloat16, head_dim=64, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, source)
+    page = page_of(quantize(Checkpoint(source), recipes.parse(RECIPE, "test"), tmp_path / "out"))
+    assert "The rest, not quantized, has 16.0 bits a weight." in page.words
+    assert "self_attn.k_offset" in page.words and report_words.STORED["k_offset"] in page.words
+    assert report_words.STORED["k_scale"] not in page.words
 
 
 def test_an_imported_model_says_so(base, tmp_path):
