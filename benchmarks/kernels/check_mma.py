@@ -276,11 +276,12 @@ def main() -> int:
     random.seed(0)
     torch.manual_seed(0)
     failures = 0
-    for name, wrong in checks(args.fuzz, args.small):
+    fuzz = 0 if args.small else args.fuzz
+    for name, wrong in checks(fuzz, args.small):
         failures += wrong is not None
         if wrong or not name.startswith("fuzz"):
             print(f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True)
-    print(f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return min(failures, 1)
 
 

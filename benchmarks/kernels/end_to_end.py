@@ -9,10 +9,11 @@
 Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over 1e-3 (relative) from
 the CPU reference's, if decoding through the packed cache leaves the logits of one forward, or did not use the kernel.
 
-Where codes of activations or the cache flip with the order of a sum, two CPUs differ too. How far such chance reaches
-is printed: the standard error of the mean over windows of CUDA's log-perplexity less the CPU's. A difference beyond
-1e-3 is wrong if it is beyond three of them as well; decoded logits may leave one forward's as far as they do without
-the kernel.
+Where codes of activations or the cache flip with the order of a sum, two CPUs differ too (`chance.py`). How far such
+chance reaches is printed: the standard error of the mean over windows of CUDA's log-perplexity less the CPU's. A
+difference beyond 1e-3 is wrong if it is beyond three of them as well. Decoded logits may leave one forward's by half
+more than they do without the kernel: two roundings that know nothing of each other are 1.4 times as far apart as one
+of them is from none.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.load import load, load_tokenizer
 
 SCHEMES = "w4a8-lqq,w4a8-qoq-g128,w4a8-qoq,w8a8"
-PERPLEXITY, LOGITS = 1e-3, 0.03
+PERPLEXITY, LOGITS, BESIDE = 1e-3, 0.03, 1.5
 PROMPT, DECODED = 48, 80
 
 
@@ -112,7 +113,7 @@ def main() -> int:
             difference = cuda.result() - cpu
             change, chance = float(difference.mean().expm1()), float(difference.std() / len(cpu) ** 0.5)
             unused = args.kv in ("kv4", "kv8") and calls == 0
-            bad = abs(change) > max(PERPLEXITY, 3 * chance) or distance > max(LOGITS, 1.25 * dequantized) or unused
+            bad = abs(change) > max(PERPLEXITY, 3 * chance) or distance > max(LOGITS, BESIDE * dequantized) or unused
             wrong += bad
             print(
                 f"{'FAILED ' if bad else ''}{scheme} {args.kv}: perplexity {float(cpu.mean().exp()):.5f} CPU, "
