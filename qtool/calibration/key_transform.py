@@ -13,7 +13,8 @@ first order, proportional to
 
 with k the transformed keys less their mean, which the quantizer takes away too (:class:`~qtool.schemes.kv.KV4`).
 :func:`fit` minimizes the logarithm of that: a factor moves range to where queries are small, a phase shares what
-one channel of a pair has with the other.
+one channel of a pair has with the other. It has many minima, a tenth apart in the error that the quantizer makes,
+and that error does not always fall with the predicted one: so it is found from several phases, to choose from.
 
 Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, T tokens.
 """
@@ -28,29 +29,29 @@ STEP_SIZE = 0.1  # of Adam, in units of log lambda and radians
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]``."""
+    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]``; C of them where both begin with C."""
 
     factor: Tensor
     phase: Tensor
 
     def keys(self, keys: Tensor) -> Tensor:
         """``keys [..., Hkv, T, D]`` transformed."""
-        return turned(keys / self.factor[:, None], self.phase)
+        return turned(keys / self.factor.unsqueeze(-2), self.phase)
 
     def queries(self, queries: Tensor) -> Tensor:
         """``queries [..., Hkv, T, D]`` transformed: those of the query heads of each kv head."""
-        return turned(queries * self.factor[:, None], self.phase)
+        return turned(queries * self.factor.unsqueeze(-2), self.phase)
 
     def original(self, keys: Tensor) -> Tensor:
         """The inverse of :meth:`keys`."""
-        return turned(keys, -self.phase) * self.factor[:, None]
+        return turned(keys, -self.phase) * self.factor.unsqueeze(-2)
 
 
 def turned(x: Tensor, phase: Tensor) -> Tensor:
     """``x [..., Hkv, T, D]`` with each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
-    half = phase.shape[1]
+    half = phase.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cosine, sine = phase.cos()[:, None], phase.sin()[:, None]
+    cosine, sine = phase.cos().unsqueeze(-2), phase.sin().unsqueeze(-2)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine, rest], -1)
 
 
@@ -70,25 +71,26 @@ def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
 
 
 def fit(
-    keys: Tensor, power: Tensor, start: Tensor, rotary: int, *, shared: bool, turns: bool, steps: int
+    keys: Tensor, power: Tensor, start: Tensor, phases: Tensor, *, shared: bool, turns: bool, steps: int
 ) -> KeyTransform:
-    """The transform with the least predicted error, found by Adam from the factor ``start [Hkv, D]``.
+    """C transforms of little predicted error, found by Adam from ``start [Hkv, D]`` and each of ``phases``.
 
     Args:
         keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
         power: mean square ``[Hkv, D]`` of the queries that meet them, summed over a kv head's query heads.
-        rotary: R. shared: one factor for all heads. turns: a phase can be folded too.
+        start: factors to begin with. phases: ``[C, Hkv, R/2]``, likewise.
+        shared: one factor for all heads. turns: a phase can be folded too.
     """
-    half, keys = rotary // 2, keys.float()
+    half, keys = phases.shape[2], keys.float()
     log = start.log()
-    log = torch.cat([log[:, :half], log[:, rotary:]], 1)  # one of each pair
-    log = (log[:1] if shared else log).clone().requires_grad_()
-    phase = torch.zeros(len(start), half, device=start.device, requires_grad=turns)
+    log = torch.cat([log[:, :half], log[:, 2 * half :]], 1)  # one of each pair
+    log = (log[:1] if shared else log).expand(len(phases), -1, -1).clone().requires_grad_()
+    phase = phases.clone().requires_grad_(turns)
     power = power / power.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
     def transform() -> KeyTransform:
-        every = log.expand(len(start), -1)
-        return KeyTransform(torch.cat([every[:, :half], every], 1).exp(), phase)
+        every = log.expand(-1, len(start), -1)
+        return KeyTransform(torch.cat([every[..., :half], every], -1).exp(), phase)
 
     optimizer = torch.optim.Adam([log, phase] if turns else [log], lr=STEP_SIZE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps)
@@ -103,7 +105,7 @@ def fit(
 
 
 def predicted_error(transform: KeyTransform, keys: Tensor, power: Tensor) -> Tensor:
-    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head ``[Hkv]``, for centred keys; above 0."""
+    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head ``[Hkv]`` (or ``[C, Hkv]``), for centred keys; above 0."""
     key = transform.keys(keys)
-    spread = (key.amax(-1) - key.amin(-1)).square().mean(1)  # [Hkv]
-    return (spread * (transform.factor.square() * power).mean(1)).clamp_min(torch.finfo(torch.float32).tiny)
+    spread = (key.amax(-1) - key.amin(-1)).square().mean(-1)
+    return (spread * (transform.factor.square() * power).mean(-1)).clamp_min(torch.finfo(torch.float32).tiny)

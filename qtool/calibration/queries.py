@@ -1,10 +1,10 @@
 """Queries as keys meet them: how much an error of each key channel counts.
 
-A score is q k, so the error of a quantized key costs, summed over its channels, E[q_d^2] e_d^2 with the queries
-after RoPE. Within a head these powers differ a hundredfold: a slow pair of channels that every query points along
-counts for many that average out.
+A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE, of which a cache
+knows the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers differ a hundredfold: a slow pair
+of channels that every query points along counts for many that average out.
 
-Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, B sequences of S tokens.
+Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, B sequences of S tokens, T any tokens.
 """
 
 from collections.abc import Sequence
@@ -23,33 +23,41 @@ LEAST = 1e-3
 
 @dataclass
 class Queries:
-    """Mean square ``power [Hkv, D]`` of the queries after RoPE and, of each pair that it turns, the mean product
-    ``cross [Hkv, R/2]``; both summed over the query heads of a kv head."""
+    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE, summed over the query heads of a kv head."""
 
-    power: Tensor
-    cross: Tensor
+    moment: Tensor
+
+    @property
+    def power(self) -> Tensor:
+        """Mean square of each channel ``[Hkv, D]``."""
+        return self.moment.diagonal(dim1=1, dim2=2)
 
     def importance(self, transform: KeyTransform | None = None) -> Tensor:
         """What squared errors of the channels of (transformed) keys count, ``[Hkv, D]``, mean 1 in each head."""
         power = self.power
         if transform is not None:
-            half = self.cross.shape[1]
+            half = transform.phase.shape[1]
+            cross = self.moment.diagonal(half, 1, 2)[:, :half]  # of the two channels of each pair
             first, second, rest = power[:, :half], power[:, half : 2 * half], power[:, 2 * half :]
             cosine, sine = transform.phase.cos(), transform.phase.sin()
-            mixed = 2 * cosine * sine * self.cross
+            mixed = 2 * cosine * sine * cross
             turned = [cosine**2 * first + sine**2 * second - mixed, sine**2 * first + cosine**2 * second + mixed, rest]
             power = torch.cat(turned, 1) * transform.factor.square()
         mean = power.mean(1, keepdim=True)
         return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
 
+    def score_error(self, lost: Tensor) -> Tensor:
+        """Mean square ``[Hkv]`` of what ``lost [Hkv, T, D]`` of the keys changes in the scores."""
+        return ((lost @ self.moment) * lost).sum(2).mean(1)
+
 
 @torch.no_grad()
 def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     """The queries of ``block`` on ``batches``, at least one."""
-    attention, heads, half = block.family.attention, block.heads, rotary_dim(block) // 2
+    attention, heads = block.family.attention, block.heads
     norm = block.get(attention.q_norm) if attention.q_norm else None
     weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
-    powers, crosses, tokens = [], [], 0
+    moments, tokens = [], 0
     for batch in batches:
         x = block.inputs(batch, block.family.owner(attention.q))
         assert x is not None, "attention always runs"
@@ -60,14 +68,10 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         if norm is not None and shared_norm(block):
             queries = norm(queries)
         queries = positioned(queries, to_device(batch.kwargs[block.index], block.device))
-        powers.append(queries.square().sum((0, 1), dtype=torch.float64))
-        crosses.append((queries[..., :half] * queries[..., half : 2 * half]).sum((0, 1), dtype=torch.float64))
+        by_head = queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)  # [Hkv, T, D]
+        moments.append((by_head.mT @ by_head).double())
         tokens += len(x)
-    power, cross = (
-        (torch.stack(sums).sum(0) / tokens).view(heads.kv, heads.query // heads.kv, -1).sum(1).float()
-        for sums in (powers, crosses)
-    )
-    return Queries(power, cross)
+    return Queries((torch.stack(moments).sum(0) / tokens).float())
 
 
 def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:

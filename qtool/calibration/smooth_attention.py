@@ -9,11 +9,12 @@ and the biases with them. One lambda per kv head, which its query heads share. W
 projections (Qwen3) the factor goes into their weights: one lambda for all heads then.
 
 The paper's alpha = 0.5 serves most models. Beyond it a factor and a phase of every pair are fitted to the keys'
-range and the queries' power (:mod:`qtool.calibration.key_transform`). Of all candidates the one with the least
-block-output error under 4-bit keys wins; leaving the keys alone is always among them. The demo model's KL
-divergence under 4-bit keys, 1/1000 nats: 7.5 plain, 6.2 alpha = 0.5, 4.8 with the mean taken away, 3.1 fitted.
+range and the queries' power (:mod:`qtool.calibration.key_transform`), from several starts; a head takes the one with
+the least error of the scores. Of all candidates the one with the least block-output error under 4-bit keys wins;
+leaving the keys alone is always among them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -102,13 +103,15 @@ class SmoothAttention(Transform):
     Args:
         alphas: exponents to choose from; ``[0.5]`` is the paper's.
         steps: of the fit beyond the paper; 0 leaves it out.
-        tokens: size of the random sample of keys it looks at.
+        starts: phases it begins from: none, and random ones.
+        tokens: size of the random sample of keys; it looks at one half and chooses among its starts by the other.
         sequences: how many calibration sequences the queries are observed and the choice is made on.
-        seed: of that sample.
+        seed: of that sample and the random starts.
     """
 
     alphas: Sequence[float] = (0.5, 1.0)
-    steps: int = 200
+    steps: int = 100
+    starts: int = 8
     tokens: int = 2048
     sequences: int = 16
     seed: int = 0
@@ -140,9 +143,30 @@ class SmoothAttention(Transform):
             centred = keys.sample - keys.mean[:, None]
             # a pair that keys hardly use starts at a thousandth of the largest: its factor has no upper end
             start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
-            turns = block.family.attention.k_norm is None  # a norm's weight cannot turn
-            found["fitted"] = fit(centred, queries.power, start, rotary, shared=shared, turns=turns, steps=self.steps)
+            turns = block.family.attention.k_norm is None and rotary > 0  # a norm's weight cannot turn
+            phases = self.phases(still) if turns else still[None]
+            looked, held = centred.tensor_split(2, dim=1)
+            fitted = fit(looked, queries.power, start, phases, shared=shared, turns=turns, steps=self.steps)
+            found["fitted"] = least_score_error(fitted, held, queries)
         return found
+
+    def phases(self, still: Tensor) -> Tensor:
+        """``[C, Hkv, R/2]``: no turn as in ``still [Hkv, R/2]``, and random ones."""
+        random = torch.rand(self.starts - 1, *still.shape, generator=torch.Generator().manual_seed(self.seed))
+        return torch.cat([still[None], math.pi * random.to(still.device)])
+
+
+def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) -> KeyTransform:
+    """Of C ``transforms`` the one for each head that 4 bits of ``keys [Hkv, T, D]``, less their mean, serve best."""
+    candidates = list(map(KeyTransform, transforms.factor, transforms.phase))
+
+    def error(transform: KeyTransform) -> Tensor:
+        quantizer, moved = KV4(None, queries.importance(transform)), transform.keys(keys)[None]
+        return queries.score_error(transform.original(quantizer.dequantize(quantizer.quantize(moved))[0]) - keys)
+
+    best = torch.stack([error(transform) for transform in candidates]).argmin(0)  # [Hkv]
+    heads = torch.arange(len(best), device=best.device)
+    return KeyTransform(transforms.factor[best, heads], transforms.phase[best, heads])
 
 
 def key_errors(

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predicted_error
-from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, observe_keys
+from qtool.calibration.queries import Queries
+from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, least_score_error, observe_keys
 
 
 def test_logits_stay(any_model, transformed, logits):
@@ -96,13 +97,29 @@ def test_the_fit_lowers_the_predicted_error_and_a_shared_one_is_shared():
     still = torch.zeros(3, 8)
     start = key_factor(keys.abs().amax(1), 0.5, rotary=16, shared=False)
     before = predicted_error(KeyTransform(start, still), keys, power)
-    fitted = fit(keys, power, start, 16, shared=False, turns=True, steps=100)
-    unturned = fit(keys, power, start, 16, shared=False, turns=False, steps=100)
+    fitted = fit(keys, power, start, still[None], shared=False, turns=True, steps=100)
+    unturned = fit(keys, power, start, still[None], shared=False, turns=False, steps=100)
     assert unturned.phase.eq(0).all() and fitted.phase.ne(0).any()
     assert (predicted_error(unturned, keys, power) < before).all()
     assert (predicted_error(fitted, keys, power) < predicted_error(unturned, keys, power)).all()
-    shared = fit(keys, power, start, 16, shared=True, turns=False, steps=100)
-    assert torch.equal(shared.factor[0], shared.factor[2])
+    shared = fit(keys, power, start, still[None], shared=True, turns=False, steps=100)
+    assert torch.equal(shared.factor[:, 0], shared.factor[:, 2])
+    several = fit(keys, power, start, torch.stack([still, still + 1]), shared=False, turns=True, steps=100)
+    torch.testing.assert_close(several.factor[0], fitted.factor[0])  # starts do not see each other
+    assert not torch.allclose(several.phase[1], fitted.phase[0], atol=0.1)
+
+
+def test_each_head_takes_the_transform_that_serves_its_scores():
+    torch.manual_seed(0)
+    keys, queries = torch.randn(2, 300, 16), torch.randn(2, 300, 16)
+    keys[0, :, [3, 11]] *= 30  # loud in one head's keys, in the other's queries
+    queries[1, :, [3, 11]] *= 30
+    keys -= keys.mean(1, keepdim=True)
+    quiet = torch.ones(2, 16)
+    quiet[:, [3, 11]] = 30
+    made = KeyTransform(torch.stack([quiet, torch.ones(2, 16)]), torch.zeros(2, 2, 8))
+    chosen = least_score_error(made, keys, Queries(queries.mT @ queries / 300))
+    assert torch.equal(chosen.factor, torch.stack([quiet[0], torch.ones(16)]))
 
 
 def test_keys_are_looked_at_as_they_meet_queries(any_model, blocks):
