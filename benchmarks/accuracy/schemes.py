@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from qtool import corpora, recipes
 from qtool.checkpoint.source import resolve
-from qtool.eval.perplexity import context_length, cut_windows, perplexity
+from qtool.eval.perplexity import context_length, cut_windows, perplexity, standard_error
 from qtool.pipeline import commands
 from qtool.pipeline.inspect import inspect, total
 from qtool.runtime.load import load, load_tokenizer
@@ -53,7 +53,8 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
             progress=None, kv=arguments.kv,
         )  # fmt: skip
     seconds = time.perf_counter() - started
-    found = evaluated(load(out, device=arguments.device), arguments, base)
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    found = evaluated(load(out, device=arguments.device, dtype=dtype), arguments, base)
     packed = total("", (row for row in inspect(out) if row.layout))
     found |= {"bits": packed.bits, "megabytes": sum(r.nbytes for r in inspect(out)) / 1e6, "seconds": seconds}
     record.write_text(json.dumps(found))
@@ -65,7 +66,7 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     tokenizer = load_tokenizer(resolve(arguments.model))
     text = corpora.load(arguments.text, split="test").text
     result = perplexity(text, model, tokenizer, seqlen=arguments.seqlen, limit=arguments.limit)
-    found = {"perplexity": result.perplexity, "stderr": result.stderr}
+    found = {"perplexity": result.perplexity, "stderr": result.stderr, "window_nll": result.window_nll}
     if base is not None:
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
         windows = cut_windows(ids, min(arguments.seqlen, context_length(base) or arguments.seqlen))
@@ -73,14 +74,21 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     return found
 
 
+def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
+    """Of perplexity, with the standard error over windows: each is paired with itself in full precision."""
+    error = standard_error([a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)])
+    share = found["perplexity"] / full["perplexity"] - 1
+    return f"{share:+.2%}" if error is None else f"{share:+.2%} ± {100 * error:.2f}"
+
+
 def table(arguments: argparse.Namespace) -> str:
     """The Markdown table, row by row as it is measured."""
     base = load(resolve(arguments.model), device=arguments.device, dtype=torch.float32)
-    full = evaluated(base, arguments, None)["perplexity"]
+    full = evaluated(base, arguments, None)
     rows = [
         "| scheme | recipe | perplexity | rise | KL, nats | bits a weight | MB | seconds |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
-        f"| full precision | - | {full:.3f} | - | - | 16 | - | - |",
+        f"| full precision | - | {full['perplexity']:.3f} | - | - | 16 | - | - |",
     ]
     known = {name: variants.split() for name, variants, _ in recipes.overview()}
     chosen = ORDER if arguments.schemes == "all" else arguments.schemes.split(",")
@@ -88,7 +96,7 @@ def table(arguments: argparse.Namespace) -> str:
         for variant in [v for v in arguments.recipes.split(",") if v in known[scheme]]:
             r = measure(arguments, scheme, variant, base)
             rows.append(
-                f"| {scheme} | {variant} | {r['perplexity']:.3f} | {r['perplexity'] / full - 1:+.2%} | {r['kl']:.4f} "
+                f"| {scheme} | {variant} | {r['perplexity']:.3f} | {rise(r, full)} | {r['kl']:.4f} "
                 f"| {r['bits']:.3f} | {r['megabytes']:.2f} | {r['seconds']:.0f} |"
             )
             print(rows[-1], flush=True)
@@ -107,6 +115,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not quantized")
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"))
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT}")
     arguments = parser.parse_args()
