@@ -11,9 +11,9 @@ the CPU reference's, if decoding through the packed cache leaves the logits of o
 
 Where codes of activations or the cache flip with the order of a sum, two CPUs differ too (`chance.py`). How far such
 chance reaches is printed: the standard error of the mean over windows of CUDA's log-perplexity less the CPU's. A
-difference beyond 1e-3 is wrong if it is beyond three of them as well. Decoded logits may leave one forward's by half
-more than they do without the kernel: two roundings that know nothing of each other are 1.4 times as far apart as one
-of them is from none.
+difference beyond 1e-3 is wrong if it is beyond three of them as well (one CPU was seen at 3.1 of them from itself).
+Decoded logits may leave one forward's by half more than they do without the kernel: two roundings that know nothing of
+each other are 1.4 times as far apart as one of them is from none.
 """
 
 import argparse
