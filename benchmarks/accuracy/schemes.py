@@ -41,7 +41,8 @@ def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: torch.Ten
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
     """Quantize, then evaluate; reuses what ``--work`` holds."""
-    out = arguments.work / "-".join([scheme, variant, *([arguments.kv] if arguments.kv else [])])
+    options = [arguments.kv] * bool(arguments.kv) + [f"seed{arguments.seed}"] * bool(arguments.seed)
+    out = arguments.work / "-".join([scheme, variant, *options])
     record = out.with_name(out.name + ".json")
     if record.exists():
         return dict(json.loads(record.read_text()))
@@ -49,8 +50,8 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     if not out.exists():
         commands.quantize(
             arguments.model, scheme, out, recipe=variant, calib=arguments.calib, data_dir=None,
-            samples=arguments.samples, seqlen=arguments.seqlen, seed=0, device=arguments.device, resume=True,
-            progress=None, kv=arguments.kv,
+            samples=arguments.samples, seqlen=arguments.seqlen, seed=arguments.seed, device=arguments.device,
+            resume=True, progress=None, kv=arguments.kv,
         )  # fmt: skip
     seconds = time.perf_counter() - started
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--kv", help="a KV-cache quantizer for every row")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not quantized")

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from qtool.calibration.batch import first_inputs
+from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.method import Norm, Transform
 from qtool.models import family_of
@@ -188,3 +188,22 @@ def scale_rows(linear: torch.nn.Linear, row: int, factor: float) -> None:
     linear.weight[row] *= factor
     if linear.bias is not None:
         linear.bias[row] *= factor
+
+
+def attended(block: Block, batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """The queries and the keys ``[B, H, S, D]`` that attention itself is given in ``block``, batch by batch."""
+    queries, keys = [], []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q: Tensor, k: Tensor, *rest: Tensor, **options: object) -> Tensor:
+        queries.append(q)
+        keys.append(k)
+        return attention(q, k, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+        for batch in batches:
+            block.run(batch)
+    if not queries:
+        pytest.skip("this family's attention is not torch's own")
+    return queries, keys

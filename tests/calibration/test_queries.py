@@ -3,24 +3,13 @@ import torch
 
 from qtool.calibration.key_transform import KeyTransform
 from qtool.calibration.queries import LEAST, Queries, observe_queries
+from tests.calibration.conftest import attended
 
 
 def test_queries_are_looked_at_as_they_meet_the_keys(any_model, blocks):
     """Their mean outer product, against what attention itself is given."""
     block, batches = blocks(any_model)[0]
-    queries = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def seen(q, *rest, **options):
-        queries.append(q)
-        return attention(q, *rest, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
-        for batch in batches:
-            block.run(batch)
-    if not queries:
-        pytest.skip("this family's attention is not torch's own")
+    queries, _ = attended(block, batches)
     heads = block.heads
     every = torch.cat(queries).transpose(0, 1).reshape(heads.kv, -1, heads.dim)  # [Hkv, heads of it B S, D]
     found = observe_queries(block, batches)

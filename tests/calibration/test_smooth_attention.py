@@ -4,6 +4,7 @@ import torch
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predicted_error
 from qtool.calibration.queries import Queries
 from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, least_score_error, observe_keys
+from tests.calibration.conftest import attended
 
 
 def test_logits_stay(any_model, transformed, logits):
@@ -125,19 +126,7 @@ def test_each_head_takes_the_transform_that_serves_its_scores():
 def test_keys_are_looked_at_as_they_meet_queries(any_model, blocks):
     """The mean of the keys, against attention's own."""
     block, batches = blocks(any_model)[0]
-    keys = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def seen(q, k, *rest, **options):
-        keys.append(k)
-        return attention(q, k, *rest, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
-        for batch in batches:
-            block.run(batch)
-    if not keys:
-        pytest.skip("this family's attention is not torch's own")
+    _, keys = attended(block, batches)
     heads, dim = block.heads, block.heads.dim
     mean = torch.cat(keys).mean((0, 2)).view(heads.kv, -1, dim)[:, 0]  # repeated for the query heads, or not
     observed = observe_keys(block, batches, tokens=20)
