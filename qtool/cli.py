@@ -12,6 +12,7 @@ import click
 
 import qtool
 from qtool import watch
+from qtool.arguments import GIGABYTES, NOT_NEGATIVE, POSITIVE, TWO_OR_MORE, Device, NewPath
 from qtool.errors import CheckFailed, QtoolError
 from qtool.text_table import render
 
@@ -39,6 +40,12 @@ def main() -> None:
                 traceback.print_exc()
             click.echo(f"qtool: {error}", err=True)
         watch.leave(1 if isinstance(error, CheckFailed) else 2)
+    except OSError as error:  # no permission, no space, a path that is none: nothing a traceback would explain
+        if watch.fail():
+            if debug:
+                traceback.print_exc()
+            click.echo(f"qtool: {error.filename}: {error.strerror}" if error.filename else f"qtool: {error}", err=True)
+        watch.leave(2)
     except click.ClickException as error:
         if watch.fail():
             error.show()
@@ -74,15 +81,15 @@ SCHEME = click.option("--scheme", required=True, help="What to quantize to; `qto
 RECIPE = click.option("--recipe", help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.")
 GROUP = click.option("--group-size", help="Input channels a group, or 'channel'; the recipe's by default.")
 TARGET = click.option("--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford.")
-BLOCKS = click.option("--max-8bit-blocks", type=int, help="w4ax-fmpq: at most so many 8-bit blocks a layer.")
+BLOCKS = click.option("--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: at most so many 8-bit blocks a layer.")
 LAYOUT = click.option("--layout", help="Packed layout of every quantized layer; the recipe's by default.")
 KV = click.option("--kv", help="KV-cache quantizer: kv8, kv4, kv4-channel.")
 DATA_DIR = click.option("--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
-SAMPLES = click.option("--samples", default=128, show_default=True, help="Calibration windows.")
+SAMPLES = click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows.")
 SEQLEN = click.option(
-    "--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context."
+    "--seqlen", type=TWO_OR_MORE, default=2048, show_default=True, help="Tokens a window, at most the model's context."
 )
 ACTIVATIONS = click.option(
     "--activations",
@@ -91,7 +98,7 @@ ACTIVATIONS = click.option(
     show_default=True,
     help="Where calibration activations are between blocks; auto: the first with room.",
 )
-DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
+DEVICE = click.option("--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 
 
 @_command("qtool quantize demo --scheme w4a8-lqq --out demo-lqq")
@@ -103,7 +110,7 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu, c
 @LAYOUT
 @BLOCKS
 @KV
-@click.option("--out", type=click.Path(path_type=Path), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
+@click.option("--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
 @click.option("--calib", help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file.")
 @DATA_DIR
 @SAMPLES
@@ -140,7 +147,7 @@ def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: st
 @KV
 @SAMPLES
 @SEQLEN
-@click.option("--device-memory", type=float, help="GB of the GPU that a calibrated run gets; an H200's by default.")
+@click.option("--device-memory", type=GIGABYTES, help="Of the GPU of a calibrated run, in GB; an H200's by default.")
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
     """What quantizing MODEL (a directory or a config.json) will do: bits, bytes, memory, time."""
@@ -156,9 +163,9 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--model", default="demo", show_default=True, help="A quantized or plain model directory.")
 @click.option("--compare", help="A baseline model; prints the change against it.")
 @DATA_DIR
-@click.option("--seqlen", default=2048, show_default=True, help="Tokens a window, capped at the model's context.")
-@click.option("--limit", type=int, help="At most this many windows or items a task.")
-@click.option("--batch-size", default=8, show_default=True)
+@SEQLEN
+@click.option("--limit", type=POSITIVE, help="At most this many windows or items a task.")
+@click.option("--batch-size", type=POSITIVE, default=8, show_default=True)
 @click.option("--kv", help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.")
 @click.option("--as-export", metavar="FORMAT", help="Run --model as transformers runs its export in FORMAT.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of all that is not quantized.")
@@ -216,8 +223,8 @@ def inspect(directory: Path, as_json: bool) -> None:
 @_command("qtool export demo-w4a16 --format compressed-tensors --out demo-ct", cls=_ListsFormats)
 @DIRECTORY
 @click.option("--format", "target", required=True, help="One of the formats below.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
-@click.option("--tensor-parallel", default=1, show_default=True, help="Refuse what cannot be split over N GPUs.")
+@click.option("--out", required=True, type=NewPath(), help="Output directory.")
+@click.option("--tensor-parallel", type=POSITIVE, default=1, show_default=True, help="Refuse what N GPUs cannot share.")
 def export(directory: Path, target: str, out: Path, tensor_parallel: int) -> None:
     """Write a quantized model in the format of a serving stack; says what changed, if anything."""
     from qtool.pipeline.export import export as exported
@@ -227,7 +234,7 @@ def export(directory: Path, target: str, out: Path, tensor_parallel: int) -> Non
 
 @_command("qtool import TheBloke/Llama-2-7B-GPTQ --out llama-w4a16", name="import")
 @MODEL
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output directory.")
+@click.option("--out", required=True, type=NewPath(), help="Output directory.")
 @click.option("--layout", help="Packed layout of every linear; by default w4a16's, row-major where it does not fit.")
 def import_model(model: str, out: Path, layout: str | None) -> None:
     """Repack a symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model as a native one, code for code."""
@@ -240,7 +247,7 @@ def import_model(model: str, out: Path, layout: str | None) -> None:
 @DIRECTORY
 @click.option("--compare", help="The model it was made from; fills what needs both.")
 @click.option("--tasks", default="", help="Evaluate first, as `qtool eval --save` would: names, separated by commas.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: report.html in DIRECTORY.")
+@click.option("--out", type=NewPath(), help="Default: report.html in DIRECTORY.")
 @DATA_DIR
 @DEVICE
 def report(directory: Path, compare: str | None, tasks: str, **options: Any) -> None:
@@ -294,13 +301,11 @@ def bench_kv(shapes: str | None) -> None:
 @MODEL
 @SCHEME
 @RECIPE
-@click.option("--layers", type=int, help="Blocks of a random checkpoint; the shape's own by default.")
+@click.option("--layers", type=POSITIVE, help="Blocks of a random checkpoint; the shape's own by default.")
 @SAMPLES
 @SEQLEN
 @ACTIVATIONS
-@click.option(
-    "--work", type=click.Path(path_type=Path), default="bench", show_default=True, help="Directory for files."
-)
+@click.option("--work", type=NewPath(), default="bench", show_default=True, help="Directory for files.")
 @click.option("--keep", is_flag=True, help="Keep the result; a random checkpoint is kept anyway.")
 @DEVICE
 @JSON

@@ -299,6 +299,32 @@ def test_usage_errors_exit_2() -> None:
         assert shown.exit_code == 0 and "Example: qtool " in shown.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--device", "cuda:99"), ("--device", "cpux"), ("--samples", 0), ("--samples", -1), ("--seqlen", 0),
+     ("--max-8bit-blocks", -1), ("--out", ""), ("--out", "."), ("--out", "..")],
+)  # fmt: skip
+def test_values_that_no_run_could_have(option: str, value: object, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    code, message = qtool_run(monkeypatch, capsys, "quantize", DEMO, "--scheme", "w8a8", option, value)
+    assert code == 2 and f"Invalid value for '{option}'" in message and "Traceback" not in message
+    assert not list(tmp_path.parent.glob("*.partial")) and not list(tmp_path.iterdir())
+
+
+def test_places_that_cannot_be_written(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model, file = make_model(), tmp_path / "file"
+    file.write_text("")
+    code, message = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", "--out", file / "out")
+    assert code == 2 and message.endswith(f"qtool: {file / 'out.partial' / '.run'}: Not a directory\n")
+    assert "Traceback" not in message
+
+
+def test_home_in_an_output_path(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _ = qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out=~/out")
+    assert code == 0 and (tmp_path / "out" / "config.json").exists()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
