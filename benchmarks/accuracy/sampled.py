@@ -1,22 +1,24 @@
 """Every scheme and recipe on a model that comes without text: it writes its own.
 
-    python benchmarks/accuracy/sampled.py MODEL [--schemes all] [--recipes fast,paper,best] [--kv kv4]
+    python benchmarks/accuracy/sampled.py MODEL [--schemes all] [--recipes fast,paper,best] [--kv none,kv4]
 
 Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 to calibrate on, 96 others
 to evaluate on. The rise of log-perplexity on them estimates the divergence, which is computed too (docs/accuracy.md).
+Of several caches each after the first has what it adds to the first. Errors are standard errors, paired by window.
 """
 
 import argparse
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from schemes import ORDER, divergence
+from schemes import ORDER, divergence, rise
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qtool.checkpoint.source import Checkpoint
+from qtool.checkpoint.source import Checkpoint, resolve
 from qtool.pipeline.commands import Wishes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
@@ -27,8 +29,8 @@ RECIPES = ("fast", "paper", "best")
 @torch.no_grad()
 def sample(model: PreTrainedModel, windows: int, length: int, seed: int) -> Tensor:
     """``[windows, length]`` tokens that the model draws, each window from its first token."""
-    random, cache = torch.Generator().manual_seed(seed), DynamicCache()
-    tokens = [torch.full((windows, 1), model.config.bos_token_id or 0)]
+    random, cache = torch.Generator(model.device).manual_seed(seed), DynamicCache()
+    tokens = [torch.full((windows, 1), model.config.bos_token_id or 0, device=model.device)]
     while len(tokens) < length:
         logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
         tokens.append(torch.multinomial(logits.softmax(-1), 1, generator=random))
@@ -36,33 +38,43 @@ def sample(model: PreTrainedModel, windows: int, length: int, seed: int) -> Tens
 
 
 @torch.no_grad()
-def log_perplexity(model: PreTrainedModel, windows: Tensor) -> float:
-    """Mean negative log-likelihood of a token."""
-    logs = [model(ids, use_cache=False).logits.float().log_softmax(-1)[:, :-1] for ids in windows.split(4)]
-    return -float(torch.cat(logs).gather(-1, windows[:, 1:, None]).double().mean())
+def measured(model: PreTrainedModel, windows: Tensor) -> dict[str, Any]:
+    """Perplexity, and the mean negative log-likelihood of a token by window."""
+    nll: list[float] = []
+    for ids in windows.split(4):
+        logs = model(ids, use_cache=False).logits.float().log_softmax(-1)[:, :-1]
+        nll += (-logs.gather(-1, ids[:, 1:, None])[..., 0].double().mean(1)).tolist()
+    return {"perplexity": math.exp(sum(nll) / len(nll)), "window_nll": nll}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="a directory, or demo")
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
     parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--kv", help="a KV-cache quantizer for every row")
+    parser.add_argument("--kv", default="none", help="KV-cache quantizers with commas, each for every row")
+    parser.add_argument("--windows", type=int, default=96, help="evaluated")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    base = load(arguments.model, dtype=torch.float32)
-    calibration, windows = sample(base, 64, 512, seed=0), sample(base, 96, 512, seed=1)
-    full = log_perplexity(base, windows)
-    print(f"full precision: perplexity {math.exp(full):.3f}\n")
-    print("| scheme | recipe | rise | KL, nats |\n|---|---|---:|---:|")
+    source = resolve(arguments.model)
+    base = load(source, dtype=torch.float32, device=arguments.device)
+    calibration, windows = sample(base, 64, 512, seed=0), sample(base, arguments.windows, 512, seed=1)
+    full = measured(base, windows)
+    print(f"full precision: perplexity {full['perplexity']:.3f}\n")
+    print("| scheme | recipe | cache | rise | KL, nats | the cache adds |\n|---|---|---|---:|---:|---:|")
     for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
         for recipe in arguments.recipes.split(","):
-            with tempfile.TemporaryDirectory() as directory:
-                chosen = Wishes(recipe=recipe, kv=arguments.kv).of(scheme)
-                out, batches = Path(directory, "model"), Calibration(list(calibration.split(4)))
-                quantize(Checkpoint(arguments.model), chosen, out, calibration=batches)
-                model = load(out)
-                rise, kl = math.exp(log_perplexity(model, windows) - full) - 1, divergence(model, base, windows)
-            print(f"| {scheme} | {recipe} | {rise:+.2%} | {kl:.4f} |", flush=True)
+            first = None
+            for kv in arguments.kv.split(","):
+                with tempfile.TemporaryDirectory() as directory:
+                    chosen = Wishes(recipe=recipe, kv=None if kv == "none" else kv).of(scheme)
+                    out, batches = Path(directory, "model"), Calibration(list(calibration.cpu().split(4)))
+                    quantize(Checkpoint(source), chosen, out, calibration=batches, device=arguments.device)
+                    model = load(out, dtype=torch.float32, device=arguments.device)
+                    found, kl = measured(model, windows), divergence(model, base, windows)
+                adds = "-" if first is None else rise(found, first)
+                print(f"| {scheme} | {recipe} | {kv} | {rise(found, full)} | {kl:.4f} | {adds} |", flush=True)
+                first = first or found
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from qtool import ranks
 from qtool.calibration.stages import stage
 from qtool.calibration.tensor_cores import precise_matmul
 
+#: bytes of a Hessian from which on torch's cache is emptied first: 70B's down (28672 channels) had 3 GB reserved in vain
+LARGE = 1 << 30
+
 
 class Hessian:
     """``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32; both are there after :meth:`complete`.
@@ -126,6 +129,8 @@ class Factor:
     """
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
+        if hessian.is_cuda and hessian.nbytes > LARGE:  # for two more of its size no hole is large enough
+            torch.cuda.empty_cache()
         #: the damped Hessian, last column first: what has a lower factor where it itself has an upper one
         self._reversed = hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
         diagonal = self._reversed.diagonal()
