@@ -16,7 +16,7 @@ from qtool import ranks
 from qtool.calibration.stages import stage
 from qtool.calibration.tensor_cores import precise_matmul
 
-#: bytes of a Hessian from which on torch's cache is emptied first: 70B's down (28672 channels) had 3 GB reserved in vain
+#: bytes of a Hessian above which torch's cache is emptied first: 70B's down (28672 channels) had 3 GB reserved in vain
 LARGE = 1 << 30
 
 
