@@ -55,6 +55,7 @@ class Clip(Transform):
 
     name = "clip"
     needs_data = True
+    positive = ("steps", "tokens")
     after: ClassVar[dict[str, str]] = {
         method: "clipping ratios belong to the weights as they will be rounded"
         for method in (

@@ -67,6 +67,7 @@ class Distill(Rounding):
     name = "distill"
     needs_data = True
     steps = True
+    positive = ("samples",)
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:

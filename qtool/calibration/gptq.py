@@ -71,6 +71,7 @@ class Gptq(Rounding):
 
     name = "gptq"
     needs_data = True
+    positive = ("block", "clip_steps")
 
     @property
     def compares(self) -> bool:

@@ -53,6 +53,8 @@ class Transform(ABC):
     after: ClassVar[dict[str, str]] = {}
     #: names of methods that must be present and come earlier, and why
     requires: ClassVar[dict[str, str]] = {}
+    #: options that must be above 0
+    positive: ClassVar[tuple[str, ...]] = ()
 
     @property
     def rewrites_embedding(self) -> bool:
@@ -97,6 +99,8 @@ class Rounding(ABC):
     needs_data: ClassVar[bool]
     #: what is a batch matters to the result (a batch is a step)
     steps: ClassVar[bool] = False
+    #: options that must be above 0
+    positive: ClassVar[tuple[str, ...]] = ()
 
     @property
     def compares(self) -> bool:

@@ -98,6 +98,7 @@ class GatherOutliers(Transform):
 
     name = "gather-outliers"
     needs_data = True
+    positive = ("tokens", "sequences")
     after: ClassVar[dict[str, str]] = LATER | {"reorder": "sorting again would scatter the gathered outliers"}
 
     def __post_init__(self) -> None:

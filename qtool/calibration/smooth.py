@@ -53,6 +53,7 @@ class Smooth(Transform):
 
     name = "smooth"
     needs_data = True
+    positive = ("steps", "tokens")
     after: ClassVar[dict[str, str]] = {
         "norm-fusion": "fusing a norm would fold the smoothing factor back into the weights",
         "rotate": "a rotation mixes the channels that the factor was chosen for",

@@ -118,6 +118,7 @@ class SmoothAttention(Transform):
 
     name = "smooth-attention"
     needs_data = True
+    positive = ("starts", "sequences")
     after: ClassVar[dict[str, str]] = {"rotate": "the inputs a block is observed on are rotated from the start"}
 
     @torch.no_grad()

@@ -51,6 +51,7 @@ class ValueBasis(Transform):
 
     name = "value-basis"
     needs_data = True
+    positive = ("steps", "tokens")
     after: ClassVar[dict[str, str]] = {
         "norm-fusion": "the values are observed as the fused norm's linears make them",
         "rotate": "a rotation of the value heads would leave the basis",

@@ -3,7 +3,7 @@
 ``plan`` prints a job, ``quantize`` carries it out.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Rounding, Transform, check_order
+from qtool.calibration.options import check_options
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
@@ -212,10 +213,7 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
 def _method(table: dict[str, type[Method]], step: Step, kind: str) -> Method:
     if step.name not in table:
         raise QtoolError(f"unknown {kind} {step.name!r}: {suggest(step.name, table)}")
-    options = {field.name for field in fields(table[step.name])}  # type: ignore[arg-type]
-    for option in step.options:
-        if option not in options:
-            raise QtoolError(f"{kind} {step.name}: unknown option {option!r}; {suggest(option, options)}")
+    check_options(table[step.name], step.options)
     return table[step.name](**step.options)
 
 

@@ -136,13 +136,16 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     layers = data.get("layers")
     if not isinstance(layers, list) or not layers:
         raise QtoolError(f"{where}: layers must be a list with at least one rule")
+    transforms = chosen.get("transforms") or []
+    if not isinstance(transforms, list):
+        raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
         scheme=str(data.get("scheme", where)),
         about=str(data.get("about", "")),
         layers=tuple(_layer(rule, where) for rule in layers),
-        transforms=tuple(_step(step, where) for step in chosen.get("transforms") or ()),
+        transforms=tuple(_step(step, where) for step in transforms),
         rounding=_step(chosen.get("rounding", "rtn"), where),
-        kv=chosen.get("kv", data.get("kv")),
+        kv=_name({**data, **chosen}, "kv", where),
         variant=variant or "custom",
     )
 
@@ -151,11 +154,24 @@ def _layer(rule: Any, where: str) -> LayerRule:
     _known(rule, LAYER_KEYS, f"{where}, layers")
     if ("match" in rule) == ("roles" in rule):
         raise QtoolError(f"{where}: a layer rule has either match or roles, found {sorted(rule)}")
-    match = rule["match"] if "match" in rule else rf"\.({'|'.join(map(re.escape, rule['roles']))})$"
+    match, roles = _name(rule, "match", where), rule.get("roles")
+    if match is None:
+        if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
+            raise QtoolError(f"{where}: roles must be a list of names like [v_proj, down_proj], found {roles!r}")
+        match = rf"\.({'|'.join(map(re.escape, roles))})$"
     size = rule.get("group_size")
     if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
-    return LayerRule(match, rule.get("scheme"), size if isinstance(size, int) else None, rule.get("layout"))
+    size = size if isinstance(size, int) else None
+    return LayerRule(match, _name(rule, "scheme", where), size, _name(rule, "layout", where))
+
+
+def _name(data: Mapping[str, Any], key: str, where: str) -> str | None:
+    """The value of ``key``, a text; None where it is absent or null."""
+    value = data.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise QtoolError(f"{where}: {key} must be a text, found {value!r}")
 
 
 def _step(step: Any, where: str) -> Step:
