@@ -9,6 +9,7 @@ import pytest
 
 from qtool import recipes
 from qtool.checkpoint.source import DEMO, Checkpoint
+from qtool.models import Fold
 from qtool.pipeline import commands
 from qtool.pipeline.job import Job
 from tests.conftest import VARIANTS, MakeModel
@@ -29,6 +30,19 @@ def test_every_family_takes_every_built_in_recipe(family: str, make_model: MakeM
         job = job_of(model, scheme, variant)
         assert job.rounding.name == recipes.load(scheme, variant).rounding.name
         assert bool(job.recipe.left_out) == (job.recipe.transforms != recipes.load(scheme, variant).transforms)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_v_and_down_have_small_groups_in_w4a4_mix(family: str, make_model: MakeModel) -> None:
+    """APEX4 section 3.2.2, whatever a family calls them."""
+    job = Job.of(Checkpoint(make_model(family)).config, recipes.load("w4a4-mix"))
+    for block in range(job.blocks):
+        kind = job.block_family(block)
+        v = kind.owner(kind.attention.v)
+        down = {n for g in kind.groups if g.fold in (Fold.PRODUCT, Fold.ACTIVATION) for n in g.linears}
+        sizes = {name: job.format.of(job.full(block, name)).group_size for name in kind.linears()}  # type: ignore[union-attr]
+        assert down and {name for name, size in sizes.items() if size == 32} == {v, *down}
+        assert set(sizes.values()) == {32, None}
 
 
 @pytest.mark.parametrize("family", ("gemma2", "gemma3_text"))
