@@ -141,6 +141,12 @@ class Block:
         Raises:
             QtoolError: if one sequence alone does not fit.
         """
+        if (out := self._attempt(batch, **extra)) is not None:
+            return out
+        return torch.cat([self.run(half, **extra) for half in batch.halves()])
+
+    def _attempt(self, batch: Batch, **extra: Any) -> Tensor | None:
+        """:meth:`run` of all sequences at once; None where they do not fit, but some may."""
         try:
             with stage("forward"):
                 return self.forward(batch, **extra)
@@ -153,15 +159,7 @@ class Block:
                 ) from None
         self.notes["batches halved for lack of memory"] = self.notes.get("batches halved for lack of memory", 0) + 1
         torch.cuda.empty_cache()
-        outputs, reached = [], None
-        for half in batch.halves():
-            try:
-                outputs.append(self.run(half, **extra))
-            except _Reached as found:
-                reached = found
-        if reached:
-            raise reached
-        return torch.cat(outputs)
+        return None
 
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
         """:meth:`run` with gradients, for methods that learn."""
@@ -180,23 +178,27 @@ class Block:
 
         A run ends where the last of the linears is reached.
         """
-        waiting: set[str] = set()
+        for batch in batches:
+            self._observe(batch, observers)
+
+    def _observe(self, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any) -> None:
+        seen: set[str] = set()
 
         def once(name: str, observer: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             def see(x: Tensor) -> None:
                 observer(x)
-                waiting.discard(name)
-                if not waiting:
+                seen.add(name)
+                if len(seen) == len(observers):
                     raise _Reached
 
             return see
 
-        begin = self.module.register_forward_pre_hook(lambda *_: waiting.update(observers))
-        with observing(self.module, {name: once(name, o) for name, o in observers.items()}):
-            for batch in batches:
-                with suppress(_Reached):
-                    self.run(batch)
-        begin.remove()
+        fits = True
+        with observing(self.module, {name: once(name, o) for name, o in observers.items()}), suppress(_Reached):
+            fits = self._attempt(batch, **extra) is not None
+        if not fits:  # what was seen before the memory ended is not seen again
+            for half in batch.halves():
+                self._observe(half, {name: o for name, o in observers.items() if name not in seen}, **extra)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, name: str, **extra: Any) -> Tensor | None:
@@ -205,20 +207,26 @@ class Block:
         The block runs no further than that submodule; ``extra`` arguments reach it.
         """
         seen: list[Tensor] = []
-
-        def take(x: Tensor) -> None:
-            seen.append(x)
-            raise _Reached
-
-        with observing(self.module, {name: take}), suppress(_Reached):
-            self.run(batch, **extra)
+        self._observe(batch, {name: seen.append}, **extra)
         return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
 
     @torch.no_grad()
     def propagate(self, batches: Sequence[Batch]) -> None:
-        """Replace every batch's hidden states by the block's output, in place."""
+        """Replace every batch's hidden states by the block's output, in place.
+
+        Raises:
+            QtoolError: NaN or Inf in it, of which no later block could make anything.
+        """
+        finite = []
         for batch in batches:
-            batch.keep(self.run(batch))
+            out = self.run(batch)
+            finite.append(torch.isfinite(out).all())
+            batch.keep(out)
+            dtype = str(out.dtype).removeprefix("torch.")
+            del out  # the next run needs its room
+        if finite and not torch.stack(finite).all():  # a GPU is waited for once
+            hint = "; it overflows in this model, convert it to bfloat16 first" if dtype == "float16" else ""
+            raise QtoolError(f"block {self.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}")
 
     def permute(self, name: str, order: Tensor) -> None:
         """Reorder the input channels of linear ``name``: its columns at once, its input as it arrives."""

@@ -41,6 +41,7 @@ from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
+from qtool.errors import QtoolError
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Grid, Params, Scheme
 
@@ -93,7 +94,10 @@ class Gptq(Rounding):
                     problems.append(Problem(names, hessian))
                 else:
                     found |= RoundToNearest().round(replace(block, schemes={n: block.schemes[n] for n in names}), [])
-            found |= self.round_problems(block, problems)
+            try:
+                found |= self.round_problems(block, problems)
+            except QtoolError as error:
+                raise QtoolError(f"block {block.index}: {error}") from error
             for name, result in found.items():
                 block.install(name, result)
                 block.forget(name)

@@ -7,6 +7,7 @@ whatever rank has which.
 Legend: M tokens, N output channels, K input channels.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from qtool import ranks
 from qtool.calibration.stages import stage
 from qtool.calibration.tensor_cores import precise_matmul
+from qtool.errors import QtoolError
 
 #: bytes of a Hessian above which torch's cache is emptied first: 70B's down (28672 channels) had 3 GB reserved in vain
 LARGE = 1 << 30
@@ -126,6 +128,9 @@ class Factor:
 
     Attributes:
         damping: the share of the mean diagonal that was added.
+
+    Raises:
+        QtoolError: NaN or Inf in ``H``, which no damping mends.
     """
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
@@ -136,6 +141,8 @@ class Factor:
         diagonal = self._reversed.diagonal()
         dead = diagonal == 0
         mean = float(diagonal.mean())
+        if not math.isfinite(mean):
+            raise QtoolError("gptq: NaN or Inf in the inputs of a linear on the calibration text")
         diagonal[dead] = mean or 1.0
         added = 0.0
         self.damping = damping

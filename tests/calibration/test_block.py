@@ -57,6 +57,31 @@ def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:
     assert torch.allclose(torch.cat(seen), whole, atol=1e-6)
 
 
+def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> None:
+    """The memory ends in the MLP, behind linears that have seen the whole batch."""
+    block, batch = block_and_batch
+    names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+    whole = {name: block.inputs(batch, name) for name in names}
+
+    def refuse(_, args) -> None:  # type: ignore[no-untyped-def]
+        if len(args[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    block.get("mlp.act_fn").register_forward_pre_hook(refuse)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    block.observe([batch], {name: inputs.append for name, inputs in seen.items()})
+    assert [len(inputs) for inputs in seen.values()] == [1, 1, 4]
+    for name, inputs in seen.items():
+        torch.testing.assert_close(torch.cat(inputs), whole[name])
+
+
+def test_an_output_that_is_no_number_is_refused(block_and_batch: tuple[Block, Batch]) -> None:
+    block, batch = block_and_batch
+    block.weight("mlp.down_proj")[3] = torch.inf
+    with pytest.raises(QtoolError, match="block 0: NaN or Inf in its output on the calibration text, in float32"):
+        block.propagate([batch])
+
+
 def test_one_sequence_that_does_not_fit_is_said(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     limit(block, 0)

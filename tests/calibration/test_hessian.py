@@ -7,6 +7,7 @@ from qtool.calibration import hessian as hessian_module
 from qtool.calibration.group_fit import group_error
 from qtool.calibration.hessian import Factor, Hessian, panels
 from qtool.calibration.tensor_cores import halves, precise_matmul
+from qtool.errors import QtoolError
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -60,6 +61,14 @@ def test_the_factor_is_of_the_damped_hessian() -> None:
     torch.testing.assert_close(Factor(exact, 0.1, order).feedback, Factor(exact[order][:, order], 0.1).feedback)
     right = torch.randn(5, 32)
     torch.testing.assert_close(factor.solve(right) @ damped, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_hessian_that_holds_no_numbers_has_no_factor(bad: float) -> None:
+    hessian = torch.eye(8)
+    hessian[3, 3] = bad
+    with pytest.raises(QtoolError, match="NaN or Inf in the inputs"):
+        Factor(hessian, 0.1)
 
 
 @CUDA
