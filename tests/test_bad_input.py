@@ -67,6 +67,8 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
     refused("no such model directory", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    refused("is an adapter (LoRA)", tmp_path / "empty")
 
 
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
@@ -82,6 +84,8 @@ def test_missing_shard(refused, make_model: MakeModel) -> None:  # type: ignore[
     model = make_model(max_shard_size="200KB")
     next(model.glob("model-00002*")).unlink()
     refused("is missing", model)
+    (model / "model.safetensors.index.json").unlink()
+    refused("model-00001-of-", model)
 
 
 def test_truncated_file(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
@@ -156,6 +160,14 @@ def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore
     del tensors[DOWN]
     save_file(tensors, model / "model.safetensors")
     refused(f"tensor {DOWN} is missing", model)
+
+
+def test_a_tied_head_with_values_of_its_own(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+    model = make_model("llama-tied")
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    embedding[-1, -1] += 1
+    rewrite(model, "lm_head.weight", embedding)
+    refused("lm_head.weight is not model.embed_tokens.weight", model)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -137,10 +137,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     if not path.is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise QtoolError(f"{directory} is an adapter (LoRA), not a model; merge it into its base model first")
         raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
     config = _json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
+    config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
     if config.get("quantization_config", {}) is None:
         del config["quantization_config"]
     if not isinstance(config.get("quantization_config", {}), dict):
@@ -159,6 +162,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _what_is_there(directory: Path) -> str:
+    if shards := sorted(p.name for p in directory.glob("*.safetensors")):
+        return f"{shards[0]} is there, but not the index that says which tensor is where"
     pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pth")]
     if pickles:
         return f"{pickles[0]} is a pickle, which qtool never reads: convert it to safetensors first"

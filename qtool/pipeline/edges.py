@@ -72,6 +72,22 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
     return Norm.of(weight, bias, job.family.norm_offset)
 
 
+def require_tied(source: Checkpoint, job: Job) -> None:
+    """Refuse a head that is stored beside the embedding it is said to be, with other values (reads both).
+
+    Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the embedding.
+    """
+    head, embedding = f"{job.family.head}.weight", f"{job.family.embedding}.weight"
+    if not job.tied or head not in source:
+        return
+    pairs = zip(_rows(source, job, head), _rows(source, job, embedding), strict=True)
+    if source.entry(head).shape != source.entry(embedding).shape or not all(torch.equal(a.to(b), b) for a, b in pairs):
+        raise QtoolError(
+            f"{head} is not {embedding}, although config.json ties the two: set tie_word_embeddings to false there if "
+            "the model has a head of its own, or remove that tensor"
+        )
+
+
 def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -> Iterator[Tensor]:
     rows, columns = source.entry(name).shape
     step = max(1, PIECE_BYTES // (columns * job.dtype.itemsize))

@@ -16,6 +16,7 @@ import qtool
 from qtool import ranks
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.pipeline.edges import require_tied
 from qtool.pipeline.job import Job
 from qtool.pipeline.output import Output
 from qtool.pipeline.run_record import RunRecord
@@ -104,6 +105,7 @@ def check_source(source: Checkpoint, job: Job) -> None:
         ignored = name.endswith("rotary_emb.inv_freq") or (job.tied and name == f"{job.family.head}.weight")
         if name not in expected and not ignored:
             raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; refusing to lose it")
+    require_tied(source, job)
 
 
 def _identity(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.calibration.distill import Distill
@@ -95,6 +96,18 @@ def test_a_tied_head_saved_under_its_other_name(make_model: MakeModel, tmp_path:
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     out = run(source, "w4a16", tmp_path / "out")
     assert torch.equal(load(out).get_input_embeddings().weight, tensors["lm_head.weight"])
+    tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert [*Checkpoint(run(source, "w4a16", tmp_path / "both")).entries] == [*Checkpoint(out).entries]
+
+
+def test_code_of_the_model_is_no_part_of_the_result(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model()
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    (source / "config.json").write_text(json.dumps(config))
+    out = run(source, "w4a16", tmp_path / "out")
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).dtype == torch.float32
 
 
 def test_integer_arithmetic_not_simulation(make_model: MakeModel, tmp_path: Path) -> None:
