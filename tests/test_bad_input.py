@@ -103,9 +103,10 @@ def test_index_outside_the_directory(refused, make_model: MakeModel) -> None:  #
     model = make_model(max_shard_size="200KB")
     index = model / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    content["weight_map"][DOWN] = "../secret.safetensors"
-    index.write_text(json.dumps(content))
-    refused("'../secret.safetensors' is not a file name inside the model directory", model)
+    for shard in ("../secret.safetensors", 5, None, ["x"]):
+        content["weight_map"][DOWN] = shard
+        index.write_text(json.dumps(content))
+        refused("is not a file name inside the model directory", model)
 
 
 def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
@@ -301,6 +302,15 @@ def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkey
     edit_config(out, quantization_config=config["quantization_config"] | {"format_version": 99})
     code, message = qtool_run(monkeypatch, capsys, "inspect", out)
     assert code == 2 and "format version 99 cannot be read" in message
+
+
+def test_a_recipe_that_quantizes_nothing_can_be_looked_at(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    recipe, out = tmp_path / "none.yaml", tmp_path / "q"
+    recipe.write_text("layers: [{match: '.*', scheme: null}]")
+    options = ("--scheme", "w8a8", "--recipe", recipe, "--out", out)
+    assert qtool_run(monkeypatch, capsys, "quantize", make_model(), *options)[0] == 0
+    code, said = qtool_run(monkeypatch, capsys, "inspect", out)
+    assert code == 0 and "all packed linears" in said
 
 
 def test_verify_finds_a_flipped_byte(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]

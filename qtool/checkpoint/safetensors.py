@@ -67,8 +67,10 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise QtoolError(f"{path} is missing") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise QtoolError(f"{path.name}: the safetensors header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise QtoolError(f"{path.name}: the safetensors header is no JSON object")
     header.pop("__metadata__", None)
     entries, spans = {}, []
     for name, spec in header.items():
@@ -86,10 +88,12 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, spec: Any, base: int) -> Entry:
     try:
-        dtype, shape, (start, stop) = spec["dtype"], tuple(map(int, spec["shape"])), spec["data_offsets"]
+        dtype, shape, (start, stop) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
+        if any(type(number) is not int for number in (*shape, start, stop)):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise QtoolError(f"{path.name}: the header entry of {name!r} is damaged") from None
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise QtoolError(f"{path.name}: tensor {name!r} has dtype {dtype}; known: {', '.join(DTYPES)}")
     entry = Entry(path, DTYPES[dtype], shape, base + start)
     if stop - start != entry.nbytes or start < 0 or min(shape, default=0) < 0:

@@ -82,8 +82,8 @@ class Checkpoint:
         if not isinstance(weight_map, dict) or not weight_map:
             raise QtoolError(f"{index.name}: no weight_map in it")
         shards = {}
-        for shard in sorted(set(weight_map.values())):
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        for shard in sorted({str(shard) for shard in weight_map.values()}):
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise QtoolError(f"{index.name}: {shard!r} is not a file name inside the model directory")
             shards[shard] = read_header(self.directory / shard)
         for name, shard in weight_map.items():

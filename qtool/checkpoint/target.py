@@ -133,7 +133,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     """``tensor`` rounded to ``dtype``.
 
     Raises:
-        CheckFailed: a finite value overflowed, or a scale became zero.
+        CheckFailed: a value does not fit.
     """
     cast = tensor.to(dtype)
     if not cast.is_meta:

@@ -100,7 +100,7 @@ def run(
     calibration = random_tokens(checkpoint.config["vocab_size"], samples, seqlen) if job.needs_data else None
     for old in (out, out.with_name(out.name + ".partial")):
         shutil.rmtree(old, ignore_errors=True)
-    ceilings, cuda = measure(checkpoint, source.parent, torch.device(device)), torch.device(device).type == "cuda"
+    ceilings, cuda = measure(checkpoint, out.parent, torch.device(device)), torch.device(device).type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

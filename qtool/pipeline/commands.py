@@ -67,7 +67,7 @@ class Wishes:
 
 
 def granularity(scheme: str, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe section 5.2).
+    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe section 5.3).
 
     Raises:
         QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
@@ -128,7 +128,7 @@ def quantize(
     if "quantization_config" in source.config and _says_nothing_new(chosen, calib, wishes):
         return repack(model, out, wishes["layout"])
     job = Job.of(source.config, chosen)
-    for note in job.recipe.left_out:
+    for note in job.recipe.left_out if ranks.rank() == 0 else ():
         print(note, file=sys.stderr)
     if export_format is not None:
         from qtool.checkpoint import targets

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def bits(self) -> float:
-        return self.nbytes * 8 / self.weights
+        return self.nbytes * 8 / self.weights if self.weights else 0.0  # nothing is quantized
 
 
 def inspect(directory: Path) -> list[Row]:

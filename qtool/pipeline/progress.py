@@ -1,6 +1,5 @@
 """Progress of a run: a bar on a terminal, plain lines in a log."""
 
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from qtool.eval.report import NOTED
+from qtool.pipeline.run_record import peak_host_bytes
 
 
 class Progress:
@@ -25,7 +25,7 @@ class Progress:
     def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:
         if self.silent:
             return
-        peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
+        peak = f"{peak_host_bytes() / 1e9:.2f} GB"
         errors = [
             linear[key]
             for method, (_, key) in NOTED.items()

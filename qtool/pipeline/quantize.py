@@ -69,7 +69,7 @@ def quantize(
     with closing(output):
         if ranks.rank() == 0:
             _require_space(output, specs)
-        where = torch.device(device)
+        where = torch.device("cpu" if job.is_plain else device)  # weights streamed one by one never leave it
         record = RunRecord(out, output.identity, where, continued=output.continued)
         Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
         config = job.config | {"quantization_config": job.format.to_dict()}

@@ -1,6 +1,6 @@
 """How much a calibrated run has to do, stage by stage, from config.json and recipe alone.
 
-Counts, no times: :mod:`qtool.pipeline.rates` turns them into seconds, ``bench quantize`` into floors. A stage is
+Counts, no times: :mod:`qtool.pipeline.estimate` turns them into seconds, ``bench quantize`` into floors. A stage is
 what :class:`qtool.calibration.stages.Stages` records under the same name.
 
 Legend: M calibration tokens in sequences of S, N x K a linear's weight.
@@ -122,7 +122,7 @@ class BlockWork:
                 grams = 2 * seen * (sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
                                     + (k * k if method.residual else 0))  # fmt: skip
                 n = sum(self.shapes[name][0] for name in names)
-                sweeps = n * k * k * (3 + (2 + 6 * method.rounds) / 1)
+                sweeps = n * k * k * (5 + 6 * method.rounds)
                 work += Work(
                     forward_flops=inputs * before * (0 if group.routed and number else 1),
                     hessian_flops=grams,

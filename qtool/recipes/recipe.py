@@ -79,7 +79,7 @@ class Recipe:
         return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
 
     def for_kv4(self) -> "Recipe":
-        """What a kv4 cache wants added: ``smooth-attention`` (QServe 4.2) and, to ``best``, ``value-basis``."""
+        """What a kv4 cache wants added: ``smooth-attention`` (QServe 3.2) and, to ``best``, ``value-basis``."""
         names = [step.name for step in self.transforms]
         wanted = ["smooth-attention", *(["value-basis"] if self.variant == "best" else [])]
         before = max((i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")), default=0)

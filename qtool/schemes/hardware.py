@@ -2,8 +2,8 @@
 
 Group scales are applied on CUDA cores inside the main loop. APEX4 section 2.2, equation 2: the cost
 is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16 a
-group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.2), and per-channel
-scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.2 uses W4A8 per channel
+group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.3), and per-channel
+scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.3 uses W4A8 per channel
 on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8 ratios 32 and 8.
 No paper has a point between 16 and 32; both choices change above 16.
 """
@@ -99,7 +99,7 @@ def choose_w4a4(target: Gpu) -> Choice:
 
 
 def choose_qoq(target: Gpu) -> Choice:
-    """``w4a8-qoq`` (per channel) or ``w4a8-qoq-g128`` on ``target`` (QServe section 5.2)."""
+    """``w4a8-qoq`` (per channel) or ``w4a8-qoq-g128`` on ``target`` (QServe section 5.3)."""
     ratio = target.rho_int8
     fact = f"INT8 tensor cores : FP32 CUDA cores = {ratio:g} on {target.name}"
     if ratio <= GROUP_RATIO:

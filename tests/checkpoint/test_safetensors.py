@@ -86,6 +86,13 @@ def byte(start: int, stop: int) -> str:
     [
         (b"", "truncated"),
         (header("{"), "not valid JSON"),
+        (header("[" * 9999), "not valid JSON"),
+        (header("[]"), "no JSON object"),
+        (header('{"w":{"dtype":["U8"],"shape":[1],"data_offsets":[0,1]}}', b"\0"), "dtype"),
+        (header('{"w":{"dtype":"U8","shape":"1","data_offsets":[0,1]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":[0.0,1.0]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":["0","1"]}}', b"\0"), "damaged"),
         (header('{"w":{"dtype":"F32"}}'), "damaged"),
         (header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}', b"\0" * 8), "does not fit"),
         (header('{"w":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}', b"\0" * 4), "does not fit"),

@@ -13,10 +13,12 @@ from qtool import recipes
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.gptq import Gptq
+from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import skeleton
-from qtool.pipeline import commands
+from qtool.pipeline import bench, commands
+from qtool.pipeline.ceilings import Ceilings
 from qtool.pipeline.estimate import H200
 from qtool.pipeline.job import Job
 from qtool.pipeline.memory import STEP_TOKENS, working_bytes
@@ -181,6 +183,19 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     commands.bench_quantize("llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options)
     kept = json.loads((out / "qtool.json").read_text())["bench"]
     assert kept["floors"].keys() == measured.floors.keys() and kept["record"]["stages"].keys() == stages.keys()
+
+
+def test_ceilings_are_of_the_directory_that_is_written(make_model: MakeModel, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    measure, probed, work = bench.measure, [], tmp_path / "work"
+
+    def probe(source: Checkpoint, directory: Path, device: torch.device) -> Ceilings:
+        probed.append(directory)
+        return measure(source, directory, device)
+
+    monkeypatch.setattr(bench, "measure", probe)
+    commands.bench_quantize(str(make_model(name="models/tiny")), "w8a8", recipe=None, layers=None, work=work,
+                            keep=False, samples=2, seqlen=32, device="cpu")  # fmt: skip
+    assert probed == [work]
 
 
 def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
