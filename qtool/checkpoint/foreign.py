@@ -119,6 +119,8 @@ def _compressed(config: Mapping[str, Any]) -> Foreign:
             raise QtoolError(f"compressed-tensors {name}: actorder group scatters a group's inputs: {_NEEDS_ORDER}")
     if config.get("transform_config"):
         raise QtoolError("compressed-tensors with a transform_config (online rotations) cannot be imported")
+    if config.get("kv_cache_scheme"):
+        raise QtoolError("compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV cache")
     return Foreign(
         "compressed-tensors",
         "weight_packed",

@@ -108,6 +108,7 @@ def _write(output: Output, work: "_Export", shards: list[list[str]], kv: str | N
     for file, content in target.config_files(quantization).items():
         write_json(output.partial / file, content)
     config = config | {"quantization_config": quantization}
+    facts = facts | {"blocks": [record["notes"] for _, record in sorted(output.records.items())]}
     if target.dtype is not None:
         config |= {"dtype": "float16"}
         config.pop("torch_dtype", None)
@@ -132,6 +133,9 @@ def _notes(
             else f"KV cache: {kv} left out, the format has no place for it; set the cache's precision when serving"
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    other = {f.scale_dtype for f in formats.values()} - {dtype, "float32"}  # an import keeps those it finds
+    if target.dtype is None and dtype in ("float16", "bfloat16") and other:
+        notes.append(f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}")
     if target.dtype is not None and dtype != "float16":
         notes.append(f"embedding, norms, biases and head: {dtype} here, float16 there, as the kernels want")
     return notes

@@ -125,7 +125,11 @@ class Output:
         write_json(self._record(shard), self.records[shard])
 
     def finish(self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]) -> None:
-        """Write index, config, provenance and the side files; give the directory its name."""
+        """Write index, config, provenance and the side files; give the directory its name.
+
+        The notes of all shards but the first (the embedding) and the last (the head) are the provenance's ``blocks``,
+        unless it has its own.
+        """
         for own in ranks.every(self.records):
             self.records |= own
         if ranks.rank() > 0:
@@ -137,8 +141,7 @@ class Output:
             shutil.copyfile(path, self.partial / path.name)
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
-        inner = range(2, self.shards)  # the first shard is the embedding, the last one the head
-        provenance["blocks"] = [self.records[shard]["notes"] for shard in inner]
+        provenance.setdefault("blocks", [self.records[shard]["notes"] for shard in range(2, self.shards)])
         write_json(self.partial / "qtool.json", provenance)
         write_json(self.partial / "config.json", config)
         if self.directory.exists():

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,14 +87,22 @@ def source_dtype(source: Checkpoint) -> torch.dtype:
     return embeddings[0] if embeddings else dtype
 
 
-def check_source(source: Checkpoint, job: Job) -> None:
+def check_source(source: Checkpoint, job: Job, packed: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model is there with the declared shape and a float dtype, and no unknown one.
+
+    Args:
+        packed: linears that are quantized there, whose own tensors the caller checks.
+
+    Returns:
+        The shapes of what was found, by name.
 
     Raises:
         QtoolError: naming the first tensor that is not as it must be.
     """
     adopt(source, job)
-    expected = job.source_shapes()
+    expected = {
+        name: shape for name, shape in job.source_shapes().items() if name.removesuffix(".weight") not in packed
+    }
     for name, shape in expected.items():
         entry = source.entry(name)
         if entry.shape != shape:
@@ -103,9 +111,10 @@ def check_source(source: Checkpoint, job: Job) -> None:
             raise QtoolError(f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is expected")
     for name in source.entries:
         ignored = name.endswith("rotary_emb.inv_freq") or (job.tied and name == f"{job.family.head}.weight")
-        if name not in expected and not ignored:
+        if name not in expected and not ignored and name.rpartition(".")[0] not in packed:
             raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; refusing to lose it")
     require_tied(source, job)
+    return expected
 
 
 def _identity(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:

@@ -23,7 +23,10 @@ from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import ANY, size_text
 from qtool.errors import CheckFailed, QtoolError
 from qtool.models import family_of
+from qtool.pipeline.edges import finite
+from qtool.pipeline.job import Job
 from qtool.pipeline.output import Output
+from qtool.pipeline.quantize import check_source
 from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.tile_fit import ROW_MAJOR
 from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
@@ -43,8 +46,9 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
     """
     foreign = describe(source.config)
     linears = _linears(source, foreign)
+    plain = _plain(source, foreign, linears)
     formats = {name: _format(source, foreign, name, shape, layout) for name, shape in linears.items()}
-    work = _Import(source, foreign, linears, formats)
+    work = _Import(source, foreign, linears, formats, plain)
     checkpoint_format = CheckpointFormat(SCHEME, _rules(source, work.formats))
     shards = work.shards()
     identity = {
@@ -78,7 +82,7 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
 
 
 def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]:
-    """Every quantized linear and its ``(N, K)``; all of them, and all else the model needs, are there."""
+    """Every quantized linear and its ``(N, K)``."""
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)
@@ -91,8 +95,6 @@ def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]
             name = full.removesuffix(".weight")
             if name in quantized and part.removesuffix(".weight") in known:
                 linears[name] = (shape[0], shape[1])
-            else:
-                source.entry(full)  # refuses what is missing
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
             f"{strange[0]} is quantized, but is not a linear of a {model.name} block; qtool keeps it plain"
@@ -100,6 +102,25 @@ def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]
     if not linears:
         raise QtoolError(f"{source.directory}: says it is {foreign.name}, but holds no {foreign.weight}")
     return linears
+
+
+def _plain(source: Checkpoint, foreign: Foreign, linears: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The names of all tensors but the quantized linears'; all of them are there, and nothing else that matters.
+
+    GPTQ's tools wrote biases of zeros for linears that have none: those are left out.
+
+    Raises:
+        QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
+    """
+    model = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    job = Job.of(model, recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, SCHEME))
+    shapes, parts = check_source(source, job, linears), {part.rstrip("?") for part in foreign.parts}
+    for name in source.entries:
+        linear, _, part = name.rpartition(".")
+        strange = linear in linears and part not in parts and name not in shapes
+        if strange and (part != "bias" or source.read(name).any()):
+            raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; refusing to lose it")
+    return set(shapes)
 
 
 def _format(
@@ -111,6 +132,11 @@ def _format(
         QtoolError: a grid that is not ours, or a shape that ``layout`` cannot hold.
     """
     n, k = shape
+    codes = source.entry(f"{name}.{foreign.weight}")
+    if codes.dtype != torch.int32 or codes.nbytes * 2 != n * k:
+        raise QtoolError(
+            f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; int32 words of {n} x {k} codes expected"
+        )
     scales = source.entry(f"{name}.{foreign.scales}")
     rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
     groups, outputs = (rows, columns) if foreign.transposed else (columns, rows)
@@ -162,6 +188,7 @@ class _Import:
     foreign: Foreign
     linears: Mapping[str, tuple[int, int]]
     formats: Mapping[str, LinearFormat]
+    plain: set[str]
 
     def shards(self) -> list[list[str]]:
         """Names of linears and of other tensors, by the source's files."""
@@ -171,7 +198,7 @@ class _Import:
         for name, entry in self.source.entries.items():
             module, _, part = name.rpartition(".")
             owner = module if module in self.formats and part in parts else name
-            if owner not in placed:
+            if owner not in placed and (owner in self.formats or owner in self.plain):
                 placed.add(owner)
                 shards.setdefault(entry.path, {})[owner] = None
         return [list(names) for _, names in sorted(shards.items())]
@@ -190,7 +217,7 @@ class _Import:
         """Every tensor of a shard, in the order of :meth:`specs`."""
         for name in names:
             if name not in self.formats:
-                yield name, self.source.read(name)
+                yield name, finite(name, self.source.read(name))
                 continue
             (n, k), linear_format = self.linears[name], self.formats[name]
             stored = {}

@@ -77,6 +77,17 @@ def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path)
     back = repack(Checkpoint(foreign), tmp_path / "back", "row-major")
     assert torch.equal(Checkpoint(back).read(f"{up}.scale").t(), Checkpoint(foreign).read(f"{up}.scales"))
     assert not [row.problem for row in verify(back) if row.problem]
+    again = export(back, "compressed-tensors", tmp_path / "again")
+    assert again.notes == ["scales: float16 in the file, which loaders round to the model's bfloat16"]
+
+
+def test_an_export_reports_the_linears_of_every_shard(gptq: Path, tmp_path: Path) -> None:
+    """A checkpoint that was imported has the shards of its source, not one a block."""
+    held = tensors(gptq)
+    for path in gptq.glob("*.safetensors*"):
+        path.unlink()
+    save_file(held, gptq / "model.safetensors", {"format": "pt"})
+    assert len(export(repack(Checkpoint(gptq), tmp_path / "one"), "awq", tmp_path / "awq").errors) == 14
 
 
 def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) -> None:
@@ -258,6 +269,8 @@ def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Pat
     transformed = made("w4a16", "compressed-tensors")
     change_config(transformed, transform_config={"config_groups": {}, "x": 1})
     refused(transformed, "transform_config")
+    change_config(transformed, transform_config=None, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    refused(transformed, "kv_cache_scheme")
 
 
 def test_missing_tensor_and_plain_model(gptq: Path, make_model: MakeModel) -> None:
@@ -269,6 +282,41 @@ def test_missing_tensor_and_plain_model(gptq: Path, make_model: MakeModel) -> No
     (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(gptq, "tensor model.layers.0.mlp.up_proj.scales is missing")
     refused(make_model(name="plain"), "not quantized: .*use qtool quantize")
+
+
+QKV = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.embed_tokens.weight", lambda t: t[:-1], r"shape \[319, 128\] found"),
+        ("model.norm.weight", lambda t: t * torch.nan, "holds 128 NaN or Inf"),
+        (f"{QKV}.qweight", lambda t: t.float(), "torch.float32 .* found; int32 words of 128 x 128 codes"),
+        (f"{QKV}.qweight", lambda t: t[:-1], r"\[15, 128\] found; int32 words of 128 x 128 codes"),
+    ],
+)
+def test_damaged_tensors(name: str, change: Callable[..., torch.Tensor], message: str, gptq: Path) -> None:
+    change_tensor(gptq, name, change)
+    with pytest.raises(QtoolError, match=message):
+        repack(Checkpoint(gptq), gptq.with_name("out"))
+    assert not list(gptq.parent.glob("out*"))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("name", [f"{QKV}.bias", "model.layers.0.odd.weight", "model.rotary_emb.inv_freq"])
+def test_tensors_that_the_model_does_not_have(name: str, value: float, gptq: Path) -> None:
+    """GPTQ's tools wrote biases of zeros, old checkpoints the angles of RoPE; anything else would be lost."""
+    path = Checkpoint(gptq).entry(f"{QKV}.qweight").path
+    save_file(load_file(path) | {name: torch.full((128,), value)}, path, {"format": "pt"})
+    index = json.loads((gptq / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = path.name
+    (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
+    if "odd" in name or ("bias" in name and value):
+        with pytest.raises(QtoolError, match=f"{name}: not a tensor of a Llama model"):
+            repack(Checkpoint(gptq), gptq.with_name("out"))
+    else:
+        assert name not in tensors(repack(Checkpoint(gptq), gptq.with_name("out")))
 
 
 def test_quantize_names_import(gptq: Path) -> None:
