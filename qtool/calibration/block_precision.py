@@ -28,6 +28,7 @@ def allocate(
     batches: Sequence[Batch],
     samples: Mapping[tuple[str, ...], Tensor],
     maps: Mapping[tuple[str, ...], Tensor],
+    caps: Mapping[tuple[str, ...], int],
     w4a4_share: float,
 ) -> None:
     """Turn more blocks of ``maps`` to 8 bits, in place.
@@ -36,6 +37,7 @@ def allocate(
         batches: what the block's output error is measured on.
         samples: inputs ``[T, K]`` of each set of linears that share one, in the order the weights' columns have.
         maps: the 8-bit map ``[K/128]`` u8 of each set; what it holds already stays.
+        caps: how many blocks of each set may have 8 bits.
         w4a4_share: blocks are turned as long as this share of the work of these linears keeps 4-bit activations.
     """
     exact = [block.run(batch) for batch in batches]
@@ -52,8 +54,9 @@ def allocate(
         eight += work * int(maps[linears].sum())
     left = (1 - w4a4_share) * total - eight + 0.5
     for _, work, linears, b in sorted(costs, key=lambda cost: -cost[0]):
-        if work <= left and not maps[linears][b]:
-            maps[linears][b] = 1
+        eight_bit = maps[linears]
+        if work <= left and not eight_bit[b] and int(eight_bit.sum()) < caps[linears]:
+            eight_bit[b] = 1
             left -= work
 
 

@@ -28,7 +28,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq import Fmpq
-from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, by_magnitude, plan_blocks
+from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, block_cap, by_magnitude, plan_blocks
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 LATER = {
@@ -84,7 +84,8 @@ class GatherOutliers(Transform):
         max_8bit_blocks: at most so many blocks of a linear get 8 bits.
         min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
         w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as long as this
-            share of each decoder block's work is left in W4A4 (:mod:`qtool.calibration.block_precision`).
+            share of each decoder block's work is left in W4A4 and both limits above allow it
+            (:mod:`qtool.calibration.block_precision`).
         tokens, sequences, seed: of the sample of inputs and the sequences that error is measured on.
     """
 
@@ -113,6 +114,7 @@ class GatherOutliers(Transform):
         firsts = [group.linears[0] for group in block.family.groups]
         inputs = collect(block, batches, firsts, self.tokens, self.seed)
         maps: dict[tuple[str, ...], Tensor] = {}
+        caps: dict[tuple[str, ...], int] = {}
         samples: dict[tuple[str, ...], Tensor] = {}
         for group in block.family.groups:
             mixed = tuple(name for name in group.linears if isinstance(block.schemes.get(name), Fmpq))
@@ -128,8 +130,9 @@ class GatherOutliers(Transform):
             order = plan.permutation if self.w4a4_share is None else by_magnitude(seen.amax)
             permute(block, group, order, inside_heads=False)
             maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, order]
+            caps[mixed] = block_cap(len(order), self.max_8bit_blocks, self.min_w4a4_share)
         if self.w4a4_share is not None:
-            allocate(block, subset(batches, self.sequences), samples, maps, self.w4a4_share)
+            allocate(block, subset(batches, self.sequences), samples, maps, caps, self.w4a4_share)
         for linears, eight_bit in maps.items():
             note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
             block.notes.setdefault(self.name, {})[linears[0]] = note

@@ -94,18 +94,21 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 
 @torch.no_grad()
-def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors:
-    """``||V - W|| / ||W||`` of every packed linear V, for a recipe that changes no weight W before it rounds."""
+def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
+    """``||V - W|| / ||W||`` of every packed linear V, for a recipe that changes no weight W before it rounds.
+
+    None where the source has no plain weights: an import's is quantized itself.
+    """
     errors: dict[str, dict[int, float]] = {}
     checkpoint_format = native_format(checkpoint.config)
     for name in packed_linears(checkpoint):
-        if linear_format := checkpoint_format.of(name):
+        if (linear_format := checkpoint_format.of(name)) and f"{name}.weight" in source:
             weight = source.read(f"{name}.weight").float()
             rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
             block = next(int(part) for part in name.split(".") if part.isdigit())
             worst = errors.setdefault(role(name), {})
             worst[block] = max(worst.get(block, 0.0), float((rounded - weight).norm() / weight.norm()))
-    return LayerErrors("weight", "", errors)
+    return LayerErrors("weight", "", errors) if errors else None
 
 
 def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:

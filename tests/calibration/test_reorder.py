@@ -139,6 +139,9 @@ def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     assert least < error < 0.7 * most
     assert outcome(ratio=10)[0] == outcome(ratio=10, w4a4_share=1.0)[0] < 1  # outliers, whatever the share
     assert outcome(ratio=10, w4a4_share=0.3)[0] < 0.4
+    for limit in ({"max_8bit_blocks": 0}, {"min_w4a4_share": 1.0}):
+        assert outcome(ratio=10, w4a4_share=0.0, **limit)[0] == 1
+    assert 0 < outcome(w4a4_share=0.0, max_8bit_blocks=1)[0] < 1
     with pytest.raises(QtoolError, match="expected 0 to 1"):
         GatherOutliers(w4a4_share=84)
 

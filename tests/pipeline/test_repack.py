@@ -19,6 +19,7 @@ from qtool.pipeline.inspect import inspect
 from qtool.pipeline.output import Output
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.repack import repack
+from qtool.pipeline.report import weight_errors
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.load import load
@@ -97,6 +98,7 @@ def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) ->
     back = repack(Checkpoint(foreign), tmp_path / "back")
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
     assert len(list(verify(back))) == 13
+    assert weight_errors(Checkpoint(back), Checkpoint(foreign)) is None  # a report has none to show
 
 
 def layouts(directory: Path) -> set[str]:
