@@ -48,7 +48,7 @@ class Distill(Rounding):
             on every scheme measured.
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
-        held_out: share of them that only choose the epoch.
+        held_out: share of them that only choose the epoch; 0: all learn, and choose too.
         weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
             scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
         scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of a group's width.
@@ -74,6 +74,8 @@ class Distill(Rounding):
             raise QtoolError(f"distill: unknown start {self.start!r}; {suggest(self.start, STARTS)}")
         if self.loss not in LOSSES:
             raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
+        if not 0 <= self.held_out <= 0.5:
+            raise QtoolError(f"distill: held_out {self.held_out}; expected 0 to 0.5")
 
     @property
     def compares(self) -> bool:
@@ -85,7 +87,7 @@ class Distill(Rounding):
         sizes = self.sizes(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
-        held_out = max(1, round(len(used) * self.held_out)) if len(used) > 1 else 0
+        held_out = max(1, round(len(used) * self.held_out)) if self.held_out and len(used) > 1 else 0
         taught, judged = range(len(used) - held_out), range(len(used) - held_out if held_out else 0, len(used))
 
         def loss_of(i: int) -> Tensor:
@@ -143,8 +145,9 @@ class Distill(Rounding):
         student.module.requires_grad_(False)
         for name, rounded in start.items():
             parent, _, attribute = name.rpartition(".")
-            linear = LearnedLinear(block.get(name), block.schemes[name], rounded, block.permutations.get(name))  # type: ignore[arg-type]
-            setattr(student.get(parent), attribute, linear)
+            linear, scheme, order = block.get(name), block.schemes[name], block.permutations.get(name)
+            learned = LearnedLinear(linear, scheme, rounded, order, block.weight(name))  # type: ignore[arg-type]
+            setattr(student.get(parent), attribute, learned)
         return student
 
     def distance(self, answer: Tensor, target: Tensor) -> Tensor:

@@ -34,14 +34,24 @@ START_WITHIN = 0.45
 class LearnedLinear(nn.Module):
     """Stands in for a linear while its block is distilled.
 
+    Args:
+        weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.
+
     Attributes:
-        weight: float32 ``[N, K]``, starts as near to the linear's as ``start``'s codes allow.
+        weight: float32 ``[N, G, g]``, starts as near to the exact one as ``start``'s codes allow.
         log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
         moved: ``[2, N, G]``, how far each group's ends have moved, in shares of its width; starts at zeros. None where
             the scheme has no ends.
     """
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, start: Rounded, permutation: Tensor | None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        scheme: Scheme,
+        start: Rounded,
+        permutation: Tensor | None,
+        weight: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.scheme, self.params, self.permutation = scheme, start.params, permutation
         self.bias, self.dtype = linear.bias, linear.weight.dtype
@@ -49,9 +59,9 @@ class LearnedLinear(nn.Module):
         #: what the scheme's sparsity left out stays out
         self.keep = None if scheme.sparsity is None else value != 0
         reach = START_WITHIN * scheme.grid(start.params).step[..., None]
-        change = scheme.groups(linear.weight.detach().float()) - value
-        weight = value + torch.minimum(torch.maximum(change, -reach), reach)
-        self.weight = nn.Parameter(weight if self.keep is None else weight * self.keep)
+        change = scheme.groups((linear.weight if weight is None else weight).detach().float()) - value
+        near = value + torch.minimum(torch.maximum(change, -reach), reach)
+        self.weight = nn.Parameter(near if self.keep is None else near * self.keep)
         self.scale = float_scale(start.params)
         self.log_ratio = nn.Parameter(torch.zeros_like(start.params[self.scale], dtype=torch.float32))
         ends = scheme.ends(start.params)

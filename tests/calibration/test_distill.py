@@ -70,6 +70,24 @@ def test_a_16_bit_module_learns_beside_the_exact_weights(block: tuple[Block, lis
     assert 0.5 < same <= 1
 
 
+def test_learning_starts_from_the_exact_weights(block: tuple[Block, list]) -> None:
+    """Not from the 16-bit copies that a module on a GPU computes with."""
+    own, batches = copy.deepcopy(block)
+    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
+    own.module.bfloat16()
+    expected, found = (Distill().student(b, batches).module for b in (block[0], own))
+    for name in own.schemes:
+        assert torch.equal(found.get_submodule(name).weight, expected.get_submodule(name).weight)
+
+
+def test_samples_may_all_learn(block: tuple[Block, list]) -> None:
+    _, curve, _ = distilled(block, held_out=0.0)
+    assert min(curve) < curve[0]
+    assert curve != distilled(block)[1]
+    with pytest.raises(QtoolError, match="held_out 1"):
+        Distill(held_out=1.0)
+
+
 def test_it_never_ends_worse_than_gptq(block: tuple[Block, list]) -> None:
     _, curve, _ = distilled(block, start="gptq")
     _, (before,), _ = distilled(block, start="gptq", epochs=0)
