@@ -8,6 +8,7 @@ killed export continues where it was when it is run again.
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from qtool.checkpoint import targets
 from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import Target, as_dtype, native_activations
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import CheckFailed
 from qtool.models import family_of
 from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
@@ -81,15 +82,11 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
     shards = work.shards()
     output = Output(out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=True)
     if not output.finished:
+        facts = {"exported from": directory.name, "format": name, "notes": notes}
         try:
-            _write(
-                output,
-                work,
-                shards,
-                kv if keeps_kv else None,
-                {"exported from": directory.name, "format": name, "notes": notes},
-            )
-        except QtoolError:
+            with closing(output):
+                _write(output, work, shards, kv if keeps_kv else None, facts)
+        except CheckFailed:
             shutil.rmtree(output.partial)  # refused for its content: nothing to continue
             raise
     done = json.loads((out / "qtool.json").read_text())

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,16 +60,22 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
     output = Output(out, identity, len(shards), resume=True)
     if output.finished:
         return out
-    record = RunRecord(out, output.identity, torch.device("cpu"), continued=output.continued)
-    try:
-        for number, names in enumerate(shards, 1):
-            if number not in output.records:
-                output.put(number, dict(work.specs(names)), work.tensors(names), {})
-                record.shard_written()
-    except QtoolError:
-        shutil.rmtree(output.partial)  # refused for its content: nothing to continue
-        record.path.unlink()
-        raise
+    with closing(output):
+        record = RunRecord(out, output.identity, torch.device("cpu"), continued=output.continued)
+        try:
+            for number, names in enumerate(shards, 1):
+                if number not in output.records:
+                    output.put(number, dict(work.specs(names)), work.tensors(names), {})
+                    record.shard_written()
+        except CheckFailed:
+            shutil.rmtree(output.partial)  # refused for its content: nothing to continue
+            record.path.unlink()
+            raise
+        _finish(output, source, foreign, checkpoint_format)
+    return out
+
+
+def _finish(output: Output, source: Checkpoint, foreign: Foreign, checkpoint_format: CheckpointFormat) -> None:
     config = source.config | {"quantization_config": checkpoint_format.to_dict()}
     provenance = {
         "format_version": checkpoint_format.version,
@@ -78,7 +85,6 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
         "versions": {"qtool": qtool.__version__},
     }
     output.finish(config, provenance, source.side_files())
-    return out
 
 
 def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]:

@@ -163,7 +163,10 @@ def test_scales_that_fp16_cannot_hold(make_model: MakeModel) -> None:
     assert export(directory, "gptq", source.with_name("gptq")).errors  # keeps bf16
 
 
-def test_a_killed_export_continues(make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", [KeyboardInterrupt, QtoolError("no space left")])
+def test_a_killed_export_continues(
+    end: Any, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = native(make_model(num_hidden_layers=3), rule("w4a16", 128))
     whole = export(directory, "gptq", tmp_path / "whole")
     target, calls = type(TARGETS["gptq"]), []
@@ -172,13 +175,14 @@ def test_a_killed_export_continues(make_model: MakeModel, tmp_path: Path, monkey
     def killed(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 32:  # every linear twice: its shapes, its tensors
-            raise KeyboardInterrupt
+            raise end
         return convert(self, *arguments)
 
     monkeypatch.setattr(target, "tensors", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, QtoolError)):
         export(directory, "gptq", tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
+    assert (tmp_path / "cut.partial/model-00002-of-00005.safetensors").exists()
     done = export(directory, "gptq", tmp_path / "cut")
     assert done.errors == whole.errors
     for path in whole.directory.iterdir():

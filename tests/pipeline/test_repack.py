@@ -170,18 +170,20 @@ def test_quantize_reads_it_too(gptq: Path) -> None:
         assert isinstance(run.exception, QtoolError) and "repack it with `qtool import`" in str(run.exception)
 
 
-def test_a_killed_import_continues(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", [KeyboardInterrupt, QtoolError("no space left")])
+def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, killed, put = repack(Checkpoint(gptq), gptq.with_name("whole")), gptq.with_name("killed"), Output.put
 
     def once(self: Output, shard: int, *rest: Any) -> None:
         if shard == 2:
-            raise KeyboardInterrupt
+            raise end
         put(self, shard, *rest)
 
     monkeypatch.setattr(Output, "put", once)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, QtoolError)):
         repack(Checkpoint(gptq), killed)
     monkeypatch.undo()
+    assert killed.with_name("killed.partial").exists()
     repack(Checkpoint(gptq), killed)
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == {p.name: p.read_bytes() for p in killed.iterdir()}
 
