@@ -12,6 +12,10 @@ class CheckFailed(QtoolError):
     """A verification found a mismatch: the input was readable, its content is wrong."""
 
 
+class NoSpace(QtoolError):
+    """A disk is full: what was written before is whole, and the work can go on from there."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean X?`` for the nearest of ``known``, else the list of all of them."""
     known = sorted(known)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import NoSpace, QtoolError
 
 DTYPES = {
     "F64": torch.float64,
@@ -128,7 +128,8 @@ def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, 
         tensors: ``(name, rows)`` in that order; a tensor may come in several pieces along dimension 0.
 
     Raises:
-        QtoolError: no space left, or pieces that do not add up to the specs.
+        NoSpace: the disk is full.
+        QtoolError: pieces that do not add up to the specs.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -184,7 +185,7 @@ def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise QtoolError(f"no space left on the disk that holds {path.parent} (writing {path.name})") from error
+            raise NoSpace(f"no space left on the disk that holds {path.parent} (writing {path.name})") from error
         raise
     except BaseException:
         temporary.unlink(missing_ok=True)

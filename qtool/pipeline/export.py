@@ -21,7 +21,7 @@ from qtool.checkpoint import targets
 from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import Target, as_dtype, native_activations
-from qtool.errors import CheckFailed
+from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.models import family_of
 from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
@@ -86,7 +86,9 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
         try:
             with closing(output):
                 _write(output, work, shards, kv if keeps_kv else None, facts)
-        except CheckFailed:
+        except NoSpace:
+            raise
+        except QtoolError:
             shutil.rmtree(output.partial)  # refused for its content: nothing to continue
             raise
     done = json.loads((out / "qtool.json").read_text())

@@ -22,7 +22,7 @@ from qtool import recipes
 from qtool.checkpoint.foreign import Foreign, describe, is_quantized, require_consecutive
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import ANY, size_text
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.models import family_of
 from qtool.pipeline.edges import finite
 from qtool.pipeline.job import Job
@@ -67,7 +67,9 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
                 if number not in output.records:
                     output.put(number, dict(work.specs(names)), work.tensors(names), {})
                     record.shard_written()
-        except CheckFailed:
+        except NoSpace:
+            raise
+        except QtoolError:
             shutil.rmtree(output.partial)  # refused for its content: nothing to continue
             record.path.unlink()
             raise

@@ -11,7 +11,7 @@ import torch
 from qtool import recipes
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.targets import TARGETS
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.pipeline.export import export
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
@@ -163,7 +163,7 @@ def test_scales_that_fp16_cannot_hold(make_model: MakeModel) -> None:
     assert export(directory, "gptq", source.with_name("gptq")).errors  # keeps bf16
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, QtoolError("no space left")])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
 def test_a_killed_export_continues(
     end: Any, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_killed_export_continues(
         return convert(self, *arguments)
 
     monkeypatch.setattr(target, "tensors", killed)
-    with pytest.raises((KeyboardInterrupt, QtoolError)):
+    with pytest.raises((KeyboardInterrupt, NoSpace)):
         export(directory, "gptq", tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     assert (tmp_path / "cut.partial/model-00002-of-00005.safetensors").exists()

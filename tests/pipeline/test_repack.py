@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from qtool import recipes
 from qtool.checkpoint.source import Checkpoint
 from qtool.cli import cli
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.pipeline.export import export
 from qtool.pipeline.inspect import inspect
 from qtool.pipeline.output import Output
@@ -170,7 +170,7 @@ def test_quantize_reads_it_too(gptq: Path) -> None:
         assert isinstance(run.exception, QtoolError) and "repack it with `qtool import`" in str(run.exception)
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, QtoolError("no space left")])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
 def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, killed, put = repack(Checkpoint(gptq), gptq.with_name("whole")), gptq.with_name("killed"), Output.put
 
@@ -180,7 +180,7 @@ def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.Mon
         put(self, shard, *rest)
 
     monkeypatch.setattr(Output, "put", once)
-    with pytest.raises((KeyboardInterrupt, QtoolError)):
+    with pytest.raises((KeyboardInterrupt, NoSpace)):
         repack(Checkpoint(gptq), killed)
     monkeypatch.undo()
     assert killed.with_name("killed.partial").exists()
