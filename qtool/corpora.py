@@ -11,7 +11,8 @@ A corpus has two roles, so that nothing is measured on the text it was fitted to
 | ``demo``    | ships with qtool: calibration.txt (train), heldout.txt (test) | never                               |
 
 ``.*`` stands for .jsonl, .parquet or .txt. A local copy is used whole, except the published C4 shards, of which the
-same documents are taken as from the hub. ``c4.*`` and ``calibration/c4.utf8`` serve both roles: they have no split.
+same documents are taken as from the hub. ``c4.*``, ``pile.*`` and ``calibration/*.utf8`` have no split: they serve both
+roles.
 """  # noqa: E501
 
 import hashlib

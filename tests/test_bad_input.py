@@ -304,6 +304,12 @@ def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkey
     assert code == 2 and "format version 99 cannot be read" in message
 
 
+def test_the_package_keeps_no_results_of_the_demo(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    code, message = qtool_run(monkeypatch, capsys, "eval", "demo", "--save")
+    assert code == 2 and "the demo's belongs to the package" in message
+    assert not (DEMO / "eval.json").exists()
+
+
 def test_a_recipe_that_quantizes_nothing_can_be_looked_at(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     recipe, out = tmp_path / "none.yaml", tmp_path / "q"
     recipe.write_text("layers: [{match: '.*', scheme: null}]")

@@ -238,6 +238,8 @@ def evaluate(
     from qtool.runtime.load import load, load_tokenizer
 
     store = resolve(model)
+    if save and store == DEMO:
+        raise QtoolError("--save keeps results in the model's directory, and the demo's belongs to the package")
     if kv is not None:
         _require_kv(kv)
     if as_export is not None:

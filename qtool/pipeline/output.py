@@ -49,8 +49,11 @@ class Output:
         self.lock: IO[str] | None = None
         self.finished = resume and _finished(directory, self.identity)
         self.continued = self.partial.exists()
-        if ranks.rank() == 0 and not self.finished:
-            self._open(resume)
+        if ranks.rank() == 0:
+            if self.finished:
+                shutil.rmtree(directory / RUN, ignore_errors=True)  # killed after the directory took its name
+            else:
+                self._open(resume)
         self.finished, self.continued, self.records = ranks.first((self.finished, self.continued, self.records))
 
     def _open(self, resume: bool) -> None:

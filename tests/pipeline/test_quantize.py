@@ -19,6 +19,7 @@ from qtool.calibration.gptq import Gptq
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.models import family_of
+from qtool.pipeline import output
 from qtool.pipeline.job import Job
 from qtool.pipeline.plan import plan
 from qtool.pipeline.quantize import Calibration, quantize
@@ -207,6 +208,19 @@ def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) 
     shard.write_bytes(shard.read_bytes()[:-100])
     (tmp_path / "cut.partial" / ".run" / "shard-00001.json").write_text("{")
     assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
+
+
+def test_a_run_killed_when_its_directory_has_its_name(make_model: MakeModel, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    source, out = make_model(dtype=torch.bfloat16), tmp_path / "out"
+
+    def kill(*_: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        patch.setattr(output.shutil, "rmtree", kill)
+        run(source, "w8a8", out)
+    assert (out / ".run").exists()
+    assert run(source, "w8a8", out, resume=True) == out and not (out / ".run").exists()
 
 
 def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
