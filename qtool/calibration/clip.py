@@ -117,8 +117,6 @@ def search(scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]) -
     """
     low, high = scheme.range(weight, finite=True)
     rows, groups = low.shape
-    moments = x.view(len(x), groups, -1).permute(1, 2, 0)  # [G, g, T]
-    moments = moments @ moments.mT  # [G, g, g]
 
     def difference(clip: Ratio, group_clip: Ratio) -> Tensor:
         params = scheme.fit_range(low, high, clip=clip, group_clip=group_clip)
@@ -133,6 +131,8 @@ def search(scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]) -
             clip = torch.where(error < best, ratio, clip)
             best = torch.minimum(error, best)
     if groups > 1:
+        moments = x.view(len(x), groups, -1).permute(1, 2, 0)  # [G, g, T]
+        moments = moments @ moments.mT  # [G, g, g]
         chosen, least = group_clip, group_error(difference(clip, group_clip), moments)
         for ratio in ratios[1:]:
             error = group_error(difference(clip, ratio), moments)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from qtool.calibration.clip import Clip, search, two_levels
 from qtool.calibration.method import check_order
@@ -88,3 +89,11 @@ def test_q_and_k_go_by_the_block(llama, blocks):
 def test_clipping_before_rotating_is_refused():
     with pytest.raises(QtoolError, match="rotate must come before clip"):
         check_order([Clip(), Rotate()])
+
+
+def test_a_channel_that_is_one_group_needs_no_moments_of_its_inputs() -> None:
+    """Which are K x K: the products of a search are the outputs alone."""
+    x, weight, ratios = torch.randn(32, 512), torch.randn(8, 512), [1.0, 0.9, 0.8]
+    with FlopCounterMode(display=False) as counter:
+        search(get("w4a8-qoq"), weight, x, ratios)
+    assert counter.get_total_flops() == len(ratios) * 2 * x.numel() * len(weight)
