@@ -152,6 +152,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
         decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
+        decoder.kv_keep = decoder.register_forward_hook(_keep, with_kwargs=True)
     decoder.kv_quantizer = kv
 
 
@@ -159,7 +160,8 @@ def unquantize_kv(model: PreTrainedModel) -> None:
     """Undo :func:`quantize_kv`, but for the buffers."""
     decoder = model.get_decoder()
     decoder.kv_supply.remove()
-    del decoder.kv_supply, decoder.kv_quantizer
+    decoder.kv_keep.remove()
+    del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer
     if decoder.config._attn_implementation == kv_attention.NAME:
         decoder.config._attn_implementation = "sdpa"
 
@@ -189,6 +191,12 @@ def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{type(cache).__name__}; expected no cache, an empty DynamicCache or a QuantCache"
         )
     return (), named
+
+
+def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """After a forward: without ``use_cache`` nobody is handed the cache that :func:`_supply` supplied."""
+    if kwargs.get("use_cache") is False and hasattr(output, "past_key_values"):
+        output.past_key_values = None
 
 
 def _layers(decoder: nn.Module) -> list[Any]:

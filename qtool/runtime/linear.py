@@ -50,6 +50,7 @@ class QuantLinear(nn.Module):
         """Codes ``[N, K]`` and scheme parameters."""
         return self.format.unpack(self.stored(), self.out_features, self.in_features)
 
+    @torch.compiler.disable  # bit arithmetic on views, which torch's compiler gets wrong
     def dequantize(self) -> Tensor:
         """The float32 weight ``[N, K]``, columns in the order of the model (permutation undone)."""
         codes, params = self.unpack()
@@ -82,6 +83,7 @@ class QuantLinear(nn.Module):
         """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of an exact one."""
         return kernel.multiply(Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype))
 
+    @torch.compiler.disable
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
         if self.permutation is not None:

@@ -53,6 +53,14 @@ def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> 
     assert cache.get_seq_length() == 96 and cache.nbytes < cache.nbytes_16bit
 
 
+@pytest.mark.parametrize("name", ["kv8", "kv4"])
+def test_generation_without_a_cache_reads_all_tokens_again(name: str) -> None:
+    model, prompt = make_model(name), ids(9)
+    assert model(prompt, use_cache=False).past_key_values is None
+    cached, uncached = (model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, uncached)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [{"multi_query": True}, {"multi_query": False, "alibi": True, "bias": True},
                                    {"new_decoder_architecture": True, "num_kv_heads": HEADS}])  # fmt: skip

@@ -56,6 +56,13 @@ def test_sixteen_bit_activations_multiply_a_weight_rounded_to_their_dtype(
     assert (linear(x) - exact).norm() < 2 * torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.parametrize(("scheme", "layout"), [("w4a8-lqq", "row-major"), ("w4a16", "marlin"), ("w4a4", "apex4")])
+def test_torch_compile_leaves_the_reference_as_it_is(scheme: str, layout: str) -> None:
+    torch.manual_seed(0)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(3, 256)
+    assert torch.equal(torch.compile(linear, backend="aot_eager")(x), linear(x))
+
+
 def test_a_permuted_linear_gathers_its_input() -> None:
     torch.manual_seed(0)
     weight, x, order = torch.randn(64, 128), torch.randn(5, 128), torch.randperm(128)
