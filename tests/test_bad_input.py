@@ -304,6 +304,27 @@ def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkey
     assert code == 2 and "format version 99 cannot be read" in message
 
 
+def test_verify_misses_a_linear_that_the_index_left_out(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "q"
+    qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
+    index, name = out / "model.safetensors.index.json", "model.layers.1.mlp.up_proj"
+    content = json.loads(index.read_text())
+    kept = {tensor: file for tensor, file in content["weight_map"].items() if not tensor.startswith(name)}
+    index.write_text(json.dumps(content | {"weight_map": kept}))
+    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    assert code == 1 and f"{name}: quantization_config has it packed, but it is not stored so" in message
+
+
+def test_a_text_with_fewer_windows_than_asked_for_is_said(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model, text = make_model(vocab_size=4096), tmp_path / "text.txt"
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, model)
+    text.write_text("The captain was not at all able to endure it. " * 20)
+    options = ("--calib", text, "--seqlen", "64", "--out", tmp_path / "q")
+    code, said = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", *options)
+    assert code == 0 and "text.txt has 3 windows of 64 tokens, not the 128 asked for" in said
+
+
 def test_the_package_keeps_no_results_of_the_demo(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     code, message = qtool_run(monkeypatch, capsys, "eval", "demo", "--save")
     assert code == 2 and "the demo's belongs to the package" in message

@@ -201,6 +201,8 @@ def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: 
         vocabulary=source.config["vocab_size"],
         seed=seed,
     )
+    if len(ids) < samples and ranks.rank() == 0:
+        print(f"{text} has {len(ids)} windows of {seqlen} tokens, not the {samples} asked for", file=sys.stderr)
     facts = {"text": text, "sha256": corpus.sha256, "samples": len(ids), "seqlen": seqlen, "seed": seed}
     batch = max(1, 4096 // seqlen)
     tokens = list(ids.split(batch))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import CheckFailed, QtoolError
+from qtool.models import family_of
 from qtool.pipeline.job import native_format
 from qtool.runtime.dispatch import Kernel
-from qtool.runtime.format import LinearFormat
+from qtool.runtime.format import CheckpointFormat, LinearFormat
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
 
@@ -51,10 +52,14 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     checkpoint_format = native_format(checkpoint.config)
     yield from _shards(directory)
     yield from _kv_scales(checkpoint)
-    for name in packed_linears(checkpoint):
+    stored = packed_linears(checkpoint)
+    for name in dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format))):
         linear_format = checkpoint_format.of(name)
         if linear_format is None:
             yield Verified(name, "stored packed, but quantization_config leaves it in 16 bit")
+            continue
+        if f"{name}.qweight" not in checkpoint:
+            yield Verified(name, "quantization_config has it packed, but it is not stored so")
             continue
         try:
             yield _linear(checkpoint, name, linear_format, torch.device(device))
@@ -65,6 +70,15 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
 def packed_linears(checkpoint: Checkpoint) -> list[str]:
     """Full names of the linears that are stored packed."""
     return [name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")]
+
+
+def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
+    """Full names of the linears that ``quantization_config`` says are packed."""
+    family = family_of(checkpoint.config["model_type"])
+    settings = family.settings(checkpoint.config)
+    for block in range(settings.num_hidden_layers):
+        names = (f"{family.blocks}.{block}.{linear}" for linear in family.at(settings, block).linears())
+        yield from (name for name in names if checkpoint_format.of(name))
 
 
 def _shards(directory: Path) -> Iterator[Verified]:
@@ -113,8 +127,6 @@ def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, 
 
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
-    from qtool.models import family_of
-
     family = family_of(checkpoint.config["model_type"])
     block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
     settings = family.settings(checkpoint.config)
