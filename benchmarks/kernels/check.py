@@ -42,6 +42,7 @@ TILES = [
     Tile(8, 128, 1, 2), Tile(8, 128, 8, 2), Tile(16, 128, 4, 2), Tile(16, 256, 2), Tile(32, 256, 3), Tile(32),
     Tile(64, 128, 4, 2), Tile(64, 256, 2), Tile(128, 128, 2), Tile(128, 256, 2), Tile(128), Tile(256), Tile(128, 256),
     Tile(256, 128, 2), Tile(128, 128, 3), Tile(16, 128, 6, 2), Tile(64, 128, 1, 2), Tile(64, 128, 3), Tile(128, 256, 3),
+    Tile(16, 128, 2), Tile(32, 128, 2, 2), Tile(8, 128, 2),
 ]  # fmt: skip
 #: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
@@ -203,9 +204,11 @@ def small() -> int:
     """Every tile once on a ragged shape: few enough launches for compute-sanitizer."""
     wrong = [Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True) for tile in TILES]
     wrong += [Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES]
-    many = Case.random("w4a8-lqq", 64, 128 * 71, 128)  # several tiles a block, a shared one last
+    many = Case.random("w4a8-lqq", 64, 128 * 71, 128)  # several tiles a block, a shared one first or last
     wrong += [
-        many.verify(tile, tile.tokens + 5, torch.bfloat16, False) for tile in TILES if tile.rows * tile.tokens > 16384
+        many.verify(tile, 2 * tile.tokens + 5, torch.bfloat16, False)
+        for tile in TILES
+        if tile.rows * tile.tokens > 16384 or tile.split == 2
     ]
     wrong += [w8a8(tile, 5, 192, 448, torch.bfloat16) for tile in TILES[::4]]
     wrong += [quantization(3, 128, torch.bfloat16, fusion, gather=True) for fusion in FUSIONS]
@@ -254,7 +257,7 @@ def main() -> int:
             wrong = [case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
             report(f"epilogue {scheme} g{group} {tile}", case.verify(tile, tile.tokens + 5, torch.bfloat16, True))
-        case = Case.random(scheme, group, 128 * 71, 384)  # some blocks have several tiles, some clusters share the last
+        case = Case.random(scheme, group, 128 * 71, 384)  # some blocks have several tiles, some clusters share one
         for tile in (t for t in TILES if t.split <= 2):
             wrong = [case.verify(tile, 2 * tile.tokens + 5, dtype, False) for dtype in (torch.int32, torch.bfloat16)]
             report(f"many tiles {scheme} g{group} {tile}", next(filter(None, wrong), None))

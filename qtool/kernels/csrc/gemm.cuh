@@ -5,7 +5,7 @@
 // consumer warpgroup owns 64 rows of a panel: it turns its weights into registers and multiplies them itself, so
 // that one's dequantization hides under the other's wgmma.
 //
-// A cluster is kSplit blocks that share the sum over K of a tile, the last one of each. A block finishes a share of its
+// A cluster is kSplit blocks that share the sum over K of one tile, their first or last. A block finishes a share of its
 // tokens: the others push their int32 sums of that share into its shared memory (st.async, counted on an mbarrier) and
 // leave. Exact, in any order. Where groups of K have scales of their own, the sums are floats, scaled inside the main loop
 // and added over the cluster in a fixed order.
@@ -25,6 +25,11 @@ struct Gemm {
     static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 232 : 104;
     static constexpr int kBlocks = kTokens / 8, kShare = (kBlocks + kSplit - 1) / kSplit;  // blocks, and those a split finishes
 
+    // Few tokens, a block that has an SM for itself: what waits for a slot may as well wait in L2 (measured: notes.md).
+    static constexpr bool kReadsAhead = Weights::kReadsAhead && kTokens <= 32 && kPanels == 1 && BLOCKS_PER_SM == 1;
+    static constexpr int kAhead = 2;       // steps beyond the ring
+    static constexpr u32 kPatience = 425;  // clocks without a free slot
+
     using Sum = typename Weights::Sum;
     static constexpr int kTokenBytes = kTokens * 128, kWeightBytes = kPanels * Weights::kStageBytes;
     static constexpr int kRing = kStages * (kTokenBytes + kWeightBytes);
@@ -33,6 +38,7 @@ struct Gemm {
     static constexpr bool kOverRing = kTokens * kPanels > 128;
     static constexpr int kInboxAt = kOverRing ? 0 : kRing, kStagingAt = kRing + (kOverRing ? 0 : kInbox);
     static_assert(!kOverRing || kInbox <= kRing, "the inbox is larger than the ring");
+    using Tiles = Work<kSplit, !kOverRing>;  // an inbox over the ring has to wait until the ring is done
     static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
     static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
     static constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 8 + 1024;  // 1024 to align the ring by hand
@@ -53,7 +59,7 @@ struct Gemm {
         u8* shared = raw + (1024 - smem_address(raw) % 1024) % 1024;
         const u32 base = smem_address(shared), split_rank = kSplit > 1 ? cluster_rank() : 0;
         const Barriers bars(base);
-        const bool shares = kSplit > 1 && Work<kSplit>(p, split_rank).shares();
+        const bool shares = kSplit > 1 && Tiles(p, split_rank).shares();
         if (threadIdx.x == 0) {
             prefetch_map(&p.tokens);
             for (int i = 0; i < kStages; ++i) {
@@ -93,14 +99,17 @@ struct Gemm {
     // One warp copies 64 of a panel's rows, another the other 64, a third the tokens: a single thread that issues all
     // seven copies of a stage cannot keep up with the memory. The weights fill the ring while the kernel before drains.
     static __device__ __forceinline__ void produce_weights(const Params& p, u32 split_rank, int half, u32 weights, const Barriers& bars) {
-        Work<kSplit> work(p, split_rank);
+        Tiles work(p, split_rank);
         Place<kStages> place;
         for (Segment s; work.next(s);) {
             const int row = row_of(p, s.tile) + 64 * half;
             typename Weights::Source first(p, row, s.from), second(p, row + 128, s.from);
+            int ahead = 0;
             for (int step = s.from; step < s.to; ++step) {
                 const u32 stage = weights + place.slot * kWeightBytes, bar = bars.full + 8 * place.slot;
-                mbar_wait(bars.empty + 8 * place.slot, place.parity ^ 1);
+                const u32 empty = bars.empty + 8 * place.slot;
+                if constexpr (kReadsAhead) wait_reading_ahead(first, empty, place.parity ^ 1, s.to - step, ahead);
+                else mbar_wait(empty, place.parity ^ 1);
                 first.load(stage, half, bar);
                 if constexpr (kPanels == 2) second.load(stage + Weights::kStageBytes, half, bar);
                 place.advance();
@@ -108,8 +117,21 @@ struct Gemm {
         }
     }
 
+    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only then: each byte that takes this
+    // way costs more than one that does not.
+    template <class Source>
+    static __device__ __forceinline__ void wait_reading_ahead(const Source& source, u32 empty, u32 parity, int left, int& ahead) {
+        ahead = max(ahead - 1, 0);
+        u32 since = clock_now();
+        while (!all_lanes(mbar_test(empty, parity))) {
+            if (all_lanes(clock_now() - since < kPatience)) continue;
+            if (ahead < min(kAhead, left)) source.prefetch(ahead++);
+            since = clock_now();
+        }
+    }
+
     static __device__ __forceinline__ void produce_tokens(const Params& p, u32 split_rank, u32 tokens, const Barriers& bars) {
-        Work<kSplit> work(p, split_rank);
+        Tiles work(p, split_rank);
         Place<kStages> place;
         grid_wait();
         for (Segment s; work.next(s);) {
@@ -135,14 +157,15 @@ struct Gemm {
     }
 
     static __device__ __forceinline__ void consume(const Params& p, u32 split_rank, u8* shared, const Barriers& bars) {
-        const int wg = threadIdx.x / 128, t = threadIdx.x % 128;
+        // By a shuffle: what follows from it then stays in registers, and is not computed again in each step.
+        const int wg = uniform(threadIdx.x / 128), t = threadIdx.x % 128;
         float* scales = reinterpret_cast<float*>(shared + kScalesAt) + wg * 2 * kTokens;
         int* token_sums = reinterpret_cast<int*>(scales + kTokens);
         Epilogue epilogue{p, shared + kStagingAt + wg * Epilogue::kBytes, scales, token_sums, wg, t};
         Ring<kWeightBytes, kTokenBytes, kStages> ring{
             shared + kStages * kTokenBytes, swizzled_operand(smem_address(shared)), bars.full, bars.empty};
 
-        Work<kSplit> work(p, split_rank);
+        Tiles work(p, split_rank);
         for (Segment s; work.next(s);) {
             const int first_token = token_of(p, s.tile), n = row_of(p, s.tile) + wg * 64;
             Rows rows[kPanels];  // of this thread
@@ -185,7 +208,7 @@ struct Gemm {
     }
 
     // `share` becomes the cluster's sums of this split's tokens: its own, and what the others send. They are sent theirs.
-    // Once, at the end: the inbox is used for one tile, and may lie over the ring.
+    // Once: the inbox is used for one tile, and may lie over the ring.
     static __device__ __forceinline__ void add_over_cluster(Sum (&share)[kPanels][4 * kShare], const Sum (&acc)[kPanels][kTokens / 2],
                                                             const u8* shared, u32 full, u32 split_rank) {
         const u8* inbox = shared + kInboxAt + threadIdx.x * 16;  // [from][block][panel][thread]

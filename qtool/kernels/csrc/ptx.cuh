@@ -48,6 +48,19 @@ __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
     } while (!done);
 }
 
+// The same without waiting.
+__device__ __forceinline__ bool mbar_test(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return done;
+}
+
 // ---- bulk copies (global -> shared), completing on an mbarrier ---------------------------------
 
 __device__ __forceinline__ void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar) {
@@ -55,6 +68,21 @@ __device__ __forceinline__ void bulk_copy(u32 dst, const void* src, u32 bytes, u
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
         "l"(src), "r"(bytes), "r"(bar)
         : "memory");
+}
+
+// The L2 policy "evict first" of all lines, as createpolicy encodes it.
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+
+// Of what a kernel reads once: it leaves the L2 before tokens and outputs do.
+__device__ __forceinline__ void bulk_copy_once(u32 dst, const void* src, u32 bytes, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(bar), "l"(kEvictFirst)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_prefetch_l2(const void* src, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 
 // A box of a 2-D tensor; `x` along the contiguous dimension.
@@ -135,6 +163,12 @@ __device__ __forceinline__ bool elect_one() {
     return elected;
 }
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+__device__ __forceinline__ bool all_lanes(bool value) { return __all_sync(0xFFFFFFFF, value); }
+__device__ __forceinline__ u32 clock_now() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    return now;
+}
 
 // Two 8 x 8 matrices of 16 bits, transposed; lanes 0-7 name the rows of the first, 8-15 of the second.
 __device__ __forceinline__ void store_transposed(u32 row, u32 first, u32 second) {

@@ -19,7 +19,7 @@
 // kGroup: 0 is the whole channel. kScale: the kind of the group scales.
 template <int kLayout, int kGroup, int kScale, int kTokens>
 struct WeightsS4 {
-    static constexpr bool kGrouped = kGroup > 0;
+    static constexpr bool kGrouped = kGroup > 0, kReadsAhead = false;
     using Sum = typename SumOf<kGrouped>::Type;
     static constexpr int kHalf = 64 * 64;                              // bytes of 64 rows x 128 columns
     static constexpr int kGroups = !kGrouped ? 0 : kGroup < 128 ? 128 / kGroup : 1;  // scales of a row in a stage

@@ -6,6 +6,7 @@
 struct Weights8 {
     using Sum = int;
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
+    static constexpr bool kReadsAhead = false;
     static constexpr int kHalf = 64 * 128;  // bytes of one warpgroup's rows in a stage
     static constexpr int kStageBytes = 2 * kHalf;
 

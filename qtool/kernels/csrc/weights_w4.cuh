@@ -19,6 +19,7 @@ template <int kScheme, int kGroup>
 struct Weights4 {
     using Sum = int;
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
+    static constexpr bool kReadsAhead = true;
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
     static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
     static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
@@ -46,16 +47,25 @@ struct Weights4 {
                 const u32 level2 = kTwoLevels ? here * 64 * 64 / kGroup : 0;
                 mbar_expect(bar, here * kTile + 2 * level2);
                 if (here) {
-                    bulk_copy(stage + half * 2 * kTile, codes, here * kTile, bar);
+                    bulk_copy_once(stage + half * 2 * kTile, codes, here * kTile, bar);
                     if constexpr (kTwoLevels) {
                         const u32 at = stage + kCodes + half * kGroups * 64;
-                        bulk_copy(at, scale2, level2, bar);
-                        bulk_copy(at + kLevel2, offset2, level2, bar);
+                        bulk_copy_once(at, scale2, level2, bar);
+                        bulk_copy_once(at + kLevel2, offset2, level2, bar);
                     }
                 }
             }
             codes += 2 * kTile, left -= 2;
             if constexpr (kTwoLevels) scale2 += kGroups * 64, offset2 += kGroups * 64;
+        }
+        // Into L2, what load() will copy `ahead` stages later.
+        __device__ __forceinline__ void prefetch(int ahead) const {
+            if (left < 2 * (ahead + 1) || !elect_one()) return;
+            bulk_prefetch_l2(codes + ahead * 2 * kTile, 2 * kTile);
+            if constexpr (kTwoLevels) {
+                bulk_prefetch_l2(scale2 + ahead * kGroups * 64, kGroups * 64);
+                bulk_prefetch_l2(offset2 + ahead * kGroups * 64, kGroups * 64);
+            }
         }
     };
 
