@@ -52,7 +52,7 @@ def main() -> None:
         watch.leave(2)
     except (click.Abort, KeyboardInterrupt):
         if watch.fail():
-            click.echo("qtool: interrupted; an unfinished run can be continued with --resume", err=True)
+            click.echo("qtool: interrupted; an unfinished `qtool quantize` can be continued with --resume", err=True)
         watch.leave(130)
     except Exception:
         if watch.fail():

@@ -30,7 +30,7 @@ def test_every_built_in_recipe_fits_the_demo(scheme: str, variant: str) -> None:
 
 def test_the_papers_schemes_are_all_there() -> None:
     names = {"w8a8", "w4a16", "w4a16-24", "w4a8-lqq", "w4a8-qoq", "w4a8-qoq-g128", "w4ax-fmpq", "w4a4-g128", "w4a4-mix"}
-    assert names == {name for name, _, _ in recipes.overview()}
+    assert names <= {name for name, _, _ in recipes.overview()}
 
 
 def test_the_first_rule_that_matches_holds() -> None:
