@@ -304,6 +304,13 @@ def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkey
     assert code == 2 and "format version 99 cannot be read" in message
 
 
+def test_what_transformers_cannot_load(make_model: MakeModel) -> None:
+    model = make_model()
+    rewrite(model, "model.norm.weight", torch.ones(64))
+    with pytest.raises(QtoolError, match="transformers cannot load it"):
+        qtool.load(model)
+
+
 def test_verify_misses_a_linear_that_the_index_left_out(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "q"
     qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)

@@ -32,7 +32,7 @@ def load(
         found: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise QtoolError(f"{path}: transformers cannot load it ({str(error).splitlines()[0]})") from error
     model, info = found
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
