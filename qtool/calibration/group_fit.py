@@ -31,7 +31,7 @@ def fit_groups(
 
     Args:
         importance: ``diag H [K]``.
-        ratios: candidates; of equals the first wins.
+        ratios: candidates; of equals the first wins. One below 0 fits a scale below 0.
         clip, group_clip: what ``Scheme.fit`` takes.
     """
     low, high = scheme.range(weight, finite=True)

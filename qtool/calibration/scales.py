@@ -40,4 +40,4 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
         error[:, columns] -= value * (ratio - 1)[:, None]
         ratios.append(ratio)
     better = scale.float() * torch.stack(ratios, 1).view(scale.shape)
-    return params | {name: stored_scale(better, scale.dtype)}
+    return params | {name: stored_scale(better.abs(), scale.dtype).copysign(scale)}

@@ -127,7 +127,7 @@ class BlockWork:
                     forward_flops=inputs * before * (0 if group.routed and number else 1),
                     hessian_flops=grams,
                     rounding_flops=k**3 / 3 + sweeps,
-                    rounding_weights=n * k * (method.clip_steps + 4),
+                    rounding_weights=n * k * (method.clip_steps * (1 + method.negative_scales) + 4),
                     rounding_steps=-(-k // method.block) * (1 + method.rounds),
                 )
             before += 2 * self.tokens * sum(prod(self.shapes[n]) * self.share(n) for n in group.linears)

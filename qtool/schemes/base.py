@@ -53,6 +53,8 @@ class Scheme(ABC):
     shared_params: ClassVar[frozenset[str]] = frozenset()
     #: ``(2, 4)``: at most 2 of 4 consecutive inputs are not zero; ``None``: dense
     sparsity: ClassVar[tuple[int, int] | None] = None
+    #: whether a scale below 0 is legal: codes reach a step further down than up, and either tail may be the longer
+    negative_scales: ClassVar[bool] = False
 
     def __init__(self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32) -> None:
         if group_size == "default":

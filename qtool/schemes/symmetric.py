@@ -25,7 +25,8 @@ class Symmetric(Scheme):
 
     def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
         amax = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip)
-        return {"scale": stored_scale(torch.where(amax > 0, amax / self.divisor, 1.0), self.scale_dtype)}
+        scale = stored_scale(torch.where(amax != 0, amax.abs() / self.divisor, 1.0), self.scale_dtype)
+        return {"scale": torch.where(amax < 0, -scale, scale)}  # a ratio below 0 asks for a scale below 0
 
     def grid(self, params: Params) -> Grid:
         step = params["scale"].float()

@@ -8,8 +8,9 @@ The paper gives no scale; MARLIN's own quantizer divides by 7.5 (``s *= 2 / maxq
 sixteen codes cover -max..max and no weight is more than half a step from its code: +max and -max
 fall on 7.5 and are rounded to 7 and -8. Dividing by 7 would leave code 0 unused.
 
-A scale below 0 is never fitted but is legal: AutoRound gives a group whose largest weight is positive
-``s = -max W / 8``, so that the largest is code 0 (its ``quant_tensor_sym``), and imports keep that.
+A scale below 0 is legal, for codes reach a step further down than up: AutoRound gives a group whose largest
+weight is positive ``s = -max W / 8``, so that the largest is code 0 (its ``quant_tensor_sym``), and imports keep
+that. The paper has none; GPTQ's search by group tries both signs where asked (``negative_scales``).
 """
 
 import torch
@@ -30,6 +31,7 @@ class Marlin(Symmetric):
     default_group_size = 128
     activation = UNQUANTIZED
     divisor, zero, low, high = 7.5, 8, 0, 15
+    negative_scales = True
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         scale = params["scale"]

@@ -213,6 +213,28 @@ def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]
     unclipped.check(rounded["self_attn.k_proj"].codes, rounded["self_attn.k_proj"].params)
 
 
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-24"])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_scales_below_zero_are_tried_where_they_are_legal(name: str, rounds: int) -> None:
+    """A weight and its mirror image get the same codes, as good ones."""
+    scheme, (weight, hessian) = get(name, scale_dtype=torch.float16), problem(k=256)
+    method = Gptq(residual=0, rounds=rounds, negative_scales=True)
+    (codes, params, _), (same, mirrored, _) = (method.solve(scheme, w, hessian) for w in (weight, -weight))
+    assert torch.equal(codes, same) and torch.equal(params["scale"], -mirrored["scale"])
+    assert params["scale"].dtype == torch.float16
+    below = params["scale"] < 0
+    assert below.any() and not below.all()
+    above = Gptq(residual=0, rounds=rounds).solve(scheme, weight, hessian)
+    assert (above[1]["scale"] > 0).all()
+    assert loss(weight, hessian, scheme, codes, params) < loss(weight, hessian, scheme, *above[:2])
+
+
+def test_scales_stay_above_zero_where_they_have_to() -> None:
+    scheme, (weight, hessian) = get("w4a4"), problem()
+    found, plain = (Gptq(negative_scales=both).solve(scheme, weight, hessian) for both in (True, False))
+    assert torch.equal(found[0], plain[0]) and torch.equal(found[1]["scale"], plain[1]["scale"])
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("by_tensor", [False, True])
 def test_candidates_tried_together_are_those_tried_one_by_one(
