@@ -217,6 +217,7 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
         rule + "transforms: [{gather-outliers: {w4a4_share: .nan}}]": "w4a4_share is nan; expected a number of 0",
         "layers: []": "layers must be a list with at least one rule",
         "layers: [{match: '(', scheme: w8a8}]": "is not a regular expression",
+        "layers: [{match: '.*', group_size: 64}]": "a layer rule without scheme, found ['group_size', 'match']",
         "layers: [{match: 5, scheme: w8a8}]": "match must be a text, found 5",
         "layers: [{roles: v_proj, scheme: w8a8}]": "roles must be a list of names like [v_proj, down_proj]",
         "layers: [{roles: [5], scheme: w8a8}]": "found [5]",

@@ -26,6 +26,9 @@ SIDE_FILES = (
     "chat_template*",
 )
 
+#: the same weights once more, in forms that other loaders read
+OTHER_WEIGHTS = ["consolidated*", "*/*"]
+
 
 def resolve(model: str, *, weights: bool = True) -> Path:
     """The directory of MODEL: ``demo``, a local directory, or a hub id (downloaded or cached).
@@ -50,7 +53,7 @@ def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise QtoolError(

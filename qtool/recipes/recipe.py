@@ -7,7 +7,7 @@ A recipe is a YAML mapping::
     layers:                     # first match wins; lm_head stays in 16 bit
       - roles: [v_proj, down_proj]      # or match: a regex on the full module name
         scheme: w4a4                    # null leaves the layer in 16 bit
-        group_size: 32                  # or channel
+        group_size: 32                  # or channel, the default
         layout: row-major         # the default
     kv: kv4                     # optional
     transforms: [norm-fusion, {rotate: {seed: 1}}]
@@ -154,6 +154,10 @@ def _layer(rule: Any, where: str) -> LayerRule:
     _known(rule, LAYER_KEYS, f"{where}, layers")
     if ("match" in rule) == ("roles" in rule):
         raise QtoolError(f"{where}: a layer rule has either match or roles, found {sorted(rule)}")
+    if "scheme" not in rule:
+        raise QtoolError(
+            f"{where}: a layer rule without scheme, found {sorted(rule)}; null leaves its layers in 16 bit"
+        )
     match, roles = _name(rule, "match", where), rule.get("roles")
     if match is None:
         if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
