@@ -10,6 +10,7 @@ from torch import Tensor
 from qtool.calibration import columns_triton
 from qtool.calibration.columns import descent_feedback, sweep
 from qtool.calibration.hessian import Factor
+from qtool.calibration.sparsegpt import prune
 from qtool.schemes.base import Grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,3 +152,16 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
     assert (codes != expected).any(1).float().mean() < 0.1
     same = (codes == expected).all(1)
     torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
+    """SparseGPT by hand: of four columns the two of largest t^2 D stay, and the next four hear of the others."""
+    target = torch.tensor([[1.0, 1.1, 1.2, 0.1, 1.2, 0.01, 1.0, 0.5]])
+    cost = torch.tensor([4.0, 0.01, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    alone = prune(target, torch.zeros(8, 8), cost, (2, 4))
+    assert alone.tolist() == [[True, False, True, False, True, False, True, False]]
+    feedback = torch.zeros(8, 8)
+    feedback[1, 5] = 5.0  # of column 1, which is pruned
+    for block in (4, 8):
+        heard = prune(target, feedback, cost, (2, 4), block)
+        assert heard.tolist() == [[True, False, True, False, True, True, False, False]]

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+from qtool.calibration import block_precision
 from qtool.calibration.block_precision import rounded_inputs
 from qtool.calibration.method import check_order
 from qtool.calibration.reorder import GatherOutliers, Reorder
@@ -150,3 +151,15 @@ def test_schemes_without_a_block_map_are_left_alone(wide, blocks):
     block, batches = blocks(wide, get("w4a4", 128))[0]
     GatherOutliers().apply(block, batches)
     assert not block.permutations
+
+
+@pytest.mark.parametrize("name", ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"))
+def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkeypatch):
+    """Not where a linear's own output is worst, nor where they are cheap."""
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    felt = set(block.family.group_of(name).linears)
+    monkeypatch.setattr(block_precision, "output_error", lambda *a: float(name in a[-1]))
+    work = {linear: block.weight(linear).numel() for linear in block.schemes}
+    share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
+    GatherOutliers(ratio=1e9, w4a4_share=share).apply(block, batches)
+    assert {linear for linear, scheme in block.schemes.items() if scheme.eight_bit.any()} == felt

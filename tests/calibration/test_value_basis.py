@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qtool.calibration import value_basis
 from qtool.calibration.method import check_order
 from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.reorder import Reorder
@@ -87,3 +88,13 @@ def test_it_repeats_and_impossible_orders_are_refused(llama, transformed):
     for early, late in ((ValueBasis(), Rotate()), (ValueBasis(), Smooth()), (Reorder(), ValueBasis())):
         with pytest.raises(QtoolError, match="must come before"):
             check_order([NormFusion(), early, late])
+
+
+def test_a_basis_that_loses_is_not_taken(llama, blocks, monkeypatch):
+    block, batches = blocks(llama)[0]
+    before, dim = block.weight("self_attn.v_proj").clone(), block.heads.dim
+    loud = torch.diag(torch.logspace(-3, 3, dim)).expand(block.heads.kv, dim, dim)  # one channel drowns the others
+    monkeypatch.setattr(value_basis, "fit", lambda *_: loud)
+    ValueBasis().apply(block, batches)
+    assert torch.equal(block.weight("self_attn.v_proj"), before)
+    assert block.notes["value-basis"]["error"] == block.notes["value-basis"]["error_unsmoothed"]

@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qtool.runtime import kv_attention, kv_cache
+from qtool.runtime.kv_attention import attend
 from qtool.runtime.kv_cache import QuantCache, quantize_kv
 from qtool.runtime.packed_kv import PackedTokens
+from qtool.schemes.kv import KV4
 
 NAMES = ("kv4", "kv8")
 
@@ -106,3 +108,16 @@ def test_what_the_kernel_has_not_is_read_dequantized(packed_calls: mock.Mock) ->
     model(ids(20), past_key_values=cache)
     model(ids(1), past_key_values=cache, attention_mask=bias)
     assert not packed_calls.called and cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize(("offset", "softcap", "packed"), [(1.0, 30.0, 0), (1.0, None, 1), (None, 30.0, 1)])
+def test_capped_scores_need_the_keys_offset(offset: float | None, softcap: float | None, packed: int) -> None:
+    """The kernel leaves it out: all scores of a query move alike, which a cap would notice."""
+    tokens = PackedTokens(KV4(None if offset is None else torch.full((2, 16), offset)))
+    tokens.store(torch.randn(1, 2, 64, 16))
+    with (
+        mock.patch.object(kv_attention, "_packed") as kernel,
+        mock.patch.object(kv_attention, "sdpa_attention_forward"),
+    ):
+        attend(torch.nn.Module(), torch.randn(1, 4, 1, 16), tokens, tokens, None, softcap=softcap)
+    assert kernel.call_count == packed
