@@ -22,7 +22,7 @@ from qtool.checkpoint.safetensors import write_json
 from qtool.checkpoint.source import Checkpoint
 from qtool.checkpoint.target import Target, as_dtype, native_activations
 from qtool.errors import CheckFailed, NoSpace, QtoolError
-from qtool.models import family_of
+from qtool.models import Heads, family_of
 from qtool.pipeline.exportable import exported_formats
 from qtool.pipeline.job import native_format
 from qtool.pipeline.output import Output
@@ -107,6 +107,8 @@ def _write(output: Output, work: "_Export", shards: list[list[str]], kv: str | N
     for file, content in target.config_files(quantization).items():
         write_json(output.partial / file, content)
     config = config | {"quantization_config": quantization}
+    if quantization.get("kv_cache_scheme"):  # its loader asks for a number that OPT's configuration does not have
+        config.setdefault("num_key_value_heads", Heads.of(family_of(config["model_type"]).settings(config)).kv)
     facts = facts | {"blocks": [record["notes"] for _, record in sorted(output.records.items())]}
     if target.dtype is not None:
         config |= {"dtype": "float16"}

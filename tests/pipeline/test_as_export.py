@@ -90,7 +90,7 @@ def test_in_another_dtype_than_the_files(
 
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 @pytest.mark.parametrize("dequantize", [False, True])
-@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "opt"])
 def test_the_cache_is_the_exports(
     variant: str, dequantize: bool, kv: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
