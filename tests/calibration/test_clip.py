@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from qtool.calibration.clip import Clip, search, two_levels
+from qtool.calibration.clip import Clip, block_error, search, two_levels
 from qtool.calibration.method import check_order
 from qtool.calibration.rotate import Rotate
+from qtool.calibration.statistics import subset
 from qtool.errors import QtoolError
 from qtool.schemes import get
 
@@ -81,6 +82,11 @@ def test_q_and_k_go_by_the_block(llama, blocks):
     Clip(steps=3).apply(block, batches)
     by_block = block.notes["clip"]["self_attn.q_proj"]
     assert by_block == block.notes["clip"]["self_attn.k_proj"] and "ratio" in by_block
+    few = subset(batches, Clip().sequences)
+    chosen = {name: block.clips[name] for name in ("self_attn.q_proj", "self_attn.k_proj")}
+    error = block_error(block, few, [block.run(batch) for batch in few], chosen)
+    torch.testing.assert_close(float(error), by_block["error"])
+    assert by_block["error"] < by_block["error_unclipped"]
     block, batches = blocks(llama, get("w4a4", None))[0]
     Clip(steps=3, sequences=0).apply(block, batches)
     assert "ratio" not in block.notes["clip"]["self_attn.q_proj"]

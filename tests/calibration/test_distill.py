@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.distill import Distill
+from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.rounded import Rounded
 from qtool.errors import QtoolError
@@ -86,6 +87,15 @@ def test_samples_may_all_learn(block: tuple[Block, list]) -> None:
     assert curve != distilled(block)[1]
     with pytest.raises(QtoolError, match="held_out 1"):
         Distill(held_out=1.0)
+
+
+def test_the_teacher_keeps_its_keys_and_values_whole(block: tuple[Block, list]) -> None:
+    own, batches = block
+    own.schemes = dict.fromkeys(own.schemes, get("w8a8"))
+    _, (alone,), _ = distilled(block, epochs=0)
+    with quantized_kv(own, "kv4", kv_constants(own, "kv4", [])):
+        Distill(**QUICK | {"epochs": 0}).round(own, batches)
+    assert own.notes["distill"]["loss"][0] > 4 * alone
 
 
 def test_it_never_ends_worse_than_gptq(block: tuple[Block, list]) -> None:

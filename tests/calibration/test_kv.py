@@ -7,7 +7,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
-from qtool.calibration.kv import SimulatedKV, kv_constants, quantized_kv
+from qtool.calibration.kv import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
+from qtool.calibration.queries import observe_queries
+from qtool.calibration.smooth_attention import observe_keys
+from qtool.calibration.statistics import subset
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
 from qtool.runtime.kv_cache import quantize_kv
@@ -61,6 +64,17 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
         torch.testing.assert_close(found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
     declared = kv_tensors("kv8", family, heads)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in declared.items()}
+
+
+def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedModel, blocks) -> None:
+    block, batches = blocks(llama)[0]
+    found = kv_constants(block, "kv4", batches)
+    torch.testing.assert_close(found["self_attn.k_offset"], observe_keys(block, batches).mean)
+    importance = observe_queries(block, subset(batches, SEQUENCES)).importance()
+    torch.testing.assert_close(found["self_attn.k_importance"], importance)
+    assert found["self_attn.k_offset"].abs().max() > 0 and not (importance == 1).all()
+    nothing = kv_constants(block, "kv4", [])
+    assert (nothing["self_attn.k_offset"] == 0).all() and (nothing["self_attn.k_importance"] == 1).all()
 
 
 def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:
