@@ -3,7 +3,9 @@
 ``plan`` prints a job, ``quantize`` carries it out.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -86,9 +88,10 @@ class Job:
         job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
                   transforms, rounding)  # fmt: skip
         kv_tensors(recipe.kv, family, Heads.of(job.namespace))  # an unknown quantizer is refused here
-        for full, shape in shapes.items():
-            if linear_format := job.format.of(full):
-                linear_format.require(full, *shape)
+        for block in job.first_of_kinds():
+            for name, shape in job.linears(block).items():
+                if linear_format := job.format.of(job.full(block, name)):
+                    linear_format.require(job.full(block, name), *shape)
         return job
 
     @property
@@ -125,9 +128,21 @@ class Job:
         """The family as block ``block`` looks."""
         return self.family.at(self.namespace, block)
 
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each block the first that is like it: of the same family, its linears stored in the same formats."""
+        firsts: dict[Any, int] = {}
+        return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]
+
+    def _kind(self, block: int) -> Hashable:
+        family = self.block_family(block)
+        if self.format.rules[0].match == ".*":  # one format for all linears of all blocks
+            return family
+        return family, *(self.format.of(self.full(block, name)) for name in family.linears())
+
     def first_of_kinds(self) -> list[int]:
-        """The first block of each kind there is: 0, and where a family mixes dense and sparse blocks one more."""
-        return list({self.block_family(b): b for b in reversed(range(self.blocks))}.values())[::-1]
+        """The first block of each kind there is (:attr:`kinds`)."""
+        return sorted(set(self.kinds))
 
     def full(self, block: int, name: str) -> str:
         """The full name of ``name`` of block ``block``."""

@@ -44,7 +44,7 @@ class Plan:
     """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
 
     Attributes:
-        linears: of a block of the commonest kind; those of its kind are alike unless rules say otherwise.
+        linears: of a block of the commonest kind.
         device: what time and memory are of. compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks.
     """
@@ -91,10 +91,9 @@ def plan(
     if job.tied and not job.unties:
         del last[f"{job.family.head}.weight"]
     ends = [sum(map(prod, end.values())) * size for end in (first, last)]
-    kinds = {job.block_family(block): job.block_bytes(block) for block in job.first_of_kinds()}
-    shards = [ends[0], *(kinds[job.block_family(block)] for block in range(job.blocks)), ends[1]]
-    of_kind = Counter(job.block_family(block) for block in range(job.blocks))
-    commonest = max(job.first_of_kinds(), key=lambda block: of_kind[job.block_family(block)])
+    nbytes = {block: job.block_bytes(block) for block in job.first_of_kinds()}
+    shards = [ends[0], *(nbytes[block] for block in job.kinds), ends[1]]
+    commonest = Counter(job.kinds).most_common(1)[0][0]
     linears, source = _linears(job, commonest), weights * size
     if not job.needs_data:
         return Plan(job, linears, source, shards, _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND)
@@ -171,8 +170,8 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
 def as_text(planned: Plan) -> str:
     """The plan as a person reads it."""
     rows = [
-        (name, f"{x.shape[0]} x {x.shape[1]}", x.scheme, x.group_size or "channel", x.layout, f"{x.bits:.3f}",
-         f"{x.nbytes / 1e6:.2f}")
+        (name, f"{x.shape[0]} x {x.shape[1]}", x.scheme, x.group_size or ("channel" if x.layout else ""), x.layout,
+         f"{x.bits:.3f}", f"{x.nbytes / 1e6:.2f}")
         for name, x in _experts_once(planned.linears)
     ]  # fmt: skip
     job = planned.job

@@ -165,10 +165,10 @@ class BlockWork:
 
 def work_of(job: Job, samples: int, seqlen: int) -> Work:
     """The whole run: all blocks (the last one's outputs are not needed) and the ends, which are read and written."""
-    kinds = Counter(job.block_family(block) for block in range(job.blocks))
+    kinds = Counter(job.kinds)
     total = Work()
     for block in job.first_of_kinds():
-        total = total + BlockWork(job, block, samples, seqlen).total() * kinds[job.block_family(block)]
+        total = total + BlockWork(job, block, samples, seqlen).total() * kinds[block]
     last = BlockWork(job, job.blocks - 1, samples, seqlen)
     ends = sum(prod(shape) for end in job.ends() for shape in end.values()) * job.dtype.itemsize
     spared = Work(forward_flops=-last.forward(), packed_weights=-last.weights(last.quantized))

@@ -82,6 +82,16 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     assert work.gptq(Gptq()).hessian_flops == 2 * gptq.hessian_flops
 
 
+def test_rules_that_name_blocks() -> None:
+    rules = [{"match": r"layers\.0\.", "scheme": None}, {"match": ".*", "scheme": "w4a16", "group_size": 128}]
+    job = Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
+    assert job.kinds == [0, 1, 1, 1] and {x.scheme for x in plan(job).linears} == {"w4a16"}
+    assert plan(job).shard_bytes[1:-1] == [job.block_bytes(block) for block in range(4)]
+    rules[0] = {"match": r"layers\.3\..*down", "scheme": "w4a4", "group_size": 128, "layout": "marlin-24"}
+    with pytest.raises(QtoolError, match="marlin-24"):
+        Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
+
+
 def test_work_adds_up() -> None:
     assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(read_bytes=8, forward_flops=2)
     job = Job.of(config_of("llama-tiny", 3), GPTQ)
