@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from qtool.calibration import clip
 from qtool.calibration.clip import Clip, block_error, search, two_levels
 from qtool.calibration.method import check_order
 from qtool.calibration.rotate import Rotate
@@ -90,6 +91,19 @@ def test_q_and_k_go_by_the_block(llama, blocks):
     block, batches = blocks(llama, get("w4a4", None))[0]
     Clip(steps=3, sequences=0).apply(block, batches)
     assert "ratio" not in block.notes["clip"]["self_attn.q_proj"]
+
+
+def test_the_ratio_that_serves_the_block_best_is_taken(llama, blocks, monkeypatch):
+    block, batches = blocks(llama, get("w4a4", None))[0]
+    wanted, names = Clip(steps=3).ratios[2], ("self_attn.q_proj", "self_attn.k_proj")
+
+    def error(block, batches, exact, clips):
+        return torch.tensor(sum(float((ratio - torch.as_tensor(wanted)).abs().sum()) for ratio, _ in clips.values()))
+
+    monkeypatch.setattr(clip, "block_error", error)
+    Clip(steps=3).apply(block, batches)
+    assert all(block.clips[name] == (wanted, 1.0) for name in names)
+    assert [block.notes["clip"][name]["ratio"] for name in names] == [wanted, wanted]
 
 
 def test_clipping_before_rotating_is_refused():
