@@ -27,6 +27,7 @@ from qtool.calibration.method import Transform
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.calibration.tensor_cores import tensor_cores
+from qtool.calibration.work import BlockShape, Work
 from qtool.schemes.base import Clip as Ratio
 from qtool.schemes.base import Scheme
 
@@ -108,6 +109,19 @@ class Clip(Transform):
         choice = "by layer" if best == len(self.ratios) else self.ratios[best]
         for name in names:
             block.notes["clip"][name] = {"ratio": choice, "error": errors[best], "error_unclipped": errors[0]}
+
+    def work(self, block: BlockShape) -> Work:
+        ratios = len(self.ratios)
+        tried, judged = 2 * ratios + 1, ratios + 1  # a group's own errors are judged without outputs
+        return super().work(block) + Work(
+            forward_flops=(ratios + 2) * min(1.0, self.sequences / block.samples) * block.forward(),
+            search_weights=tried * block.weights,
+            search_flops=2 * self.tokens * judged * block.weights,
+            search_tries=tried * len(block.quantized),
+        )
+
+    def held_bytes(self, block: BlockShape) -> int:
+        return block.exact_bytes + 20 * block.largest
 
 
 def search(scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]) -> tuple[tuple[Tensor, Tensor], Tensor]:

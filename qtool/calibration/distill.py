@@ -31,8 +31,11 @@ from qtool.calibration.method import Rounding
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.statistics import own_subset
+from qtool.calibration.work import BlockShape, Work
 from qtool.errors import QtoolError, suggest
 
+#: tokens of a step that memory is planned for
+STEP_TOKENS = 16384
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 
@@ -125,6 +128,24 @@ class Distill(Rounding):
                 best = {n: m.rounded() for n, m in linears.items()}
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
         return best
+
+    def work(self, block: BlockShape) -> Work:
+        """The targets, and steps that cost three forwards each; the start's own."""
+        start = STARTS[self.start]().work(block) if self.start == "gptq" else Work()
+        once = min(1.0, self.samples / block.samples) * block.forward()
+        passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
+        return start + Work(forward_flops=once, learning_flops=passes * once)
+
+    def held_bytes(self, block: BlockShape) -> int:
+        """A copy that learns, its gradient and Adam's two moments, codes and values; or what the start holds.
+
+        The float block's outputs for all tokens too, and what a step keeps for its gradients: inputs and outputs of
+        all linears, the block's output three times in float32.
+        """
+        weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
+        seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
+        step = int(STEP_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
+        return weights + block.tokens * block.config.hidden_size * block.itemsize + step
 
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
         """What :meth:`distance` is relative to, by batch: of this rank's share ``[b, S, H]`` of it and all others'."""

@@ -20,9 +20,8 @@ problems where there are enough (experts), else its share of the rows of each: r
 Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -31,9 +30,20 @@ from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block, Reference
 from qtool.calibration.columns import descent_feedback, sweep
-from qtool.calibration.gptq_problem import Begun, Problem, Rows, Solution, row_ranges, solved_together
+from qtool.calibration.gptq_problem import (
+    Begun,
+    Problem,
+    Rows,
+    Solution,
+    alike,
+    most_together,
+    problem_bytes,
+    row_ranges,
+    solved_together,
+    stages,
+)
 from qtool.calibration.group_fit import fit_groups
-from qtool.calibration.hessian import Factor, Hessian, relative_error
+from qtool.calibration.hessian import Factor, Hessian, panels, relative_error
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.row_products import ROWS, by_rows, product, together
@@ -41,8 +51,8 @@ from qtool.calibration.rtn import RoundToNearest
 from qtool.calibration.scales import refit
 from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
+from qtool.calibration.work import BlockShape, Work
 from qtool.errors import QtoolError
-from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Grid, Params, Scheme
 
 
@@ -140,6 +150,48 @@ class Gptq(Rounding):
             for hessian in hessians.values():
                 hessian.turn()
         return {name: hessian.complete() for name, hessian in hessians.items()}
+
+    def work(self, block: BlockShape) -> Work:
+        """Each group's inputs come from a forward that ends there; with ``residual`` the float block runs too."""
+        work, before = Work(), 0.0
+        inputs = 2 if self.residual else 1
+        for number, group in enumerate(block.family.groups):
+            shapes = [block.quantized[name] for name in group.linears if name in block.quantized]
+            if shapes:
+                n, k = sum(shape[0] for shape in shapes), shapes[0][1]
+                seen = block.tokens * block.share(group.linears[0])
+                moments = sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
+                work += Work(
+                    forward_flops=inputs * before * (0 if group.routed and number else 1),
+                    hessian_flops=2 * seen * (moments + (k * k if self.residual else 0)),
+                    rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
+                    rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
+                    rounding_steps=-(-k // self.block) * (1 + self.rounds),
+                )
+            before += block.multiplied(group.linears)
+            before += block.attention() if number == 0 else 0
+        return work
+
+    def held_bytes(self, block: BlockShape) -> int:
+        """The worst group: weights not rounded yet, codes of the others, and the larger half of its own solution.
+
+        First Hessian, damped one and factor; then Hessian and feedback beside the stacked weight, its target, errors
+        and codes. Experts have all their Hessians at once, and several are solved together.
+        """
+        shapes, groups = block.quantized, block.family.groups
+        left, total = block.weights, block.weights
+        routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
+        worst, drift = 0, bool(self.residual)
+        for group in groups:
+            rows = [shapes[name] for name in group.linears if name in shapes]
+            if rows:
+                n, k = sum(shape[0] for shape in rows), rows[0][1]
+                factoring, sweeping = (3 + drift) * 4 * k * k, (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
+                alike = sum(g.fold == group.fold for g in groups if g.routed and g.linears[0] in shapes)
+                others = min(alike, most_together(n, k)) - 1 if group.routed else 0
+                worst = max(worst, 4 * left + (total - left) + max(factoring, sweeping) + others * problem_bytes(n, k))
+                left -= n * k
+        return worst + routed + (2 * total if drift else 0)
 
     def round_problems(self, block: Block, problems: Sequence[Problem]) -> dict[str, Rounded]:
         """Round the linears of all ``problems``."""
@@ -248,24 +300,3 @@ class Gptq(Rounding):
         """The candidates of the clipping search, from 1 down; below 0 for a scale below 0."""
         ratios = [1 - (1 - self.clip_least) * i / max(1, self.clip_steps - 1) for i in range(self.clip_steps)]
         return [*ratios, *(-ratio for ratio in ratios)] if self.negative_scales and scheme.negative_scales else ratios
-
-
-def stages(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one by one, those of experts that do the same together: no expert sees another's output."""
-
-    def doing(group: LinearGroup) -> object:
-        return group.fold if group.routed else group.linears
-
-    for _, same in groupby(groups, doing):
-        yield list(same)
-
-
-def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
-    """Those of ``names`` that are to be rounded, gathered by scheme, group size and input permutation."""
-    together: dict[object, list[str]] = {}
-    for name in names:
-        if scheme := block.schemes.get(name):
-            order = block.permutations.get(name)
-            key = (type(scheme), scheme.group_size, scheme.scale_dtype, order is not None and tuple(order.tolist()))
-            together.setdefault(key, []).append(name)
-    yield from together.values()

@@ -5,12 +5,14 @@ Legend: N output channels, K input channels, G groups.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.block import Block
 from qtool.calibration.hessian import Hessian
+from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip, Params, Scheme
 
 #: bytes of problems that are solved together: as many as that holds, one in any case
@@ -89,6 +91,27 @@ class Begun:
         return Solution(self.codes, self.params, self.damping, lost, self.hessian.power(problem.weight))
 
 
+def stages(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
+    """The groups one by one, those of experts that do the same together: no expert sees another's output."""
+
+    def doing(group: LinearGroup) -> object:
+        return group.fold if group.routed else group.linears
+
+    for _, same in groupby(groups, doing):
+        yield list(same)
+
+
+def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
+    """Those of ``names`` that are to be rounded, gathered by scheme, group size and input permutation."""
+    together: dict[object, list[str]] = {}
+    for name in names:
+        if scheme := block.schemes.get(name):
+            order = block.permutations.get(name)
+            key = (type(scheme), scheme.group_size, scheme.scale_dtype, order is not None and tuple(order.tolist()))
+            together.setdefault(key, []).append(name)
+    yield from together.values()
+
+
 def solved_together(block: Block, problems: Sequence[Problem]) -> Iterator[list[int]]:
     """The numbers of ``problems`` that are solved together: of one shape and scheme, as many as memory may hold."""
     alike: dict[object, list[int]] = {}
@@ -99,8 +122,13 @@ def solved_together(block: Block, problems: Sequence[Problem]) -> Iterator[list[
     for numbers in alike.values():
         first = problems[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)
-        size = max(1, TOGETHER // problem_bytes(rows, len(first.hessian.h)))
+        size = most_together(rows, len(first.hessian.h))
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
+def most_together(n: int, k: int) -> int:
+    """Problems ``[n, k]`` that are solved at once."""
+    return max(1, TOGETHER // problem_bytes(n, k))
 
 
 def problem_bytes(n: int, k: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.rounded import Rounded
+from qtool.calibration.work import BlockShape, Work
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
@@ -43,18 +44,35 @@ class Norm:
 
 
 @dataclass
-class Transform(ABC):
-    """Rewrites a block in place before it is rounded. Options are dataclass fields (recipe keys)."""
+class Method(ABC):
+    """A transform or a rounding. Options are dataclass fields (recipe keys)."""
 
     name: ClassVar[str]
     #: it looks at activations, so the run needs calibration data
     needs_data: ClassVar[bool]
+    #: options that must be above 0
+    positive: ClassVar[tuple[str, ...]] = ()
+
+    def work(self, block: BlockShape) -> Work:
+        """What it does to a block; unless it says otherwise, one look at all inputs if it needs data."""
+        return Work(forward_flops=block.look() if self.needs_data else 0)
+
+    def held_bytes(self, block: BlockShape) -> int:
+        """The exact weights and what it allocates beside them at its worst moment.
+
+        Unless it says otherwise, four float32 copies of the largest weight if it needs data.
+        """
+        return block.exact_bytes + (16 * block.largest if self.needs_data else 0)
+
+
+@dataclass
+class Transform(Method):
+    """Rewrites a block in place before it is rounded."""
+
     #: names of methods that, where present in a recipe, must come earlier, and why
     after: ClassVar[dict[str, str]] = {}
     #: names of methods that must be present and come earlier, and why
     requires: ClassVar[dict[str, str]] = {}
-    #: options that must be above 0
-    positive: ClassVar[tuple[str, ...]] = ()
 
     @property
     def rewrites_embedding(self) -> bool:
@@ -92,15 +110,11 @@ class Transform(ABC):
 
 
 @dataclass
-class Rounding(ABC):
+class Rounding(Method):
     """Turns every linear of ``block.schemes`` into codes."""
 
-    name: ClassVar[str]
-    needs_data: ClassVar[bool]
     #: what is a batch matters to the result (a batch is a step)
     steps: ClassVar[bool] = False
-    #: options that must be above 0
-    positive: ClassVar[tuple[str, ...]] = ()
 
     @property
     def compares(self) -> bool:

@@ -6,11 +6,11 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from qtool.calibration.method import Rounding, Transform
+from qtool.calibration.method import Method
 from qtool.errors import QtoolError, suggest
 
 
-def check_options(method: type[Transform] | type[Rounding], options: Mapping[str, Any]) -> None:
+def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
     """Refuse options that ``method`` does not have, and values that are not of the kind its field declares.
 
     Raises:

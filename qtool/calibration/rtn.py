@@ -15,6 +15,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounded import Rounded
+from qtool.calibration.work import BlockShape, Work
 from qtool.schemes.base import Clip, Params, Scheme
 
 #: of a chunk on CPU and on a GPU
@@ -37,6 +38,12 @@ class RoundToNearest(Rounding):
         for name, rounded in zip(names, found, strict=True):
             block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded.weight_error}
         return dict(zip(names, found, strict=True))
+
+    def work(self, block: BlockShape) -> Work:
+        return Work(rounding_weights=block.weights)
+
+    def held_bytes(self, block: BlockShape) -> int:
+        return block.exact_bytes + 16 * min(block.largest, CHUNK_ELEMENTS[1])
 
 
 def round_to_nearest(scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Rounded:

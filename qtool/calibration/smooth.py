@@ -27,6 +27,7 @@ from qtool.calibration.folding import fold_factor, per_kv_head
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import Inputs, collect
 from qtool.calibration.tensor_cores import tensor_cores
+from qtool.calibration.work import BlockShape, Work
 from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
@@ -78,6 +79,13 @@ class Smooth(Transform):
         for name, values in found.items():  # only here is a GPU waited for
             keys = ("alpha", "beta", "error", "error_unsmoothed")
             block.notes.setdefault("smooth", {})[name] = dict(zip(keys, values.tolist(), strict=True))
+
+    def work(self, block: BlockShape) -> Work:
+        candidates = (self.steps + 1) ** 2 + 1
+        weights, linears = candidates * block.weights, candidates * len(block.quantized)
+        return super().work(block) + Work(
+            search_weights=weights, search_flops=2 * self.tokens * weights, search_tries=linears
+        )
 
 
 def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from qtool.calibration.work import Work
 from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline.work import Work
 
 PROBE_BYTES = 1 << 30
 

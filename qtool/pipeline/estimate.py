@@ -6,8 +6,9 @@ few thousand channels; smaller ones are bound by launches, which nothing here co
 
 from dataclasses import dataclass
 
+from qtool.calibration.work import Work
 from qtool.pipeline.job import Job
-from qtool.pipeline.work import Work, work_of
+from qtool.pipeline.work import work_of
 
 
 @dataclass(frozen=True)

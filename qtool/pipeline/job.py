@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration import ROUNDINGS, TRANSFORMS
-from qtool.calibration.method import Rounding, Transform, check_order
+from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.errors import QtoolError, suggest
 from qtool.models import Family, family_of
@@ -26,7 +26,7 @@ from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV_QUANTIZERS
 
-Method = TypeVar("Method", Transform, Rounding)
+Kind = TypeVar("Kind", Transform, Rounding)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -95,10 +95,15 @@ class Job:
         return job
 
     @property
+    def methods(self) -> list[Method]:
+        """The transforms and the rounding."""
+        return [*self.transforms, self.rounding]
+
+    @property
     def needs_data(self) -> bool:
         """Whether calibration text is needed."""
         static = self.format.kv is not None and KV_QUANTIZERS[self.format.kv].static
-        return self.rounding.needs_data or static or any(t.needs_data for t in self.transforms)
+        return static or any(method.needs_data for method in self.methods)
 
     @property
     def is_plain(self) -> bool:
@@ -225,7 +230,7 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     return LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
 
 
-def _method(table: dict[str, type[Method]], step: Step, kind: str) -> Method:
+def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
     if step.name not in table:
         raise QtoolError(f"unknown {kind} {step.name!r}: {suggest(step.name, table)}")
     check_options(table[step.name], step.options)

@@ -6,7 +6,8 @@ from torch import nn
 
 from qtool.calibration import gptq_problem
 from qtool.calibration.clip import Clip
-from qtool.calibration.gptq import Gptq, stages
+from qtool.calibration.gptq import Gptq
+from qtool.calibration.gptq_problem import stages
 from qtool.calibration.rtn import round_to_nearest
 from qtool.calibration.smooth import Smooth
 from qtool.models import family_of

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qtool import recipes
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
+from qtool.calibration.distill import STEP_TOKENS
 from qtool.calibration.gptq import Gptq
+from qtool.calibration.work import Work
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.models import family_of
@@ -21,10 +23,10 @@ from qtool.pipeline import bench, commands
 from qtool.pipeline.ceilings import Ceilings
 from qtool.pipeline.estimate import H200
 from qtool.pipeline.job import Job
-from qtool.pipeline.memory import STEP_TOKENS, working_bytes
+from qtool.pipeline.memory import working_bytes
 from qtool.pipeline.plan import as_text, plan
 from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
-from qtool.pipeline.work import BlockWork, Work, work_of
+from qtool.pipeline.work import block_shape, block_work, work_of
 from tests.conftest import VARIANTS, MakeModel
 
 GPTQ = recipes.parse(
@@ -65,21 +67,21 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     batches = first_inputs(model, family, list(torch.zeros(3, 24, dtype=torch.long).split(1)))
     block = Block(0, model.get_submodule(family.blocks)[0], family, model.config, {})  # type: ignore[index]
     job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
-    work = BlockWork(job, 0, 3, 24)
+    shape = block_shape(job, 0, 3, 24)
 
     def counted(run) -> int:  # type: ignore[no-untyped-def]
         with FlopCounterMode(display=False) as counter:
             run()
         return sum(n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name))
 
-    assert counted(lambda: [block.run(batch) for batch in batches]) == work.forward() - work.attention()
+    assert counted(lambda: [block.run(batch) for batch in batches]) == shape.forward() - shape.attention()
     last = family.groups[-1].linears[0]
-    assert counted(lambda: block.observe(batches, {last: lambda x: None})) == work.look() - work.attention()
+    assert counted(lambda: block.observe(batches, {last: lambda x: None})) == shape.look() - shape.attention()
     before = sum(counted(lambda g=g: [block.inputs(b, g.linears[0]) for b in batches]) for g in family.groups)
-    gptq = work.gptq(Gptq(residual=0))
-    assert before == gptq.forward_flops - 3 * work.attention()  # three of the four groups lie behind attention
-    assert gptq.hessian_flops == 2 * 72 * sum(work.shapes[g.linears[0]][1] ** 2 for g in family.groups)
-    assert work.gptq(Gptq()).hessian_flops == 2 * gptq.hessian_flops
+    gptq = Gptq(residual=0).work(shape)
+    assert before == gptq.forward_flops - 3 * shape.attention()  # three of the four groups lie behind attention
+    assert gptq.hessian_flops == 2 * 72 * sum(shape.linears[g.linears[0]][1] ** 2 for g in family.groups)
+    assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops
 
 
 def test_rules_that_name_blocks() -> None:
@@ -96,7 +98,7 @@ def test_work_adds_up() -> None:
     assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(read_bytes=8, forward_flops=2)
     job = Job.of(config_of("llama-tiny", 3), GPTQ)
     one, three = work_of(Job.of(config_of("llama-tiny", 1), GPTQ), 2, 64), work_of(job, 2, 64)
-    block = BlockWork(job, 0, 2, 64).total()
+    block = block_work(job, 0, 2, 64)
     assert three.hessian_flops == 3 * block.hessian_flops == 3 * one.hessian_flops
     assert three.forward_flops - one.forward_flops == 2 * block.forward_flops
 
@@ -139,11 +141,11 @@ def test_a_plan_says_that_it_is_only_one(tmp_path: Path) -> None:
 
 def test_experts_cost_what_their_tokens_cost() -> None:
     job = Job.of(LARGE["mixtral-8x22b"], GPTQ)
-    work = BlockWork(job, 0, 1, 2048)
-    assert work.share("block_sparse_moe.experts.3.w1") == 0.25
-    dense = sum(n * k for name, (n, k) in work.shapes.items() if "experts" not in name)
-    experts = sum(n * k for name, (n, k) in work.shapes.items() if "experts" in name)
-    assert work.forward() == 2 * 2048 * (dense + experts / 4) + work.attention()
+    block = block_shape(job, 0, 1, 2048)
+    assert block.share("block_sparse_moe.experts.3.w1") == 0.25
+    dense = sum(n * k for name, (n, k) in block.linears.items() if "experts" not in name)
+    experts = sum(n * k for name, (n, k) in block.linears.items() if "experts" in name)
+    assert block.forward() == 2 * 2048 * (dense + experts / 4) + block.attention()
 
 
 def test_what_learning_keeps_is_planned() -> None:
@@ -154,10 +156,10 @@ def test_what_learning_keeps_is_planned() -> None:
         plain = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn"))
         two, one = (working_bytes(job, tokens, cuda) for tokens in (2000, 1000))
         assert two - one == 1000 * hidden * 2 > working_bytes(plain, 2000, cuda) - working_bytes(plain, 1000, cuda) == 0
-        seen = sum(BlockWork(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items())
+        seen = sum(block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items())
         assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > STEP_TOKENS * 2 * seen
         assert name == "405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
-    work = BlockWork(job, 0, 256, 2048).of(job.rounding)
+    work = job.rounding.work(block_shape(job, 0, 256, 2048))
     assert work.learning_flops == 27.5 * work.forward_flops  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
 
 
