@@ -130,11 +130,10 @@ class Distill(Rounding):
         return best
 
     def work(self, block: BlockShape) -> Work:
-        """The targets, and steps that cost three forwards each; the start's own."""
-        start = STARTS[self.start]().work(block) if self.start == "gptq" else Work()
+        """The start's, the targets, and steps that cost three forwards each."""
         once = min(1.0, self.samples / block.samples) * block.forward()
         passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
-        return start + Work(forward_flops=once, learning_flops=passes * once)
+        return STARTS[self.start]().work(block) + Work(forward_flops=once, learning_flops=passes * once)
 
     def held_bytes(self, block: BlockShape) -> int:
         """A copy that learns, its gradient and Adam's two moments, codes and values; or what the start holds.

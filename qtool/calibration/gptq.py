@@ -36,8 +36,7 @@ from qtool.calibration.gptq_problem import (
     Rows,
     Solution,
     alike,
-    most_together,
-    problem_bytes,
+    others_bytes,
     row_ranges,
     solved_together,
     stages,
@@ -152,46 +151,41 @@ class Gptq(Rounding):
         return {name: hessian.complete() for name, hessian in hessians.items()}
 
     def work(self, block: BlockShape) -> Work:
-        """Each group's inputs come from a forward that ends there; with ``residual`` the float block runs too."""
+        """A group's inputs come from forwards that end there, the float block's too; those of all experts from one."""
         work, before = Work(), 0.0
-        inputs = 2 if self.residual else 1
-        for number, group in enumerate(block.family.groups):
-            shapes = [block.quantized[name] for name in group.linears if name in block.quantized]
-            if shapes:
-                n, k = sum(shape[0] for shape in shapes), shapes[0][1]
-                seen = block.tokens * block.share(group.linears[0])
+        for number, stage in enumerate(stages(block.family.groups)):
+            routed, problems = stage[0].routed, block.stacked(stage)
+            drift = bool(self.residual) and not routed
+            if problems:
+                work += Work(forward_flops=block.forward() if routed else (1 + drift) * before)
+            for n, k in problems:
                 moments = sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
                 work += Work(
-                    forward_flops=inputs * before * (0 if group.routed and number else 1),
-                    hessian_flops=2 * seen * (moments + (k * k if self.residual else 0)),
+                    hessian_flops=2 * block.tokens * block.share(stage[0].linears[0]) * (moments + drift * k * k),
                     rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     rounding_steps=-(-k // self.block) * (1 + self.rounds),
                 )
-            before += block.multiplied(group.linears)
+            before += 0 if routed else block.multiplied(stage[0].linears)  # shared experts come before
             before += block.attention() if number == 0 else 0
         return work
 
     def held_bytes(self, block: BlockShape) -> int:
-        """The worst group: weights not rounded yet, codes of the others, and the larger half of its own solution.
+        """Of the worst stage: exact weights, codes of those rounded before, its Hessians, and what solves it.
 
         First Hessian, damped one and factor; then Hessian and feedback beside the stacked weight, its target, errors
-        and codes. Experts have all their Hessians at once, and several are solved together.
+        and codes. Several experts are solved together.
         """
-        shapes, groups = block.quantized, block.family.groups
-        left, total = block.weights, block.weights
-        routed = sum(4 * shapes[g.linears[0]][1] ** 2 for g in groups if g.routed and g.linears[0] in shapes)
-        worst, drift = 0, bool(self.residual)
-        for group in groups:
-            rows = [shapes[name] for name in group.linears if name in shapes]
-            if rows:
-                n, k = sum(shape[0] for shape in rows), rows[0][1]
+        left, total, worst = block.weights, block.weights, 0
+        for stage in stages(block.family.groups):
+            drift = bool(self.residual) and not stage[0].routed
+            problems = block.stacked(stage)
+            for n, k in problems[:1]:  # experts are alike
                 factoring, sweeping = (3 + drift) * 4 * k * k, (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
-                alike = sum(g.fold == group.fold for g in groups if g.routed and g.linears[0] in shapes)
-                others = min(alike, most_together(n, k)) - 1 if group.routed else 0
-                worst = max(worst, 4 * left + (total - left) + max(factoring, sweeping) + others * problem_bytes(n, k))
-                left -= n * k
-        return worst + routed + (2 * total if drift else 0)
+                solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
+                worst = max(worst, 4 * left + (total - left) + solving)
+            left -= sum(n * k for n, k in problems)
+        return worst + (2 * total if self.residual else 0)
 
     def round_problems(self, block: Block, problems: Sequence[Problem]) -> dict[str, Rounded]:
         """Round the linears of all ``problems``."""

@@ -122,18 +122,23 @@ def solved_together(block: Block, problems: Sequence[Problem]) -> Iterator[list[
     for numbers in alike.values():
         first = problems[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)
-        size = most_together(rows, len(first.hessian.h))
+        size = at_once(rows, len(first.hessian.h))
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
-
-
-def most_together(n: int, k: int) -> int:
-    """Problems ``[n, k]`` that are solved at once."""
-    return max(1, TOGETHER // problem_bytes(n, k))
 
 
 def problem_bytes(n: int, k: int) -> int:
     """What a problem holds beside its weight and Hessian: damped one and feedback; target, errors, codes, a sweep's."""
     return 2 * 4 * k * k + 18 * n * k
+
+
+def at_once(n: int, k: int) -> int:
+    """How many problems ``[n, k]`` are solved at once."""
+    return max(1, TOGETHER // problem_bytes(n, k))
+
+
+def others_bytes(count: int, n: int, k: int) -> int:
+    """What ``count`` problems hold beyond one that is solved: Hessians and codes, and what is solved together."""
+    return (count - 1) * (4 * k * k + n * k) + (min(count, at_once(n, k)) - 1) * problem_bytes(n, k)
 
 
 def row_ranges(weights: Sequence[Tensor]) -> Iterator[slice]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from qtool.models.family import Family
-from qtool.models.parts import Heads
+from qtool.models.parts import Heads, LinearGroup
 
 
 @dataclass
@@ -83,6 +83,11 @@ class BlockShape:
     def largest(self) -> int:
         """Elements of the largest of them."""
         return max(map(prod, self.quantized.values()), default=0)
+
+    def stacked(self, groups: Iterable[LinearGroup]) -> list[tuple[int, int]]:
+        """``(N, K)`` of the quantized linears of each group, stacked; none of a group without."""
+        shapes = ([self.quantized[name] for name in g.linears if name in self.quantized] for g in groups)
+        return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]
 
     @property
     def exact_bytes(self) -> int:

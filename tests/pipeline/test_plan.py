@@ -1,6 +1,7 @@
 """Plans: bytes as they are written, operations as torch counts them, places with room; the largest models too."""
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.distill import STEP_TOKENS
 from qtool.calibration.gptq import Gptq
+from qtool.calibration.gptq_problem import stages
 from qtool.calibration.work import Work
 from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.models import family_of
+from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
 from qtool.pipeline import bench, commands
 from qtool.pipeline.ceilings import Ceilings
@@ -60,6 +63,13 @@ def test_the_bytes_of_a_block_are_those_of_its_tensors(variant: str, scheme: str
         assert job.block_bytes(block) == sum(t.numel() * t.dtype.itemsize for t in tensors)
 
 
+def counted(run: Callable[[], object]) -> int:
+    """Operations of ``run``, those of attention left out."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return sum(n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name))
+
+
 def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> None:
     source = make_model("llama")
     model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("llama")
@@ -69,11 +79,6 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
     shape = block_shape(job, 0, 3, 24)
 
-    def counted(run) -> int:  # type: ignore[no-untyped-def]
-        with FlopCounterMode(display=False) as counter:
-            run()
-        return sum(n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name))
-
     assert counted(lambda: [block.run(batch) for batch in batches]) == shape.forward() - shape.attention()
     last = family.groups[-1].linears[0]
     assert counted(lambda: block.observe(batches, {last: lambda x: None})) == shape.look() - shape.attention()
@@ -82,6 +87,25 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     assert before == gptq.forward_flops - 3 * shape.attention()  # three of the four groups lie behind attention
     assert gptq.hessian_flops == 2 * 72 * sum(shape.linears[g.linears[0]][1] ** 2 for g in family.groups)
     assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops
+
+
+def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> None:
+    """Of the quantized path alone. It runs to the end where an expert gets no token, as 2 and 3 here."""
+    source = make_model("qwen2_moe")
+    model, job = AutoModelForCausalLM.from_pretrained(source), Job.of(Checkpoint(source).config, GPTQ)
+    separate_experts(model)
+    family, shape = job.block_family(0), block_shape(job, 0, 4, 24)
+    batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))
+    block = Block(0, model.model.layers[0], family, model.config, {})
+    block.weight("mlp.gate").zero_()
+    firsts = [[group.linears[0] for group in stage] for stage in stages(family.groups)]
+    assert [len(names) for names in firsts] == [1, 1, 4, 4, 1, 1]
+    run = [counted(lambda n=n: block.observe(batches, dict.fromkeys(n, lambda x: None))) for n in firsts]  # type: ignore[misc]
+    routers = 2 * 2 * shape.tokens * (4 + 1) * 128
+    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention()
+    assert plain + routers == sum(run)
+    beside = Gptq().work(shape).forward_flops - 8 * shape.attention()
+    assert beside - plain == sum(n for n, names in zip(run, firsts, strict=True) if len(names) == 1)
 
 
 def test_rules_that_name_blocks() -> None:
