@@ -1,33 +1,30 @@
-"""The unit of work: one decoder block on a device, its inputs, and what methods decide about it.
+"""The unit of work: one decoder block on a device, its exact weights, and what methods decide about it.
 
 On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in float32.
 
 A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the
 weights in place or notes a decision (clip ratios, an input permutation), and returns. It knows
-schemes only through their protocol and names of linears only through the family.
+schemes only through their protocol and names of linears only through the family; :mod:`.forwards` runs the block.
 
-Legend: B sequences in a batch, S tokens, H hidden size, N x K a linear's weight.
+Legend: H hidden size, N x K a linear's weight.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.rounded import Rounded, SimulatedLinear
-from qtool.calibration.stages import stage
-from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.parts import Heads, OncePerHead
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
     from transformers import PretrainedConfig
+
+    from qtool.calibration.forwards import Reference
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Block:
         return Heads.of(self.config)
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The argument of :meth:`run`, or of the attention, that puts ``cache`` where the KV cache is."""
+        """The argument of :func:`.forwards.run`, or of the attention, that puts ``cache`` where the KV cache is."""
         return {self.family.attention.cache: OncePerHead(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
@@ -132,101 +129,9 @@ class Block:
         scheme = self.schemes[name]
         return scheme.fit_range(*scheme.range(self.weight(name), finite=True), clip=clip, group_clip=group_clip)
 
-    @torch.no_grad()
-    def run(self, batch: Batch, **extra: Any) -> Tensor:
-        """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
-
-        A batch that the device's memory cannot take is run in halves, and that is noted.
-
-        Raises:
-            QtoolError: if one sequence alone does not fit.
-        """
-        if (out := self._attempt(batch, **extra)) is not None:
-            return out
-        return torch.cat([self.run(half, **extra) for half in batch.halves()])
-
-    def _attempt(self, batch: Batch, **extra: Any) -> Tensor | None:
-        """:meth:`run` of all sequences at once; None where they do not fit, but some may."""
-        try:
-            with stage("forward"):
-                return self.forward(batch, **extra)
-        except torch.OutOfMemoryError:
-            if len(batch.hidden) == 1:
-                tokens = batch.hidden.shape[1]
-                raise QtoolError(
-                    f"block {self.index}: one sequence of {tokens} tokens does not fit the memory of {self.device}; "
-                    "use a shorter --seqlen"
-                ) from None
-        self.notes["batches halved for lack of memory"] = self.notes.get("batches halved for lack of memory", 0) + 1
-        torch.cuda.empty_cache()
-        return None
-
-    def forward(self, batch: Batch, **extra: Any) -> Tensor:
-        """:meth:`run` with gradients, for methods that learn."""
-        kwargs = to_device(batch.kwargs[self.index], self.device)
-        self.follow()
-        out = self.module(batch.hidden.to(self.device, non_blocking=True), **(kwargs | extra))
-        return out[0] if isinstance(out, tuple) else out
-
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
-
-    @torch.no_grad()
-    def observe(self, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]]) -> None:
-        """Run all batches; each observer gets its linear's input ``[tokens, K]``, batch by batch.
-
-        A run ends where the last of the linears is reached.
-        """
-        for batch in batches:
-            self._observe(batch, observers)
-
-    def _observe(self, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any) -> None:
-        seen: set[str] = set()
-
-        def once(name: str, observer: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-            def see(x: Tensor) -> None:
-                observer(x)
-                seen.add(name)
-                if len(seen) == len(observers):
-                    raise _Reached
-
-            return see
-
-        fits = True
-        with observing(self.module, {name: once(name, o) for name, o in observers.items()}), suppress(_Reached):
-            fits = self._attempt(batch, **extra) is not None
-        if not fits:  # what was seen before the memory ended is not seen again
-            for half in batch.halves():
-                self._observe(half, {name: o for name, o in observers.items() if name not in seen}, **extra)
-
-    @torch.no_grad()
-    def inputs(self, batch: Batch, name: str, **extra: Any) -> Tensor | None:
-        """The input ``[tokens, K]`` of submodule ``name`` for one batch; None if it was not called.
-
-        The block runs no further than that submodule; ``extra`` arguments reach it.
-        """
-        seen: list[Tensor] = []
-        self._observe(batch, {name: seen.append}, **extra)
-        return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
-
-    @torch.no_grad()
-    def propagate(self, batches: Sequence[Batch]) -> None:
-        """Replace every batch's hidden states by the block's output, in place.
-
-        Raises:
-            QtoolError: NaN or Inf in it, of which no later block could make anything.
-        """
-        finite = []
-        for batch in batches:
-            out = self.run(batch)
-            finite.append(torch.isfinite(out).all())
-            batch.keep(out)
-            dtype = str(out.dtype).removeprefix("torch.")
-            del out  # the next run needs its room
-        if finite and not torch.stack(finite).all():  # a GPU is waited for once
-            hint = "; it overflows in this model, convert it to bfloat16 first" if dtype == "float16" else ""
-            raise QtoolError(f"block {self.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}")
 
     def permute(self, name: str, order: Tensor) -> None:
         """Reorder the input channels of linear ``name``: its columns at once, its input as it arrives."""
@@ -242,46 +147,3 @@ class Block:
         quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
         parent, _, attribute = name.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, quantized)
-
-
-@dataclass
-class Reference:
-    """The float model beside the quantized path: a block that stays float, and what enters it there.
-
-    Attributes:
-        block: transformed like the one to be rounded.
-        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that is absent stands
-            for itself.
-    """
-
-    block: Block
-    batches: dict[int, Batch] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
-        """A copy of ``block`` as it is now."""
-        block.follow()
-        return cls(replace(block, module=copy.deepcopy(block.module), exact={}, reference=None), batches or {})
-
-    def inputs(self, batch: Batch, name: str) -> Tensor | None:
-        """The float input ``[tokens, K]`` of submodule ``name`` for the tokens of ``batch``."""
-        return self.block.inputs(self.batches.get(id(batch), batch), name, **self.block.full_kv)
-
-
-class _Reached(Exception):
-    """A forward that has shown what it was run for."""
-
-
-@contextmanager
-def observing(module: nn.Module, observers: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
-    """Call each observer with the input ``[tokens, K]`` of its submodule while the block runs."""
-
-    def hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
-        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(hook(o)) for name, o in observers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

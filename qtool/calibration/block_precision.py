@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
 from qtool.schemes.base import Scheme
 
 
@@ -40,7 +41,7 @@ def allocate(
         caps: how many blocks of each set may have 8 bits.
         w4a4_share: blocks are turned as long as this share of the work of these linears keeps 4-bit activations.
     """
-    exact = [block.run(batch) for batch in batches]
+    exact = [run(block, batch) for batch in batches]
     costs: list[tuple[float, int, tuple[str, ...], int]] = []  # error saved per work, work, linears, block
     total, eight = 0, 0
 
@@ -77,7 +78,7 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
 def output_error(block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], linears: Sequence[str]) -> float:
     """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone."""
     with rounded_inputs(block, linears):
-        return sum(float((block.run(b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
+        return sum(float((run(block, b) - e).double().square().sum()) for b, e in zip(batches, exact, strict=True))
 
 
 @contextmanager

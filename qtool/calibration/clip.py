@@ -23,6 +23,7 @@ from torch import Tensor
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
 from qtool.calibration.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
@@ -102,7 +103,7 @@ class Clip(Transform):
             return
         options: list[dict[str, tuple[Ratio, Ratio]]] = [{name: (r, 1.0) for name in names} for r in self.ratios]
         options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
-        exact = [block.run(batch) for batch in batches]
+        exact = [run(block, batch) for batch in batches]
         errors = ranks.spread_numbers(lambda option: block_error(block, batches, exact, option), options).tolist()
         best = min(range(len(options)), key=errors.__getitem__)
         block.clips.update(options[best])
@@ -189,7 +190,7 @@ def block_error(
         block.install(name, Rounded(scheme.quantize(weight, params), params))
     try:
         pairs = zip(batches, exact, strict=True)
-        return torch.stack([(block.run(b) - e).float().square_().sum(dtype=torch.float64) for b, e in pairs]).sum()
+        return torch.stack([(run(block, b) - e).float().square_().sum(dtype=torch.float64) for b, e in pairs]).sum()
     finally:
         for name, linear in linears.items():
             parent, _, attribute = name.rpartition(".")

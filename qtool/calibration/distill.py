@@ -25,6 +25,7 @@ from torch import Tensor
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import forward, run
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.method import Rounding
@@ -86,7 +87,7 @@ class Distill(Rounding):
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         used = own_sequences(own_subset(batches, self.samples))
-        targets = [None if batch is None else block.run(batch, **block.full_kv) for batch in used]
+        targets = [None if batch is None else run(block, batch, **block.full_kv) for batch in used]
         sizes = self.sizes(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
@@ -100,7 +101,7 @@ class Distill(Rounding):
             # where the model's own dtype is float32; 16-bit modules are as fast without
             autocast = block.device.type == "cuda" and not block.exact
             with torch.autocast(block.device.type, torch.bfloat16, enabled=autocast):
-                answer = student.forward(batch)
+                answer = forward(student, batch)
             return self.distance(answer.float(), target.to(answer.device).float()) / sizes[i]
 
         def judge() -> float:

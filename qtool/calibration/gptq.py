@@ -28,8 +28,9 @@ from torch import Tensor
 
 from qtool import ranks
 from qtool.calibration.batch import Batch
-from qtool.calibration.block import Block, Reference
+from qtool.calibration.block import Block
 from qtool.calibration.columns import descent_feedback, sweep
+from qtool.calibration.forwards import Reference, inputs_of, observe
 from qtool.calibration.gptq_problem import (
     Begun,
     Problem,
@@ -99,9 +100,9 @@ class Gptq(Rounding):
             found: dict[str, Rounded] = {}
             problems: list[Problem] = []
             inputs = [names for group in stage for names in alike(block, group.linears)]
-            experts = self.observe_experts(block, turns, inputs) if stage[0].routed else {}
+            experts = self.moments_of_experts(block, turns, inputs) if stage[0].routed else {}
             for names in inputs:
-                hessian = experts.pop(names[0], None) or self.observe(block, reference, turns, names[0])
+                hessian = experts.pop(names[0], None) or self.moments(block, reference, turns, names[0])
                 if saw_enough(block, names, hessian.tokens, tokens):
                     problems.append(Problem(names, hessian))
                 else:
@@ -118,18 +119,18 @@ class Gptq(Rounding):
             note["error"] = float(note["error"])
         return rounded
 
-    def observe(self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str) -> Hessian:
+    def moments(self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str) -> Hessian:
         """The moments of linear ``name``'s input, as it will see it; ``turns``: the batches by ``ranks.rounds``."""
         scheme, params = block.schemes[name], block.fit(name)
         hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
         for batch in turns:
-            if batch is not None and (x := block.inputs(batch, name)) is not None:
+            if batch is not None and (x := inputs_of(block, batch, name)) is not None:
                 float_x = None if reference is None else reference.inputs(batch, name)
                 hessian.add(scheme.fake_activation(x, params), float_x)
             hessian.turn()
         return hessian.complete()
 
-    def observe_experts(
+    def moments_of_experts(
         self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
     ) -> dict[str, Hessian]:
         """The moments of every expert's input in one pass, by the first of the linears that read it.
@@ -145,7 +146,7 @@ class Gptq(Rounding):
         observers = {name: observer(name) for name in hessians}
         for batch in turns:
             if batch is not None:
-                block.observe([batch], observers)
+                observe(block, [batch], observers)
             for hessian in hessians.values():
                 hessian.turn()
         return {name: hessian.complete() for name, hessian in hessians.items()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
 from qtool.calibration.queries import observe_queries
 from qtool.calibration.smooth_attention import KeyObserver, observe_keys
 from qtool.calibration.statistics import maximum, subset
@@ -88,7 +89,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         return constants
     observer = KVObserver()
     for batch in batches:
-        block.run(batch, **block.with_cache(observer))
+        run(block, batch, **block.with_cache(observer))
     keys, values = map(maximum, zip(*ranks.every((observer.keys.amax, observer.values.amax)), strict=True))
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")

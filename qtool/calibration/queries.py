@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import inputs_of
 from qtool.calibration.key_transform import KeyTransform
 
 #: least importance of a channel, of the mean of its head: none may be lost altogether
@@ -59,7 +60,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
     moments, tokens = [], 0
     for batch in batches:
-        x = block.inputs(batch, block.family.owner(attention.q))
+        x = inputs_of(block, batch, block.family.owner(attention.q))
         assert x is not None, "attention always runs"
         queries = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
         if norm is not None and not shared_norm(block):

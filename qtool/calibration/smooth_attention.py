@@ -25,6 +25,7 @@ from torch import Tensor
 from qtool import ranks
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.method import Transform
 from qtool.calibration.queries import Queries, observe_queries, rotary_dim, shared_norm
@@ -72,7 +73,7 @@ def observe_keys(block: Block, batches: Sequence[Batch], tokens: int = 0, seed: 
     total, seen = count_tokens(batches), []
     for batch in batches:
         observer = KeyObserver(tokens / total, seed)
-        block.run(batch, **block.with_cache(observer))
+        run(block, batch, **block.with_cache(observer))
         seen.append((observer.amax, observer.total, observer.kept))
     every = ranks.in_order(seen)
     largest = [amax for amax, _, _ in every if amax is not None]
@@ -174,10 +175,10 @@ def key_errors(
     block: Block, batches: Sequence[Batch], candidates: dict[str, KeyTransform], mean: Tensor, queries: Queries
 ) -> dict[str, float]:
     """Squared block-output error of 4-bit keys under each transform; ``mean [Hkv, D]`` is the keys'."""
-    exact = [block.run(batch) for batch in batches]
+    exact = [run(block, batch) for batch in batches]
 
     def error_of(transform: KeyTransform) -> float:
-        outputs = (block.run(batch, **block.with_cache(SmoothedKV4(transform, mean, queries))) for batch in batches)
+        outputs = (run(block, batch, **block.with_cache(SmoothedKV4(transform, mean, queries))) for batch in batches)
         return sum(float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True))
 
     return dict(zip(candidates, ranks.spread(error_of, list(candidates.values())), strict=True))

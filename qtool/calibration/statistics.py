@@ -13,6 +13,7 @@ from torch import Tensor
 from qtool import ranks
 from qtool.calibration.batch import Batch, Batches
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import observe
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
 LEAST_TOKENS = 16
@@ -87,7 +88,7 @@ def collect(
     routed = any(group.routed for group in block.family.groups)  # an expert's tokens are known only when it was run
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
-            block.observe([batches[turn]], dict(collectors))
+            observe(block, [batches[turn]], dict(collectors))
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
         new = [[size] * len(collectors) for size in of_ranks]
         if routed:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from qtool import ranks
 from qtool.calibration.batch import Batch, Batches, first_inputs
-from qtool.calibration.block import Block, Reference
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.rounded import Rounded, SimulatedLinear
 from qtool.calibration.rtn import round_to_nearest
@@ -170,7 +171,7 @@ class BuiltBlocks:
     def _advance(self, block: Block) -> None:
         """The float model's batches pass ``block``."""
         if block.reference and block.index < self.job.blocks - 1:
-            block.reference.block.propagate(self.references)
+            propagate(block.reference.block, self.references)
             block.reference, self.reached = None, block.index + 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
@@ -202,7 +203,7 @@ class BuiltBlocks:
         if self.device.type == "cuda":
             self.prefetch.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
-            block.propagate(self.batches)
+            propagate(block, self.batches)
         _empty(module)
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from transformers import (
 
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import propagate, run
 from qtool.calibration.method import Norm, Transform
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
@@ -124,7 +125,7 @@ def blocks() -> Callable[..., list[tuple[Block, list]]]:
             own = family.at(model.config, i)
             block = Block(i, module, own, model.config, dict.fromkeys(own.linears(), scheme))
             result.append((block, copy.deepcopy(batches)))
-            block.propagate(batches)
+            propagate(block, batches)
         return result
 
     return make
@@ -203,7 +204,7 @@ def attended(block: Block, batches: Sequence[Batch]) -> tuple[list[Tensor], list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
         for batch in batches:
-            block.run(batch)
+            run(block, batch)
     if not queries:
         pytest.skip("this family's attention is not torch's own")
     return queries, keys

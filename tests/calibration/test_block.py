@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import inputs_of, observe, propagate, run
 from qtool.calibration.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models import family_of
@@ -40,20 +41,20 @@ def limit(block: Block, sequences: int) -> None:
 
 def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
-    whole = block.run(batch)
+    whole = run(block, batch)
     limit(block, 1)
-    assert torch.allclose(block.run(batch), whole, atol=1e-6)
+    assert torch.allclose(run(block, batch), whole, atol=1e-6)
     assert block.notes["batches halved for lack of memory"] == 3
 
 
 def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     linear = "mlp.up_proj"
-    whole = block.inputs(batch, linear)
+    whole = inputs_of(block, batch, linear)
     limit(block, 1)
-    assert whole is not None and torch.allclose(block.inputs(batch, linear), whole, atol=1e-6)  # type: ignore[arg-type]
+    assert whole is not None and torch.allclose(inputs_of(block, batch, linear), whole, atol=1e-6)  # type: ignore[arg-type]
     seen: list[torch.Tensor] = []
-    block.observe([batch], {linear: seen.append})
+    observe(block, [batch], {linear: seen.append})
     assert torch.allclose(torch.cat(seen), whole, atol=1e-6)
 
 
@@ -61,7 +62,7 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
     """The memory ends in the MLP, behind linears that have seen the whole batch."""
     block, batch = block_and_batch
     names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
-    whole = {name: block.inputs(batch, name) for name in names}
+    whole = {name: inputs_of(block, batch, name) for name in names}
 
     def refuse(_, args) -> None:  # type: ignore[no-untyped-def]
         if len(args[0]) > 1:
@@ -69,7 +70,7 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
 
     block.get("mlp.act_fn").register_forward_pre_hook(refuse)
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    block.observe([batch], {name: inputs.append for name, inputs in seen.items()})
+    observe(block, [batch], {name: inputs.append for name, inputs in seen.items()})
     assert [len(inputs) for inputs in seen.values()] == [1, 1, 4]
     for name, inputs in seen.items():
         torch.testing.assert_close(torch.cat(inputs), whole[name])
@@ -79,14 +80,14 @@ def test_an_output_that_is_no_number_is_refused(block_and_batch: tuple[Block, Ba
     block, batch = block_and_batch
     block.weight("mlp.down_proj")[3] = torch.inf
     with pytest.raises(QtoolError, match="block 0: NaN or Inf in its output on the calibration text, in float32"):
-        block.propagate([batch])
+        propagate(block, [batch])
 
 
 def test_one_sequence_that_does_not_fit_is_said(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     limit(block, 0)
     with pytest.raises(QtoolError, match="block 0: one sequence of 16 tokens does not fit"):
-        block.run(batch)
+        run(block, batch)
 
 
 def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block, Batch]) -> None:
@@ -95,20 +96,20 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     block = replace(block, module=block.module.bfloat16(), exact=exact)
     batch.hidden = batch.hidden.bfloat16()
     batch.kwargs = [to_dtype(kwargs) for kwargs in batch.kwargs]
-    block.run(batch)
+    run(block, batch)
     block.weight("mlp.up_proj").mul_(3)
     block.change_rows("self_attn.v_proj", lambda rows: rows / 3)
-    found = block.run(batch)
+    found = run(block, batch)
     assert torch.equal(block.get("mlp.up_proj").weight, exact["mlp.up_proj.weight"].bfloat16())  # type: ignore[arg-type]
     plain = replace(block, exact={})
-    assert torch.equal(plain.run(batch), found)
+    assert torch.equal(run(plain, batch), found)
     assert block.parameters()["mlp.up_proj.weight"].dtype == torch.float32
     scheme = block.schemes["mlp.up_proj"] = get("w8a8")
     params = block.fit("mlp.up_proj")
     block.install("mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params))
     block.forget("mlp.up_proj")
     block.weight("mlp.gate_proj").mul_(2)
-    block.run(batch)
+    run(block, batch)
     assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16
 
 

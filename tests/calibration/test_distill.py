@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.distill import Distill
+from qtool.calibration.forwards import run
 from qtool.calibration.kv import kv_constants, quantized_kv
 from qtool.calibration.learned_linear import LearnedLinear
 from qtool.calibration.rounded import Rounded
@@ -38,12 +39,12 @@ def block() -> tuple[Block, list]:
 def distilled(block: tuple[Block, list], **options) -> tuple[dict[str, Rounded], list[float], float]:
     """The codes, the held-out loss by epoch, and the squared error of the quantized block on all inputs."""
     own, batches = copy.deepcopy(block)
-    targets = [own.run(batch) for batch in batches]
+    targets = [run(own, batch) for batch in batches]
     rounded = Distill(**QUICK | options).round(own, batches)
     for name, result in rounded.items():
         own.schemes[name].check(result.codes, result.params)
         own.install(name, result)
-    off = sum(float((own.run(b) - t).square().sum()) for b, t in zip(batches, targets, strict=True))
+    off = sum(float((run(own, b) - t).square().sum()) for b, t in zip(batches, targets, strict=True))
     return rounded, own.notes["distill"]["loss"], off
 
 
@@ -94,7 +95,7 @@ def test_the_teacher_keeps_its_keys_and_values_whole(block: tuple[Block, list]) 
     own, batches = block
     own.schemes = dict.fromkeys(own.schemes, get("w8a8"))
     with quantized_kv(own, "kv4", kv_constants(own, "kv4", [])):
-        whole, read = ([own.run(batch, **cache) for batch in batches] for cache in (own.full_kv, {}))
+        whole, read = ([run(own, batch, **cache) for batch in batches] for cache in (own.full_kv, {}))
         Distill(**QUICK | {"epochs": 0}).round(own, batches)
     costs = [float((r - w).square().sum() / w.square().sum()) for r, w in zip(read, whole, strict=True)]
     assert 0.8 * min(costs) < own.notes["distill"]["loss"][0] < 1.25 * max(costs)

@@ -7,6 +7,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import propagate, run
 from qtool.calibration.kv import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
 from qtool.calibration.queries import observe_queries
 from qtool.calibration.smooth_attention import observe_keys
@@ -29,7 +30,7 @@ def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], lis
         block = Block(index, module, family, model.config, {})
         stored.append(kv_constants(block, kv, batches))
         with quantized_kv(block, kv, stored[-1]):
-            block.propagate(batches)
+            propagate(block, batches)
     return batches, stored
 
 
@@ -79,22 +80,22 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
 
 def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
-    before = block.run(batches[0])
+    before = run(block, batches[0])
     own = SimulatedKV(KV4(), KV4())
     with pytest.raises(ZeroDivisionError), quantized_kv(block, "kv4-channel", {}):
         # 16 tokens do not fill a group: all are in 16 bits
-        assert torch.equal(block.run(batches[0]), before)
-        assert not torch.equal(block.run(batches[0], past_key_values=own), before)
+        assert torch.equal(run(block, batches[0]), before)
+        assert not torch.equal(run(block, batches[0], past_key_values=own), before)
         raise ZeroDivisionError
-    assert torch.equal(block.run(batches[0]), before)
+    assert torch.equal(run(block, batches[0]), before)
     with quantized_kv(block, None, {}):
-        assert torch.equal(block.run(batches[0]), before)
+        assert torch.equal(run(block, batches[0]), before)
 
 
 def test_gradients_pass_straight_through(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
     with quantized_kv(block, "kv4", kv_constants(block, "kv4", [])):
-        quantized = block.run(batches[0])
+        quantized = run(block, batches[0])
         output = block.module(batches[0].hidden, **batches[0].kwargs[0])
         output.square().sum().backward()
     torch.testing.assert_close(output.detach(), quantized)

@@ -5,6 +5,7 @@ import torch
 
 from qtool.calibration import block_precision
 from qtool.calibration.block_precision import rounded_inputs
+from qtool.calibration.forwards import observe, run
 from qtool.calibration.method import check_order
 from qtool.calibration.reorder import GatherOutliers, Reorder
 from qtool.calibration.rounded import Rounded
@@ -19,7 +20,7 @@ ALL = ("norm", "heads", "product")
 
 def salience(block, batches, name):
     seen = []
-    block.observe(batches, {name: seen.append})
+    observe(block, batches, {name: seen.append})
     return torch.cat(seen).abs().amax(0)
 
 
@@ -57,23 +58,23 @@ def test_only_what_cannot_fold_is_stored(llama, blocks):
 
 def test_a_rounded_linear_gathers(llama, blocks):
     block, batches = blocks(llama, get("w8a8"))[0]
-    before = block.run(batches[0])
+    before = run(block, batches[0])
     Reorder(groups=ALL).apply(block, batches)
     for name, scheme in block.schemes.items():
         params = block.fit(name)
         block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
-    error = (block.run(batches[0]) - before).square().mean() / before.square().mean()
+    error = (run(block, batches[0]) - before).square().mean() / before.square().mean()
     assert error < 1e-2
 
 
 def test_two_orders_compose(llama, blocks):
     block, batches = blocks(llama)[0]
-    before = block.run(batches[0])
+    before = run(block, batches[0])
     order, again = torch.randperm(96), torch.randperm(96)
     block.permute("mlp.up_proj", order)
     block.permute("mlp.up_proj", again)
     assert torch.equal(block.permutations["mlp.up_proj"], order[again])
-    torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
 
 
 def test_smoothing_after_reordering_is_refused():
@@ -127,11 +128,11 @@ def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
 
     def outcome(ratio=1e9, **options):  # no channel is an outlier by rule: error decides alone
         block, batches = blocks(copy.deepcopy(wide), get("w4ax-fmpq"))[0]
-        exact = block.run(batches[0])
+        exact = run(block, batches[0])
         GatherOutliers(ratio=ratio, **options).apply(block, batches)
         work = [(block.schemes[name].eight_bit, block.weight(name).shape[0]) for name in block.schemes]
         with rounded_inputs(block, list(block.schemes)):
-            return w4a4_share(work), float((block.run(batches[0]) - exact).square().sum())
+            return w4a4_share(work), float((run(block, batches[0]) - exact).square().sum())
 
     some, error = outcome(w4a4_share=0.6)
     none, least = outcome(w4a4_share=0.0)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from qtool.calibration.block import Block
+from qtool.calibration.forwards import observe
 from qtool.calibration.method import check_order
 from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.rotate import Rotate
@@ -31,7 +32,7 @@ def test_outliers_of_every_rotated_input_vanish(llama, transformed, with_outlier
         for block, batches in blocks(model):
             for name in ("self_attn.q_proj", "mlp.gate_proj", "self_attn.o_proj"):
                 seen = []
-                block.observe(batches, {name: seen.append})
+                observe(block, batches, {name: seen.append})
                 x = torch.cat(seen)
                 worst[name] = max(worst.get(name, 0), float(x.abs().amax() / x.square().mean().sqrt()))
         return worst

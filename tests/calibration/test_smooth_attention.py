@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qtool.calibration.forwards import observe, run
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predicted_error
 from qtool.calibration.queries import Queries
 from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, least_score_error, observe_keys
@@ -29,9 +30,9 @@ def key_outliers(layer):
 def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas, steps):
     key_outliers(llama.model.layers[0])
     block, batches = blocks(llama)[0]
-    before = block.run(batches[0])
+    before = run(block, batches[0])
     SmoothAttention(alphas=alphas, steps=steps).apply(block, batches)
-    torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-3, atol=1e-3)
     note = block.notes["smooth-attention"]
     assert note["choice"] in ("alpha 0.5", "alpha 0.75", "alpha 1.0", "fitted")
     assert note["error"] < 0.5 * note["error_unsmoothed"]
@@ -40,8 +41,8 @@ def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas, st
 def test_keys_are_seen_after_rope(llama, blocks):
     block, batches = blocks(llama)[0]
     observer, seen = KeyObserver(), []
-    block.run(batches[0], past_key_values=observer)
-    block.observe(batches[:1], {"self_attn.k_proj": seen.append})
+    run(block, batches[0], past_key_values=observer)
+    observe(block, batches[:1], {"self_attn.k_proj": seen.append})
     raw = torch.nn.functional.linear(seen[0], block.weight("self_attn.k_proj"), block.bias("self_attn.k_proj"))
     dim = block.heads.dim
     raw = raw.view(2, 16, block.heads.kv, dim)

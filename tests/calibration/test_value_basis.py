@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from qtool.calibration import value_basis
+from qtool.calibration.forwards import run
 from qtool.calibration.method import check_order
 from qtool.calibration.norm_fusion import NormFusion
 from qtool.calibration.reorder import Reorder
@@ -18,11 +19,11 @@ def test_logits_stay(any_model, transformed, logits):
 
 def test_any_basis_may_stand_between_v_and_o(any_model, blocks):
     block, batches = blocks(any_model)[0]
-    before, heads = block.run(batches[0]), block.heads
+    before, heads = run(block, batches[0]), block.heads
     value = block.weight(block.family.attention.v).clone()
     fold(block, torch.randn(heads.kv, heads.dim, heads.dim, dtype=torch.float64))
     assert not torch.allclose(block.weight(block.family.attention.v), value, rtol=0.1)
-    torch.testing.assert_close(block.run(batches[0]), before, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-2, atol=1e-2)
     with pytest.raises(QtoolError, match="has no inverse"):
         fold(block, torch.zeros(heads.kv, heads.dim, heads.dim, dtype=torch.float64))
 

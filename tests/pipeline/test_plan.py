@@ -14,6 +14,7 @@ from qtool import recipes
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.distill import STEP_TOKENS
+from qtool.calibration.forwards import inputs_of, observe, run
 from qtool.calibration.gptq import Gptq
 from qtool.calibration.gptq_problem import stages
 from qtool.calibration.work import Work
@@ -79,10 +80,10 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
     shape = block_shape(job, 0, 3, 24)
 
-    assert counted(lambda: [block.run(batch) for batch in batches]) == shape.forward() - shape.attention()
+    assert counted(lambda: [run(block, batch) for batch in batches]) == shape.forward() - shape.attention()
     last = family.groups[-1].linears[0]
-    assert counted(lambda: block.observe(batches, {last: lambda x: None})) == shape.look() - shape.attention()
-    before = sum(counted(lambda g=g: [block.inputs(b, g.linears[0]) for b in batches]) for g in family.groups)
+    assert counted(lambda: observe(block, batches, {last: lambda x: None})) == shape.look() - shape.attention()
+    before = sum(counted(lambda g=g: [inputs_of(block, b, g.linears[0]) for b in batches]) for g in family.groups)
     gptq = Gptq(residual=0).work(shape)
     assert before == gptq.forward_flops - 3 * shape.attention()  # three of the four groups lie behind attention
     assert gptq.hessian_flops == 2 * 72 * sum(shape.linears[g.linears[0]][1] ** 2 for g in family.groups)
@@ -100,12 +101,12 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
     block.weight("mlp.gate").zero_()
     firsts = [[group.linears[0] for group in stage] for stage in stages(family.groups)]
     assert [len(names) for names in firsts] == [1, 1, 4, 4, 1, 1]
-    run = [counted(lambda n=n: block.observe(batches, dict.fromkeys(n, lambda x: None))) for n in firsts]  # type: ignore[misc]
+    runs = [counted(lambda n=n: observe(block, batches, dict.fromkeys(n, lambda x: None))) for n in firsts]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * (4 + 1) * 128
     plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention()
-    assert plain + routers == sum(run)
+    assert plain + routers == sum(runs)
     beside = Gptq().work(shape).forward_flops - 8 * shape.attention()
-    assert beside - plain == sum(n for n, names in zip(run, firsts, strict=True) if len(names) == 1)
+    assert beside - plain == sum(n for n, names in zip(runs, firsts, strict=True) if len(names) == 1)
 
 
 def test_rules_that_name_blocks() -> None:

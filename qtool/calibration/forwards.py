@@ -1,0 +1,145 @@
+"""Forwards of a block: its outputs, the inputs of its linears, and the float block that runs beside it.
+
+A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is only looked at ends
+where the last of the linears is reached.
+
+Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch, to_device
+from qtool.calibration.block import Block
+from qtool.calibration.stages import stage
+from qtool.errors import QtoolError
+
+
+def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
+    """:func:`run` with gradients, for methods that learn, of all sequences at once."""
+    kwargs = to_device(batch.kwargs[block.index], block.device)
+    block.follow()
+    out = block.module(batch.hidden.to(block.device, non_blocking=True), **(kwargs | extra))
+    return out[0] if isinstance(out, tuple) else out
+
+
+@torch.no_grad()
+def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
+    """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
+
+    Raises:
+        QtoolError: if one sequence alone does not fit.
+    """
+    if (out := _attempt(block, batch, **extra)) is not None:
+        return out
+    return torch.cat([run(block, half, **extra) for half in batch.halves()])
+
+
+@torch.no_grad()
+def observe(
+    block: Block, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]], **extra: Any
+) -> None:
+    """Run all batches; each observer gets its submodule's input ``[tokens, K]``, batch by batch."""
+    for batch in batches:
+        _observe(block, batch, observers, **extra)
+
+
+def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | None:
+    """The input ``[tokens, K]`` of submodule ``name`` for one batch; None if it was not called."""
+    seen: list[Tensor] = []
+    observe(block, [batch], {name: seen.append}, **extra)
+    return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
+
+
+def propagate(block: Block, batches: Sequence[Batch]) -> None:
+    """Replace every batch's hidden states by the block's output, in place.
+
+    Raises:
+        QtoolError: NaN or Inf in it, of which no later block could make anything.
+    """
+    finite = []
+    for batch in batches:
+        out = run(block, batch)
+        finite.append(torch.isfinite(out).all())
+        batch.keep(out)
+        dtype = str(out.dtype).removeprefix("torch.")
+        del out  # the next run needs its room
+    if finite and not torch.stack(finite).all():  # a GPU is waited for once
+        hint = "; it overflows in this model, convert it to bfloat16 first" if dtype == "float16" else ""
+        raise QtoolError(f"block {block.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}")
+
+
+@dataclass
+class Reference:
+    """The float model beside the quantized path: a block that stays float, and what enters it there.
+
+    Attributes:
+        block: transformed like the one to be rounded.
+        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that is absent stands
+            for itself.
+    """
+
+    block: Block
+    batches: dict[int, Batch] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
+        """A copy of ``block`` as it is now."""
+        block.follow()
+        return cls(replace(block, module=copy.deepcopy(block.module), exact={}, reference=None), batches or {})
+
+    def inputs(self, batch: Batch, name: str) -> Tensor | None:
+        """The float input ``[tokens, K]`` of submodule ``name`` for the tokens of ``batch``."""
+        return inputs_of(self.block, self.batches.get(id(batch), batch), name, **self.block.full_kv)
+
+
+class _Reached(Exception):
+    """A forward that has shown what it was run for."""
+
+
+def _attempt(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
+    """:func:`run` of all sequences at once; None where they do not fit, but some may."""
+    try:
+        with stage("forward"):
+            return forward(block, batch, **extra)
+    except torch.OutOfMemoryError:
+        if len(batch.hidden) == 1:
+            tokens = batch.hidden.shape[1]
+            raise QtoolError(
+                f"block {block.index}: one sequence of {tokens} tokens does not fit the memory of {block.device}; "
+                "use a shorter --seqlen"
+            ) from None
+    halved = "batches halved for lack of memory"
+    block.notes[halved] = block.notes.get(halved, 0) + 1
+    torch.cuda.empty_cache()
+    return None
+
+
+def _observe(block: Block, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any) -> None:
+    seen: set[str] = set()
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(_: object, inputs: tuple[Tensor, ...]) -> None:
+            observers[name](inputs[0].reshape(-1, inputs[0].shape[-1]))
+            seen.add(name)
+            if len(seen) == len(observers):
+                raise _Reached
+
+        return see
+
+    fits, handles = True, [block.get(name).register_forward_pre_hook(hook(name)) for name in observers]
+    try:
+        with suppress(_Reached):
+            fits = _attempt(block, batch, **extra) is not None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not fits:  # what was seen before the memory ended is not seen again
+        for half in batch.halves():
+            _observe(block, half, {name: o for name, o in observers.items() if name not in seen}, **extra)
