@@ -30,6 +30,8 @@ def commands(report: Report) -> list[str]:
         quantize += "".join(f" --{flag} {calibration[key]}" for key, flag in named.items() if key in calibration)
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"
+    if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
+        quantize += f" --device {device}"
     return [
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",

@@ -63,13 +63,13 @@ def quantize(
     if job.needs_data and not calibration.tokens:
         raise QtoolError(f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib")
     specs = job.shards()
-    output = Output(out, _identity(source, job, calibration), len(specs), resume=resume)
+    where = torch.device("cpu" if job.is_plain else device)  # weights streamed one by one never leave it
+    output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
         return out
     with closing(output):
         if ranks.rank() == 0:
             _require_space(output, specs)
-        where = torch.device("cpu" if job.is_plain else device)  # weights streamed one by one never leave it
         record = RunRecord(out, output.identity, where, continued=output.continued)
         Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
         config = job.config | {"quantization_config": job.format.to_dict()}
@@ -117,12 +117,13 @@ def check_source(source: Checkpoint, job: Job, packed: Collection[str] = ()) -> 
     return expected
 
 
-def _identity(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:
-    """What must be the same for a run to be resumed."""
+def _identity(source: Checkpoint, job: Job, calibration: Calibration, device: torch.device) -> dict[str, Any]:
+    """What must be the same for a run to be resumed: all that the bytes of its result follow from."""
     return {
         "source model": source.fingerprint(),
         "recipe": job.format.to_dict() | _methods(job.recipe),
         "calibration data": dict(calibration.facts),
+        "device": device.type,
         "qtool version": qtool.__version__,
     }
 

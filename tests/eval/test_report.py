@@ -179,6 +179,8 @@ def test_a_built_in_recipe_needs_no_file(base, tmp_path):
     assert report_commands.recipe_file(found) == ""
     command = f"qtool quantize {base.name} --scheme w4a8-lqq --recipe fast --out {out}"
     assert report_commands.commands(found)[0] == command
+    found.provenance["job"]["device"] = "cuda"
+    assert report_commands.commands(found)[0] == command.replace(" --out", " --device cuda --out")
 
 
 def test_weight_error_is_that_of_the_stored_weight(base, quantized):

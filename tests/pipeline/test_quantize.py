@@ -237,6 +237,23 @@ def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> N
         run(other, "w4a16", tmp_path / "out", resume=True)
 
 
+def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
+    """It computes in other dtypes and orders; weights that are streamed never leave the CPU."""
+    source = make_model()
+
+    def kill(*_: object) -> None:
+        raise _Killed
+
+    with pytest.raises(_Killed):
+        _calibrated(source, tmp_path / "calibrated", progress=kill)
+    with pytest.raises(QtoolError, match=r"begun with another device .*cpu.*, now .*cuda"):
+        _calibrated(source, tmp_path / "calibrated", resume=True, device="cuda:0")
+    with pytest.raises(_Killed):
+        run(source, "w4a16", tmp_path / "plain", progress=kill)
+    whole = files(run(source, "w4a16", tmp_path / "whole"))
+    assert files(run(source, "w4a16", tmp_path / "plain", resume=True, device="cuda:0")) == whole
+
+
 def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(num_hidden_layers=4, dtype=torch.bfloat16)
     whole = files(run(source, "w4a8-lqq", tmp_path / "whole"))
