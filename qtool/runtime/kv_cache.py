@@ -8,6 +8,7 @@ full; a forward over many tokens reads the full groups quantized, also for the q
 """
 
 import inspect
+from itertools import chain
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         for name, spec in scales.items():
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
-                device = next(attention.parameters()).device
+                device = next(chain(attention.parameters(), attention.buffers())).device  # packed: only buffers
                 neutral = torch.full(spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device)
                 attention.register_buffer(attribute, neutral)
     if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, Llama
 
 from qtool.errors import QtoolError
 from qtool.models import Heads
-from qtool.runtime.format import CheckpointFormat
+from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
 
@@ -180,3 +181,11 @@ def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:
         load(save(damaged, "kv8", tmp_path / "damaged"))
     with pytest.raises(QtoolError, match="did you mean kv4"):
         quantize_kv(make_model(None), "kv44")
+
+
+def test_attention_that_has_no_parameters_left() -> None:
+    """All four linears packed, no biases: what `qtool eval --kv kv4` meets."""
+    model = make_model(None)
+    replace_linears(model, CheckpointFormat("all", (Rule(".*", LinearFormat("w4a8-qoq", None, "row-major")),)))
+    quantize_kv(model, "kv4")
+    assert len([name for name, _ in model.named_buffers() if name.endswith("k_offset")]) == LAYERS
