@@ -3,8 +3,8 @@
     python benchmarks/kernels/check_w4a4.py [--fuzz 500] [--small]
 
 Sums of whole channels equal the integers exactly; with unit scales so do the float totals of groups; with random
-scales they are within float32 rounding of float64. One-hot tokens spell out the weight; outputs are poisoned; two runs
-agree bit for bit.
+scales they are within float32 rounding of float64 and, where no blocks share a tile, equal to the reference's to the
+bit. One-hot tokens spell out the weight; outputs are poisoned; two runs agree bit for bit.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from qtool.kernels.quantize_activation import FUSIONS
 from qtool.kernels.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.tiles import Tile
 from qtool.kernels.w4ax import operand, packed_weight, w4ax_gemm
+from qtool.schemes.products import group_matmul
 
 #: layout, group size, dtype of the scales
 KINDS = [
@@ -88,7 +89,7 @@ class Case:
         return where(got.double() != self.sums(x), got)
 
     def rounded(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
-        """Scaled totals within a unit in the last place and float32 rounding of float64; twice the same."""
+        """Scaled totals within a unit in the last place and float32 rounding of float64, or exact; twice the same."""
         n, k = self.codes.shape
         x, groups = tokens(m, k), len(self.scale)
         sx = torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
@@ -106,6 +107,9 @@ class Case:
         # each part is rounded twice, the total once a part; then the sums of a cluster and the bias
         rounding = (len(parts) + 8) * 2.0**-24 * size
         wrong = where(~((got.double() - want).abs() <= ulp + rounding), got)
+        if (tile.split == 1 or not self.group) and wrong is None:
+            exactly = group_matmul(x, sx, self.codes, self.scale.float().t(), self.group, b).to(dtype)
+            wrong = where(got != exactly, got)
         if wrong is None and not torch.equal(got, self.run(tile, x, sx, self.scale, b, dtype)):
             return "two runs differ"
         return wrong

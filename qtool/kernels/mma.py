@@ -139,8 +139,12 @@ def run(
     token_sum: Tensor | None = None,
     bias: Tensor | None = None,
     tile: MmaTile | None = None,
+    whole: bool = False,
 ) -> None:
-    """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused. All checks were made by the op."""
+    """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused. All checks were made by the op.
+
+    ``whole``: a block for each tile, none shares one.
+    """
     (m, n), device = out.shape, x.device
     if tile is None:
         tile = choose(operand.tiles, m, n, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -148,8 +152,8 @@ def run(
         kernel, shared, resident = _kernel(operand, tile, out.dtype, device.index)
         token_tiles = -(-m // tile.tokens)
         tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
-        grid = max(1, min(resident, tiles * steps // LEAST_STEPS))
-        partial = torch.empty(grid * tile.rows * tile.tokens, dtype=torch.int32, device=device)
+        grid = tiles if whole else max(1, min(resident, tiles * steps // LEAST_STEPS))
+        partial = torch.empty(0 if whole else grid * tile.rows * tile.tokens, dtype=torch.int32, device=device)
         ready = torch.zeros(grid, dtype=torch.int32, device=device)
         level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)
         tensors = (x, weight.qweight, *level2, bias, sx, token_sum, weight.eight_bit, out, partial, ready)

@@ -74,9 +74,14 @@ def choose(m: int, n: int, k: int) -> Tile:
 
 
 @cache
-def choose_s4(m: int, n: int, k: int, group_size: int | None) -> Tile:
-    """The same for s4 weights, where every ``group_size`` input channels have a scale of their own; ``None``: all."""
+def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = False) -> Tile:
+    """The same for s4 weights, where every ``group_size`` input channels have a scale of their own; ``None``: all.
+
+    ``whole``: no blocks share the sum over K.
+    """
     tile = _choose(m, n, k, STEP_S4[0 if group_size is None else max(1, 128 // group_size)])
+    if whole and tile.split > 1:
+        tile = replace(tile, split=1, blocks_per_sm=2 if tile.tokens <= 64 else 1)
     return replace(tile, blocks_per_sm=1) if tile.tokens == 64 else tile
 
 

@@ -70,8 +70,7 @@ def _reference(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    y = schemes.get(scheme, weight.group or None).matmul(x, codes, {"scale": scale})
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return schemes.get(scheme, weight.group or None).matmul(x, codes, {"scale": scale}, bias).to(out_dtype)
 
 
 @w4a16_gemm.register_kernel("cuda")

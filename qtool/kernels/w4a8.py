@@ -22,7 +22,7 @@ from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.tiles import TABLE, Tile, choose
 from qtool.layouts.dual_mma import DUAL_MMA
-from qtool.schemes.base import int_matmul
+from qtool.schemes.products import int_matmul, scaled
 
 #: number of the scheme in csrc/weights_w4.cuh
 SCHEMES = {"w4a8-lqq": 0, "w4a8-qoq-g128": 1, "w4a8-qoq": 2}
@@ -86,8 +86,7 @@ def w4a8_gemm(
         sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
     if out_dtype == torch.int32:
         return sums
-    y = sums.float() * sx[:, None] * s1.float()
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return scaled(sums, sx[:, None], s1, bias).to(out_dtype)
 
 
 def _params(

@@ -21,7 +21,7 @@ from qtool.kernels.gemm import KINDS
 from qtool.kernels.mma import MmaOperand, MmaWeight
 from qtool.kernels.w4a8 import MOST_CHANNELS, SCHEMES
 from qtool.layouts.compute_aware import COMPUTE_AWARE
-from qtool.schemes.base import int_matmul
+from qtool.schemes.products import int_matmul, scaled
 
 
 def operand(scheme: str, group_size: int | None) -> MmaOperand:
@@ -77,8 +77,7 @@ def w4a8_mma_gemm(
         sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
     if out_dtype == torch.int32:
         return sums
-    y = sums.float() * sx[:, None] * s1.float()
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return scaled(sums, sx[:, None], s1, bias).to(out_dtype)
 
 
 @w4a8_mma_gemm.register_kernel("cuda")

@@ -4,7 +4,8 @@
 
 Hopper has no s4 tensor cores: codes are multiplied as s8, so that a block of 8-bit tokens (w4ax-fmpq) takes the time
 of a 4-bit one. A group's sum is exact; the groups are added in float32, in their order: the thread blocks that split K
-each add theirs, then these sums are added.
+each add theirs, then these sums are added. Where none do (:mod:`~qtool.kernels.order`), the result is the CPU's to the
+bit.
 
 Shapes: x int8 ``[M, K]`` in the layout's :mod:`~qtool.kernels.arrangement`, sx float32 ``[G, M4]`` (M4: M rounded up to
 a multiple of 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or w4ax-interleaved ``[N, K/2]``, scale ``[G, N]``.
@@ -22,8 +23,9 @@ from qtool.kernels.arrangement import disarrange
 from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.order import in_order
 from qtool.kernels.tiles import TABLE_S4, Tile, choose_s4
-from qtool.schemes.base import group_matmul, int_matmul
+from qtool.schemes.products import group_matmul, int_matmul
 
 #: number of the layout in csrc/weights_s4.cuh
 LAYOUTS = {"apex4": 0, "w4ax-interleaved": 1}
@@ -82,8 +84,7 @@ def w4ax_gemm(
     natural = disarrange(x, layout)
     if out_dtype == torch.int32:
         return int_matmul(natural, codes)
-    y = group_matmul(natural, sx[:, : len(x)].t(), codes, scale.float().t())
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return group_matmul(natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias).to(out_dtype)
 
 
 @w4ax_gemm.register_kernel("cuda")
@@ -104,7 +105,7 @@ def _(
         return out
     if out_dtype == torch.int32:
         group_size = None
-    tile = choose_s4(m, n, k, group_size)
+    tile = choose_s4(m, n, k, group_size, whole=group_size is not None and in_order())
     kernel = operand(layout, group_size, scale.dtype)
     run(kernel, tile, x, sx, packed_weight(layout, qweight, scale), out, bias=bias)
     return out

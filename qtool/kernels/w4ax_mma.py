@@ -25,10 +25,11 @@ from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS
 from qtool.kernels.mma import MmaOperand, MmaWeight
+from qtool.kernels.order import in_order
 from qtool.kernels.quantize_packed_groups import unpack_tokens
 from qtool.kernels.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS
-from qtool.schemes.base import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
+from qtool.schemes.products import group_matmul, int_matmul
 
 #: where groups do not take registers for a second set of sums
 CHANNEL_TILES = (*mma.NARROW_TILES, mma.MmaTile(4, 2, 64))
@@ -90,8 +91,7 @@ def w4ax_mma_gemm(
     natural = disarrange(unpack_tokens(x, eight_bit), layout)
     if out_dtype == torch.int32:
         return int_matmul(natural, codes)
-    y = group_matmul(natural, sx[:, : len(x)].t(), codes, scale.float().t())
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return group_matmul(natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias).to(out_dtype)
 
 
 @w4ax_mma_gemm.register_kernel("cuda")
@@ -113,7 +113,7 @@ def _(
     whole = None if out_dtype == torch.int32 else group_size
     kernel = operand(layout, whole, scale.dtype, eight_bit is not None)
     weight = MmaWeight(qweight, scale, eight_bit=eight_bit)
-    mma.run(kernel, x, sx, weight, out, k, bias=bias)
+    mma.run(kernel, x, sx, weight, out, k, bias=bias, whole=whole is not None and in_order())
     return out
 
 

@@ -14,7 +14,7 @@ from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.tiles import Tile, choose
-from qtool.schemes.base import int_matmul
+from qtool.schemes.products import int_matmul, scaled
 
 OPERAND = Operand("w8a8_gemm", (), 128 * 128)
 
@@ -43,8 +43,7 @@ def w8a8_gemm(
     sums = int_matmul(x, weight)
     if out_dtype == torch.int32:
         return sums
-    y = sums.float() * sx[:, None] * scale.float()
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return scaled(sums, sx[:, None], scale, bias).to(out_dtype)
 
 
 @w8a8_gemm.register_kernel("cuda")

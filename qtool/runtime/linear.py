@@ -89,8 +89,7 @@ class QuantLinear(nn.Module):
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         codes, params = self.unpack()
-        y = self.format.scheme_object.matmul(x, codes, params)
-        return y if self.bias is None else y + self.bias.float()
+        return self.format.scheme_object.matmul(x, codes, params, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"

@@ -55,6 +55,8 @@ def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Te
         raise QtoolError(f"activation: {x.shape[-1]} input channels are not divisible by group size {size}")
     groups = x.float().unflatten(-1, (-1, size))  # [..., G, g]
     amax = groups.abs().amax(-1)
+    if not isinstance(top, Tensor):
+        top = amax.new_full((), top)  # by a number, a GPU multiplies by its reciprocal
     # a subnormal amax / top would have too few bits, or none
     scale = torch.where(amax > 0, amax / top, 1.0).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (groups / scale[..., None]).round_()  # within -top..top: the scale comes from this very group

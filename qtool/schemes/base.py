@@ -12,7 +12,6 @@ a range of legal codes. GPTQ, clipping and distillation see only that :class:`~q
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -170,8 +169,11 @@ class Scheme(ABC):
         return self.fake_weight(weight, params).sub_(weight)
 
     @abstractmethod
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
-        """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in int32."""
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+        """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in int32.
+
+        What the CUDA kernels compute, to the bit (:mod:`qtool.schemes.products`), but for those of 16-bit activations.
+        """
 
     def check(self, codes: Tensor, params: Params) -> None:
         """Prove the scheme's overflow and range invariants on these tensors.
@@ -240,42 +242,3 @@ def require(holds: Tensor, invariant: str) -> None:
     if not bool(holds.all()):
         where = tuple(int(i) for i in (~holds).nonzero()[0])
         raise CheckFailed(f"invariant {invariant} broken at {where} and {int((~holds).sum())} places in all")
-
-
-#: of int8 values: each is at most 2**14 and float32 holds every integer up to 2**24
-EXACT_PRODUCTS = 1024
-
-
-def int_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, K] @ b [N, K]^T`` of int8 operands, exact in int32.
-
-    On a CPU with 8-bit dot products (VNNI) this is torch's int8 GEMM, which is twenty times slower than float32 on one
-    without. Float32 adds :data:`EXACT_PRODUCTS` of them exactly in any order. On CUDA, where ``_int_mm`` wants M > 16
-    and multiples of 8, float64 is exact for any K below 2**38.
-    """
-    if a.device.type != "cpu":
-        return (a.double() @ b.double().t()).to(torch.int32)
-    if _has_vnni():
-        return torch._int_mm(a.contiguous(), b.t())
-    total = torch.zeros(len(a), len(b), dtype=torch.int32)
-    for x, w in zip(a.split(EXACT_PRODUCTS, 1), b.split(EXACT_PRODUCTS, 1), strict=True):
-        total += (x.float() @ w.float().t()).to(torch.int32)
-    return total
-
-
-@cache
-def _has_vnni() -> bool:
-    return torch.cpu._is_vnni_supported()
-
-
-def group_matmul(qx: Tensor, sx: Tensor, qw: Tensor, sw: Tensor) -> Tensor:
-    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G]`` float32 ``[M, N]``, each group's sum exact in int32.
-
-    ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32. The groups are added
-    in order, as a kernel's main loop does.
-    """
-    total = torch.zeros(len(qx), len(qw), dtype=torch.float32, device=qx.device)
-    parts = zip(qx.chunk(sx.shape[1], 1), qw.chunk(sw.shape[1], 1), sx.split(1, 1), sw.split(1, 1), strict=True)
-    for qx_group, qw_group, sx_group, sw_group in parts:
-        total += int_matmul(qx_group, qw_group).float() * sx_group * sw_group.t()
-    return total

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.schemes.activation import Activation, quantize_groups
-from qtool.schemes.base import Clip, GroupSize, Params, group_matmul, require
+from qtool.schemes.base import Clip, GroupSize, Params, require
+from qtool.schemes.products import group_matmul
 from qtool.schemes.symmetric import Symmetric
 
 BLOCK = 128
@@ -66,9 +67,9 @@ class Fmpq(Symmetric):
     def fake_activation(self, x: Tensor, params: Params) -> Tensor:
         return self.activation.dequantize(*self.quantize_activation(x, params)).to(x.dtype)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.quantize_activation(x, params)
-        return group_matmul(qx, sx, codes, params["scale"].float())
+        return group_matmul(qx, sx, codes, params["scale"].float(), BLOCK, bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         require(params["eight_bit"] <= 1, "eight_bit is 0 or 1")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from qtool.schemes import lqq_triton
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require, scale_bounds
+from qtool.schemes.base import Clip, Grid, Params, Scheme, require, scale_bounds
 from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
+from qtool.schemes.products import int_matmul, scaled
 
 
 class LiquidQuant(Scheme):
@@ -83,9 +84,9 @@ class LiquidQuant(Scheme):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
         return super().weight_error(weight, params)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.activation.quantize(x)
-        return int_matmul(qx, self.level2(codes, params)).float() * sx * params["s1"].float()
+        return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         s2, offset = params["s2"].to(torch.int32), params["offset"].to(torch.int32)

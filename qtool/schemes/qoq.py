@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, int_matmul, require, stored_scale
+from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, require, stored_scale
+from qtool.schemes.products import int_matmul, scaled
 
 #: of a step, in steps as they were: a range does not vanish
 LEAST_WIDTH = 2.0**-4
@@ -62,11 +63,11 @@ class QoQ(Scheme):
         steps = codes.to(torch.float32, copy=True).sub_(params["zero"].float()[:, None])
         return steps.mul_(params["s1"].float()[:, None])
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.activation.quantize(x)
         token_sum = qx.sum(1, keepdim=True, dtype=torch.int32)  # [M, 1]
         steps = int_matmul(qx, codes.to(torch.int8)) - token_sum * params["zero"].to(torch.int32)
-        return steps.float() * sx * params["s1"].float()
+        return scaled(steps, sx, params["s1"], bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         require(params["zero"] <= 15, "0 <= zero <= 15")

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Clip, Grid, Params, Scheme, int_matmul, require
+from qtool.schemes.base import Clip, Grid, Params, Scheme, require
 from qtool.schemes.level1 import fit_level1, quantize_level1
+from qtool.schemes.products import int_matmul, scaled
 
 
 class ProgressiveQoQ(Scheme):
@@ -69,9 +70,9 @@ class ProgressiveQoQ(Scheme):
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         return self._level2(codes, params).mul_(params["s1"].float()[:, None])
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.activation.quantize(x)
-        return int_matmul(qx, self.level2(codes, params)).float() * sx * params["s1"].float()
+        return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         s2, zero = params["s2"].to(torch.int32), params["zero"].to(torch.int32)

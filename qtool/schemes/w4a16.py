@@ -38,5 +38,6 @@ class Marlin(Symmetric):
         require(torch.isfinite(scale) & (scale != 0), "scale finite and not 0")
         require((low >= self.low) & (high <= self.high), "codes within the legal bounds")
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
-        return x.float() @ self.dequantize(codes, params).t()
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+        y = x.float() @ self.dequantize(codes, params).t()
+        return y if bias is None else y + bias.float()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.activation import Activation
-from qtool.schemes.base import GroupSize, Params, group_matmul
+from qtool.schemes.base import GroupSize, Params
+from qtool.schemes.products import group_matmul
 from qtool.schemes.symmetric import Symmetric
 
 
@@ -30,6 +31,6 @@ class Apex4(Symmetric):
         super().__init__(group_size, scale_dtype)
         self.activation = Activation(4, self.group_size)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.activation.quantize(x)
-        return group_matmul(qx, sx, codes, params["scale"].float())
+        return group_matmul(qx, sx, codes, params["scale"].float(), self.group_size, bias)

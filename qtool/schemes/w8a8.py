@@ -8,7 +8,8 @@ SmoothQuant (arXiv 2211.10438) section 3; QServe table 2 quotes it as the W8A8 r
 from torch import Tensor
 
 from qtool.schemes.activation import PER_TOKEN_S8
-from qtool.schemes.base import Params, int_matmul
+from qtool.schemes.base import Params
+from qtool.schemes.products import int_matmul, scaled
 from qtool.schemes.symmetric import Symmetric
 
 
@@ -23,6 +24,6 @@ class SmoothQuant(Symmetric):
     activation = PER_TOKEN_S8
     divisor, low, high = 127, -127, 127
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params) -> Tensor:
+    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
         qx, sx = self.activation.quantize(x)
-        return int_matmul(qx, codes).float() * sx * params["scale"].float().t()
+        return scaled(int_matmul(qx, codes), sx, params["scale"][:, 0], bias)

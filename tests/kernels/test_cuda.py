@@ -25,14 +25,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("m", [1, 8, 33, 130, 300])
 def test_equals_the_cpu_reference(w4a8_case: Case, m: int, w4a8_arguments: Make) -> None:
+    """To the bit, scales and bias included."""
     given, _ = w4a8_arguments(*w4a8_case, m=m, n=192, k=384)
+    given["bias"] = torch.randn(192)
     there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()}
     for dtype in (torch.int32, torch.bfloat16, torch.float16, torch.float32):
         want, got = w4a8_gemm(**given | {"out_dtype": dtype}), w4a8_gemm(**there | {"out_dtype": dtype}).cpu()
-        if dtype == torch.int32:
-            assert torch.equal(got, want)
-        else:
-            torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        assert torch.equal(got, want)
 
 
 def test_opcheck_and_compile(w4a8_arguments: Make) -> None:
@@ -47,9 +46,10 @@ def test_opcheck_and_compile(w4a8_arguments: Make) -> None:
 def test_w8a8_equals_the_cpu_reference(m: int) -> None:
     x = torch.randint(-127, 128, (m, 448), dtype=torch.int8)
     weight = torch.randint(-127, 128, (320, 448), dtype=torch.int8)
-    arguments = (x, torch.rand(m), weight, torch.rand(320), None)
-    there = tuple(v if v is None else v.cuda() for v in arguments)
-    assert torch.equal(w8a8_gemm(*there, torch.int32).cpu(), w8a8_gemm(*arguments, torch.int32))
+    arguments = (x, torch.rand(m), weight, torch.rand(320), torch.randn(320))
+    there = tuple(v.cuda() for v in arguments)
+    for dtype in (torch.int32, torch.float32):
+        assert torch.equal(w8a8_gemm(*there, dtype).cpu(), w8a8_gemm(*arguments, dtype))
 
 
 @pytest.mark.parametrize("k", [64, 4096, 14336])

@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool import layouts
+from qtool.kernels.order import groups_in_order
 from qtool.kernels.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.quantize_packed_groups import quantize_packed_groups
 from qtool.kernels.w4ax import w4ax_gemm
+from qtool.kernels.w4ax_mma import w4ax_mma_gemm
 from tests.kernels.test_w4ax import CASES, arguments
 
 pytestmark = [
@@ -27,6 +31,33 @@ def test_equals_the_cpu_reference(layout: str, group: int | None, m: int) -> Non
     got = w4ax_gemm(**there).cpu()
     assert (got - want).norm() <= 1e-6 * want.norm()
     assert (w4ax_gemm(**there | {"out_dtype": torch.bfloat16}).cpu() - want).norm() <= 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "group"), CASES)
+@pytest.mark.parametrize(("m", "k"), [(1, 4096), (33, 4096), (300, 1024)])
+def test_in_order_groups_equal_the_cpu_to_the_bit(
+    layout: str, group: int | None, m: int, k: int, dtype: torch.dtype
+) -> None:
+    given, want = arguments(layout, group, m=m, n=192, k=k, bias=torch.randn(192))
+    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()} | {"out_dtype": dtype}
+    with groups_in_order():
+        assert torch.equal(w4ax_gemm(**there).cpu(), want.to(dtype))
+    assert group is None or m > 33 or not torch.equal(w4ax_gemm(**there | {"out_dtype": torch.float32}).cpu(), want)
+
+
+@pytest.mark.parametrize(("layout", "group", "mixed"), [("apex4", 128, False), ("w4ax-interleaved", 128, True)])
+@pytest.mark.parametrize("m", [1, 300])
+def test_so_do_those_of_ampere_and_ada(layout: str, group: int | None, mixed: bool, m: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(m, 1024), torch.randint(-8, 8, (192, 1024), dtype=torch.int8), torch.randn(192)
+    blocks = (torch.arange(8) % 2).to(torch.uint8) if mixed else None
+    codes, sx = quantize_packed_groups(x, None, None, blocks, "none", 0.0, group, layout)
+    scale, qweight = torch.rand(8, 192), layouts.get(layout).pack(weight)["qweight"]
+    given = (codes, sx, qweight, scale, blocks, bias, layout, group, torch.float32)
+    with groups_in_order():
+        got = w4ax_mma_gemm(*(v.cuda() if isinstance(v, Tensor) else v for v in given))  # type: ignore[arg-type]
+    assert torch.equal(got.cpu(), w4ax_mma_gemm(*given))
 
 
 @pytest.mark.parametrize(("layout", "group"), CASES)

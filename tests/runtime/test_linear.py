@@ -33,7 +33,7 @@ def test_packed_linear_is_the_scheme(scheme: str, layout: str) -> None:
     weight, x = torch.randn(128, 256), torch.randn(2, 3, 256)
     linear = quantized(scheme, layout, weight)
     codes, params = linear.unpack()
-    expected = linear.format.scheme_object.matmul(x.flatten(0, 1), codes, params) + linear.bias
+    expected = linear.format.scheme_object.matmul(x.flatten(0, 1), codes, params, linear.bias)
     assert torch.equal(linear.reference(x.flatten(0, 1)), expected)
     assert torch.equal(linear(x), expected.view(2, 3, 128)) or schemes.SCHEMES[scheme].activation.bits == 16
     declared = {name: (t.shape, t.dtype) for name, t in linear.format.tensors(128, 256).items()}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes import fmpq_blocks
 from qtool.schemes.fmpq import Fmpq
+from qtool.schemes.products import fma
 
 
 def statistics(outliers: list[int], channels: int = 1024) -> torch.Tensor:
@@ -91,7 +92,8 @@ def test_matmul_follows_the_map() -> None:
         block = slice(128 * b, 128 * b + 128)
         sx = x[:, block].abs().amax(1, keepdim=True) / top
         qx = torch.round(x[:, block] / sx)
-        expected += (qx.double() @ codes[:, block].double().t()).float() * sx * params["scale"][:, b]
+        sums = (qx.double() @ codes[:, block].double().t()).float()
+        expected = fma(sums * sx, params["scale"][:, b], expected)
     assert torch.equal(Fmpq().matmul(x, codes, params), expected)
 
 

@@ -6,7 +6,7 @@ import torch
 from qtool import schemes
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes.activation import PER_TOKEN_S8, Activation
-from qtool.schemes.base import int_matmul
+from qtool.schemes.products import fma, int_matmul
 from qtool.schemes.w4a4 import Apex4
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w4a16_24 import SparseMarlin, keep_largest
@@ -66,7 +66,7 @@ def test_w4a4_sums_groups_of_exact_integers(size: int | None) -> None:
     )
     expected = torch.zeros(4, 6)
     for g in range(len(partial)):
-        expected += partial[g].float() * sx[:, g, None] * params["scale"][:, g]
+        expected = fma(partial[g].float() * sx[:, g, None], params["scale"][:, g], expected)
     assert torch.equal(scheme.matmul(x, codes, params), expected)
 
 

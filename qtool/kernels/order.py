@@ -1,0 +1,26 @@
+"""One order for the float sums of groups: a kernel that shares a tile's input channels among blocks has another.
+
+Integer sums are exact in any order. Those of scaled groups are floats, and equal the reference's to the bit
+(:func:`qtool.schemes.products.group_matmul`) only where one block adds all of them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_ONE_ORDER: ContextVar[bool] = ContextVar("_ONE_ORDER", default=False)
+
+
+@contextmanager
+def groups_in_order() -> Iterator[None]:
+    """In here the kernels add groups in the reference's order: no tile is shared, which costs time with few tokens."""
+    before = _ONE_ORDER.set(True)
+    try:
+        yield
+    finally:
+        _ONE_ORDER.reset(before)
+
+
+def in_order() -> bool:
+    """Whether :func:`groups_in_order` is asked for."""
+    return _ONE_ORDER.get()
