@@ -137,11 +137,6 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
     return Corpus(source, f"hub:{wanted.hub['path']}", _download(source, split, wanted))
 
 
-def documents(source: str, *, split: str, data_dir: str | Path | None = None) -> list[str]:
-    """The documents of :func:`load`."""
-    return load(source, split=split, data_dir=data_dir).documents
-
-
 def data_directory(data_dir: str | Path | None) -> Path | None:
     """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None. QtoolError if it is missing."""
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")

@@ -45,14 +45,14 @@ def test_every_format_gives_the_same_documents(tmp_path):
 
 def test_text_file_is_one_document(tmp_path):
     path = write(tmp_path / "notes.txt", b"\xef\xbb\xbfa\r\n\r\nb\xe2\x80\xa8c\n")
-    assert corpora.documents(str(path), split="test") == ["a\n\nb\u2028c\n"]
+    assert corpora.load(str(path), split="test").documents == ["a\n\nb\u2028c\n"]
 
 
 def test_raw_lines_are_the_hub_rows(tmp_path):
     path = write(tmp_path / "wikitext2" / "wiki.test.raw", " \n = Title = \n \n First \x85 paragraph . \n")
     expected = ["", " = Title = \n", "", " First \x85 paragraph . \n"]
-    assert corpora.documents("wikitext2", split="test", data_dir=tmp_path) == expected
-    assert corpora.documents(str(path), split="train") == expected
+    assert corpora.load("wikitext2", split="test", data_dir=tmp_path).documents == expected
+    assert corpora.load(str(path), split="train").documents == expected
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_local_names(tmp_path, monkeypatch, name, split, file):
     path = write(tmp_path / file, "text\n")
     assert corpora.load(name, split=split, data_dir=tmp_path).origin == str(path)
     monkeypatch.setenv("QTOOL_DATA_DIR", str(tmp_path))
-    assert corpora.documents(name, split=split) == ["text\n"]
+    assert corpora.load(name, split=split).documents == ["text\n"]
 
 
 def test_published_c4_shards_are_cut_at_the_same_document_as_the_hub(tmp_path):
     write(tmp_path / "c4/c4-validation.00000-of-00008.json.gz", gzip.compress(jsonl(["x"] * 1200).encode()))
-    assert len(corpora.documents("c4", split="test", data_dir=tmp_path)) == 1100
+    assert len(corpora.load("c4", split="test", data_dir=tmp_path).documents) == 1100
 
 
 def test_hub_rows_reach_the_caller_in_order(monkeypatch):
@@ -83,8 +83,8 @@ def test_hub_rows_reach_the_caller_in_order(monkeypatch):
 
     rows = [{"text": str(i)} for i in range(10_000)]
     monkeypatch.setattr(datasets, "load_dataset", lambda **kwargs: iter(rows))
-    assert corpora.documents("pile", split="train") == [str(i) for i in range(9000)]
-    assert corpora.documents("pile", split="test") == [str(i) for i in range(9000, 10_000)]
+    assert corpora.load("pile", split="train").documents == [str(i) for i in range(9000)]
+    assert corpora.load("pile", split="test").documents == [str(i) for i in range(9000, 10_000)]
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "c4", "pile"])
@@ -114,28 +114,28 @@ def test_bad_files(tmp_path, file, content, message):
     if content is not None:
         write(path, content)
     with pytest.raises(QtoolError, match=message):
-        corpora.documents(str(path), split="train")
+        corpora.load(str(path), split="train")
 
 
 def test_bad_parquet_column_and_directory(tmp_path):
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(QtoolError, match="has the columns body"):
-        corpora.documents(str(tmp_path / "b.parquet"), split="train")
+        corpora.load(str(tmp_path / "b.parquet"), split="train")
     with pytest.raises(QtoolError, match="is a directory"):
-        corpora.documents(str(tmp_path), split="train")
+        corpora.load(str(tmp_path), split="train")
 
 
 def test_bad_names(tmp_path):
     with pytest.raises(QtoolError, match=r"unknown corpus 'wikitext'.*did you mean wikitext2\?"):
-        corpora.documents("wikitext", split="train")
+        corpora.load("wikitext", split="train")
     with pytest.raises(QtoolError, match=r"data directory .* does not exist"):
-        corpora.documents("c4", split="train", data_dir=tmp_path / "absent")
+        corpora.load("c4", split="train", data_dir=tmp_path / "absent")
 
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_wikitext2_test_is_the_published_text():
-    rows = corpora.documents("wikitext2", split="test", data_dir=DATA)
+    rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents
     assert len(rows) == 4358  # as the hub's test split; GPT-2 makes 287,644 tokens of the joined text
     assert rows[:2] == ["", " = Robert Boulter = \n"]
-    assert corpora.documents("c4", split="test", data_dir=DATA)
+    assert corpora.load("c4", split="test", data_dir=DATA).documents

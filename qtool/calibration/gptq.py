@@ -53,7 +53,7 @@ from qtool.calibration.sparsegpt import prune
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.calibration.work import BlockShape, Work
 from qtool.errors import QtoolError
-from qtool.schemes.base import Clip, Grid, Params, Scheme
+from qtool.schemes.base import Grid, Params, Scheme
 
 
 @dataclass(kw_only=True)
@@ -224,13 +224,6 @@ class Gptq(Rounding):
         """Solve this rank's share of the rows of a problem."""
         part = ranks.rows(sum(len(block.weight(name)) for name in problem.names), ROWS)
         return self.solve_all([Rows.of(block, problem, part)])[0]
-
-    def solve(
-        self, scheme: Scheme, weight: Tensor, hessian: Hessian, clip: Clip = 1.0, group_clip: Clip = 1.0
-    ) -> tuple[Tensor, Params, float]:
-        """Codes ``[N, K]``, parameters and the damping it took, for ``weight [N, K]`` float32."""
-        (solution,) = self.solve_all([Rows(scheme, weight, hessian, clip, group_clip)])
-        return solution.codes, solution.params, solution.damping
 
     def solve_all(self, problems: Sequence[Rows]) -> list[Solution]:
         """Solve problems of one scheme and shape, each as if it were alone."""

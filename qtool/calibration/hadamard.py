@@ -24,18 +24,6 @@ WILLIAMSON = {23: (0x0BB, 0x563, 0x511, 0x736), 29: (0x04F5, 0x2435, 0x27D2, 0x3
 PASS_COST = 16
 
 
-def hadamard(n: int) -> Tensor:
-    """A Hadamard matrix ``[n, n]`` (int8, +-1).
-
-    Raises:
-        QtoolError: if no construction here reaches ``n``.
-    """
-    matrix = torch.ones(1, 1, dtype=torch.int8)
-    for order in factors(n):
-        matrix = torch.kron(matrix, dense(order))
-    return matrix
-
-
 @dataclass(frozen=True)
 class Hadamard:
     """The orthogonal ``Q [n, n] = H diag(s) / sqrt(n)``, applied fast along the last dimension.

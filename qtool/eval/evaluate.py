@@ -30,7 +30,7 @@ class Asked:
 def evaluate(
     tasks: Iterable[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> Results:
-    """Results of ``tasks`` in order, with the options and errors of :func:`ask`, :func:`perplexity`, zero_shot."""
+    """Results of ``tasks`` in order, for use from Python; options and errors: :func:`ask`, perplexity, zero_shot."""
     return Results([result for asked in ask(tasks, tokenizer, **options) for result in asked.answer(model)])
 
 

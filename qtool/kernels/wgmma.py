@@ -5,9 +5,6 @@ by N x 32 s8 in shared memory, and adds to 64 x N int32 accumulators (PTX ISA, w
 ``rs_s8`` takes an s8 fragment in registers, and ``rs_s8_first`` overwrites the accumulators instead.
 """
 
-#: tokens per instruction that the tile tables may ask for
-WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-
 
 def _wrapper(
     name: str,

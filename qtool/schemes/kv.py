@@ -61,11 +61,6 @@ class KVQuantizer(ABC):
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values ``[B, H, T, D]`` that the codes stand for."""
 
-    def bits_per_value(self, head_dim: int) -> float:
-        """Bits stored a value, scales and zero points included; static scales cost nothing per token."""
-        one = self.quantize(torch.zeros(1, 1, self.tokens, head_dim))
-        return 8 * sum(t.numel() * t.element_size() for t in one.values()) / (self.tokens * head_dim)
-
 
 class KV8(KVQuantizer):
     """``codes`` int8 ``[B, H, T, D]``.
@@ -98,9 +93,6 @@ class KV8(KVQuantizer):
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = packed["codes"]
         return (codes.float() * self._scale(codes)).to(dtype)
-
-    def bits_per_value(self, head_dim: int) -> float:
-        return 8.0
 
     def _scale(self, like: Tensor) -> Tensor:
         return self.scale.to(like.device, torch.float32)[:, None]  # [H, 1, D]

@@ -27,10 +27,13 @@ from transformers import (
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import propagate, run
+from qtool.calibration.gptq import Gptq
+from qtool.calibration.gptq_problem import Rows
+from qtool.calibration.hessian import Hessian
 from qtool.calibration.method import Norm, Transform
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
-from qtool.schemes import Scheme, get
+from qtool.schemes import Params, Scheme, get
 
 SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
          "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}  # fmt: skip
@@ -208,3 +211,9 @@ def attended(block: Block, batches: Sequence[Batch]) -> tuple[list[Tensor], list
     if not queries:
         pytest.skip("this family's attention is not torch's own")
     return queries, keys
+
+
+def solve(method: Gptq, scheme: Scheme, weight: Tensor, hessian: Hessian) -> tuple[Tensor, Params, float]:
+    """Codes ``[N, K]``, parameters and the damping it took, of one ``weight [N, K]`` float32."""
+    (solution,) = method.solve_all([Rows(scheme, weight, hessian)])
+    return solution.codes, solution.params, solution.damping

@@ -19,6 +19,7 @@ from qtool.calibration.scales import float_scale
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
 from qtool.schemes.grid import Grid
+from tests.calibration.conftest import solve
 
 DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
 PLAIN = Gptq(clip_steps=1, residual=0, rounds=0)
@@ -46,7 +47,7 @@ def loss(weight: Tensor, hessian: Hessian, scheme: Scheme, codes: Tensor, params
 def test_uncorrelated_inputs_give_round_to_nearest(name: str) -> None:
     scheme, (weight, hessian) = get(name), problem()
     hessian.h.copy_(torch.eye(128))
-    codes, params, _ = PLAIN.solve(scheme, weight, hessian)
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
     fitted = scheme.fit(weight)
     assert all(torch.equal(params[key], fitted[key]) for key in fitted)
     assert torch.equal(codes, scheme.grid(params).nearest(scheme.groups(weight)).flatten(1).to(codes.dtype))
@@ -57,17 +58,17 @@ def test_each_part_of_the_method_lowers_the_error(name: str) -> None:
     scheme, (weight, hessian) = get(name), problem()
     params = scheme.fit(weight)
     nearest = loss(weight, hessian, scheme, scheme.quantize(weight, params), params)
-    plain = loss(weight, hessian, scheme, *PLAIN.solve(scheme, weight, hessian)[:2])
-    full = loss(weight, hessian, scheme, *Gptq(residual=0).solve(scheme, weight, hessian)[:2])
+    plain = loss(weight, hessian, scheme, *solve(PLAIN, scheme, weight, hessian)[:2])
+    full = loss(weight, hessian, scheme, *solve(Gptq(residual=0), scheme, weight, hessian)[:2])
     assert full < plain < nearest
 
 
 def test_channels_in_another_order_get_the_same_codes() -> None:
     scheme, (weight, hessian) = get("w4a8-qoq"), problem()
     order = torch.randperm(128, generator=torch.Generator().manual_seed(5))
-    codes, params, _ = PLAIN.solve(scheme, weight, hessian)
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
     hessian.h = hessian.h[order][:, order]
-    shuffled, shuffled_params, _ = PLAIN.solve(scheme, weight[:, order], hessian)
+    shuffled, shuffled_params, _ = solve(PLAIN, scheme, weight[:, order], hessian)
     assert torch.equal(shuffled, codes[:, order])
     assert all(torch.equal(shuffled_params[key], params[key]) for key in params)
 
@@ -75,9 +76,9 @@ def test_channels_in_another_order_get_the_same_codes() -> None:
 @pytest.mark.parametrize("name", ["w4a8-lqq", "w4a16-24", "w4a8-qoq"])
 def test_stacked_rows_are_rounded_as_if_alone(name: str) -> None:
     scheme, (weight, hessian) = get(name), problem()
-    codes, params, _ = Gptq().solve(scheme, weight, hessian)
+    codes, params, _ = solve(Gptq(), scheme, weight, hessian)
     for rows in (slice(0, 8), slice(8, 24)):
-        own_codes, own_params, _ = Gptq().solve(scheme, weight[rows], hessian)
+        own_codes, own_params, _ = solve(Gptq(), scheme, weight[rows], hessian)
         # matrix products of other shapes may add in another order and tip a weight midway between codes
         assert (own_codes != codes[rows]).float().mean() < 0.01
         for key in params:
@@ -87,7 +88,7 @@ def test_stacked_rows_are_rounded_as_if_alone(name: str) -> None:
 def test_damping_is_raised_until_cholesky_succeeds() -> None:
     scheme = get("w4a16")
     weight, hessian = problem(tokens=3)
-    codes, params, damping = Gptq(damping=1e-12).solve(scheme, weight, hessian)
+    codes, params, damping = solve(Gptq(damping=1e-12), scheme, weight, hessian)
     assert 1e-12 < damping <= 1e-2
     scheme.check(codes, params)
     factor = Factor(hessian.h.clone(), 0.01)
@@ -105,10 +106,10 @@ def test_damping_is_a_share_of_the_mean_diagonal_however_often_it_was_raised() -
 def test_channels_and_linears_that_saw_nothing_are_rounded_to_nearest() -> None:
     scheme, (weight, hessian) = get("w4a16"), problem()
     hessian.h[:, 7] = hessian.h[7] = 0
-    codes, params, _ = PLAIN.solve(scheme, weight, hessian)
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
     assert torch.equal(codes[:, 7], scheme.quantize(weight, params)[:, 7])
     unseen = Hessian(128, torch.device("cpu"), drift=True).complete()
-    codes, params, _ = Gptq().solve(scheme, weight, unseen)
+    codes, params, _ = solve(Gptq(), scheme, weight, unseen)
     grid = scheme.grid(params)
     assert torch.equal(codes, grid.nearest(scheme.groups(weight)).flatten(1).to(codes.dtype))
 
@@ -141,7 +142,7 @@ def test_the_target_makes_up_for_the_error_of_the_input() -> None:
     hessian.complete()
     errors = []
     for residual in (0.0, 0.5, 1.0):
-        codes, params, _ = Gptq(residual=residual).solve(scheme, weight, hessian)
+        codes, params, _ = solve(Gptq(residual=residual), scheme, weight, hessian)
         errors.append((seen @ scheme.dequantize(codes, params).T - exact @ weight.T).norm())
     assert errors[2] < errors[1] < errors[0]
 
@@ -220,19 +221,19 @@ def test_scales_below_zero_are_tried_where_they_are_legal(name: str, rounds: int
     """A weight and its mirror image get the same codes, as good ones."""
     scheme, (weight, hessian) = get(name, scale_dtype=torch.float16), problem(k=256)
     method = Gptq(residual=0, rounds=rounds, negative_scales=True)
-    (codes, params, _), (same, mirrored, _) = (method.solve(scheme, w, hessian) for w in (weight, -weight))
+    (codes, params, _), (same, mirrored, _) = (solve(method, scheme, w, hessian) for w in (weight, -weight))
     assert torch.equal(codes, same) and torch.equal(params["scale"], -mirrored["scale"])
     assert params["scale"].dtype == torch.float16
     below = params["scale"] < 0
     assert below.any() and not below.all()
-    above = Gptq(residual=0, rounds=rounds).solve(scheme, weight, hessian)
+    above = solve(Gptq(residual=0, rounds=rounds), scheme, weight, hessian)
     assert (above[1]["scale"] > 0).all()
     assert loss(weight, hessian, scheme, codes, params) < loss(weight, hessian, scheme, *above[:2])
 
 
 def test_scales_stay_above_zero_where_they_have_to() -> None:
     scheme, (weight, hessian) = get("w4a4"), problem()
-    found, plain = (Gptq(negative_scales=both).solve(scheme, weight, hessian) for both in (True, False))
+    found, plain = (solve(Gptq(negative_scales=both), scheme, weight, hessian) for both in (True, False))
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1]["scale"], plain[1]["scale"])
 
 

@@ -7,6 +7,7 @@ from qtool.calibration.gptq import Gptq
 from qtool.calibration.hessian import Hessian
 from qtool.calibration.row_products import ROWS, by_rows, product
 from qtool.schemes import get
+from tests.calibration.conftest import solve
 
 
 def test_on_cpu_it_is_the_product() -> None:
@@ -25,7 +26,7 @@ def test_gptq_of_some_rows_is_that_of_all(options: dict[str, float]) -> None:
     hessian.add(x, 1.02 * x)
     hessian.complete()
     weight, scheme = torch.randn(4 * ROWS, 1024, device="cuda"), get("w4a8-lqq", 64)
-    whole = Gptq(**options).solve(scheme, weight, hessian)[0]  # type: ignore[arg-type]
+    whole = solve(Gptq(**options), scheme, weight, hessian)[0]  # type: ignore[arg-type]
     for parts in (2, 4):
-        codes = [Gptq(**options).solve(scheme, part, hessian)[0] for part in weight.chunk(parts)]  # type: ignore[arg-type]
+        codes = [solve(Gptq(**options), scheme, part, hessian)[0] for part in weight.chunk(parts)]  # type: ignore[arg-type]
         assert torch.equal(torch.cat(codes), whole)

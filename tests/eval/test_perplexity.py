@@ -110,7 +110,7 @@ def test_trained_model_on_wikitext2():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     lines = (DATA / "wikitext2" / "wiki.test.raw").read_text().splitlines(keepends=True)[:200]
     text = "\n\n".join(line if line.strip() else "" for line in lines)  # as the hub's data set script makes rows
-    rows = corpora.documents("wikitext2", split="test", data_dir=DATA)[:200]
+    rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents[:200]
     result = perplexity("\n\n".join(rows), model, tokenizer)
     assert result.seqlen == 512
     assert result.perplexity == pytest.approx(plain_loop(text, model, tokenizer, 512)[0], rel=1e-5)

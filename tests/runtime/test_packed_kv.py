@@ -17,6 +17,10 @@ def tokens(count: int, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch
     return torch.randn(batch, HEADS, count, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+#: a value, with a scale and a zero point of 16 bits each for every token and head, or every channel of 8 tokens
+BITS = {"kv8": 8, "kv4": 4 + 32 / DIM, "kv4-channel": 4 + 32 / 8}
+
+
 def quantizers() -> dict[str, KVQuantizer]:
     return {"kv8": KV8(torch.full((HEADS, DIM), 4.0)), "kv4": KV4(), "kv4-channel": KV4Channel(8)}
 
@@ -55,12 +59,12 @@ def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
     layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
     x = tokens(64)
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
-    assert 8 * layer.nbytes == quantizers()[name].bits_per_value(DIM) * 2 * x.numel()
+    assert 8 * layer.nbytes == BITS[name] * 2 * x.numel()
     assert layer.nbytes_16bit == 2 * x.nbytes
     layer.update(tokens(3), tokens(3))  # a group of 8 stays open, in 16 bits; single tokens open new room
     room = layer.stored[0].capacity
-    opened = 16.0 * 3 if room == 64 else quantizers()[name].bits_per_value(DIM) * (room - 64)
-    bits = quantizers()[name].bits_per_value(DIM) * 64 + opened
+    opened = 16.0 * 3 if room == 64 else BITS[name] * (room - 64)
+    bits = BITS[name] * 64 + opened
     assert 8 * layer.nbytes == bits * 2 * x.numel() // 64
 
 

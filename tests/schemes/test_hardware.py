@@ -22,7 +22,6 @@ def test_choices_of_qserve(name: str, choice: str) -> None:
 
 def test_int4_tensor_cores_end_with_ada() -> None:
     assert {name for name, g in GPUS.items() if g.has_int4} == {"a100", "rtx3090", "a40", "a10", "l40s", "rtx4090"}
-    assert all(g.has_int4 == (float(g.sm) < 9) for g in GPUS.values())
     assert "no INT4 tensor cores" in choose_w4a4(gpu("h100")).reason
     assert all(g.source for g in GPUS.values())
 
