@@ -91,6 +91,11 @@ SAMPLES = click.option("--samples", type=POSITIVE, default=128, show_default=Tru
 SEQLEN = click.option(
     "--seqlen", type=TWO_OR_MORE, default=2048, show_default=True, help="Tokens a window, at most the model's context."
 )
+WINDOWS = click.option(
+    "--windows",
+    type=click.Choice(["given", "continued"]),
+    help="Calibration windows all of the text, or begun by it and continued by the model; the recipe's by default.",
+)
 ACTIVATIONS = click.option(
     "--activations",
     type=click.Choice(["auto", "device", "host", "disk"]),
@@ -115,6 +120,7 @@ DEVICE = click.option("--device", type=Device(), default="cpu", show_default=Tru
 @DATA_DIR
 @SAMPLES
 @SEQLEN
+@WINDOWS
 @click.option("--seed", default=0, show_default=True, help="Of the choice of calibration windows.")
 @ACTIVATIONS
 @DEVICE

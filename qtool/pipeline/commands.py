@@ -35,6 +35,7 @@ class Wishes:
     group_size: str | None = None
     layout: str | None = None
     kv: str | None = None
+    windows: str | None = None
     max_8bit_blocks: int | None = None
 
     def of(self, scheme: str, *, calibrated: bool = False) -> Recipe:
@@ -58,6 +59,8 @@ class Wishes:
             chosen = chosen.with_layout(self.layout)
         if self.max_8bit_blocks is not None:
             chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
+        if self.windows is not None:
+            chosen = replace(chosen, windows=self.windows)
         if self.kv is not None:
             _require_kv(self.kv)
             chosen = replace(chosen, kv=self.kv)
@@ -137,8 +140,12 @@ def quantize(
         untied = {"tie_word_embeddings": False} if job.unties else {}
         exported_formats(targets.get(export_format), job.format, source.config | untied)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
-    calibration = _calibration(source, text, data_dir, samples, seqlen, seed) if job.needs_data else None
-    if calibration is not None:
+    calibration = None
+    if job.needs_data:
+        from qtool.pipeline.calibration_text import calibration as cut
+
+        calibration = cut(source, job, text, data_dir=data_dir, samples=samples, seqlen=seqlen, seed=seed,
+                          device=device)  # fmt: skip
         activations = _place(job, calibration.tokens, device, activations)
     return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress,
                activations=activations)  # fmt: skip
@@ -183,30 +190,6 @@ def _default_out(model: str, directory: Path, scheme: str) -> Path:
     if model != "demo" and local.is_dir():
         return local.resolve().with_name(f"{local.resolve().name}-{scheme}")
     return Path(f"{model.split('/')[-1]}-{scheme}")
-
-
-def _calibration(source: Checkpoint, text: str, data_dir: Path | None, samples: int, seqlen: int, seed: int) -> Any:
-    from qtool import corpora
-    from qtool.calibration.data import windows
-    from qtool.pipeline.quantize import Calibration, fingerprint
-    from qtool.runtime.load import load_tokenizer
-
-    corpus = corpora.load(text, split="train", data_dir=data_dir)
-    seqlen = min(seqlen, source.config.get("max_position_embeddings") or seqlen)
-    ids = windows(
-        corpus.documents,
-        load_tokenizer(source.directory),
-        samples=samples,
-        seqlen=seqlen,
-        vocabulary=source.config["vocab_size"],
-        seed=seed,
-    )
-    if len(ids) < samples and ranks.rank() == 0:
-        print(f"{text} has {len(ids)} windows of {seqlen} tokens, not the {samples} asked for", file=sys.stderr)
-    facts = {"text": text, "sha256": corpus.sha256, "samples": len(ids), "seqlen": seqlen, "seed": seed}
-    batch = max(1, 4096 // seqlen)
-    tokens = list(ids.split(batch))
-    return Calibration(tokens, facts | {"tokens": fingerprint(tokens)})
 
 
 def evaluate(

@@ -10,6 +10,7 @@ A recipe is a YAML mapping::
         group_size: 32                  # or channel, the default
         layout: row-major         # the default
     kv: kv4                     # optional
+    windows: continued          # of calibration: given, the default, or continued by the model
     transforms: [norm-fusion, {rotate: {seed: 1}}]
     rounding: {gptq: {damping: 0.01}}
 
@@ -29,9 +30,10 @@ from qtool.errors import QtoolError, suggest
 
 BUILT_IN = Path(__file__).parent
 VARIANTS = ("fast", "paper", "best")
-KEYS = frozenset({"scheme", "about", "layers", "kv", "transforms", "rounding", "variants"})
+GIVEN, CONTINUED = "given", "continued"
+KEYS = frozenset({"scheme", "about", "layers", "kv", "windows", "transforms", "rounding", "variants"})
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
-VARIANT_KEYS = frozenset({"transforms", "rounding", "kv"})
+VARIANT_KEYS = frozenset({"transforms", "rounding", "kv", "windows"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class LayerRule:
 class Recipe:
     """One complete recipe.
 
+    ``windows`` says whether calibration windows are a text's or, but for their beginnings, the model's own words.
     ``reason`` says why this one, where something chose it; ``left_out`` what of it the model's family cannot have.
     """
 
@@ -65,6 +68,7 @@ class Recipe:
     transforms: tuple[Step, ...]
     rounding: Step
     kv: str | None = None
+    windows: str = GIVEN
     variant: str = "custom"
     reason: str = ""
     left_out: tuple[str, ...] = ()
@@ -146,6 +150,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         transforms=tuple(_step(step, where) for step in transforms),
         rounding=_step(chosen.get("rounding", "rtn"), where),
         kv=_name({**data, **chosen}, "kv", where),
+        windows=_windows({**data, **chosen}, where),
         variant=variant or "custom",
     )
 
@@ -168,6 +173,13 @@ def _layer(rule: Any, where: str) -> LayerRule:
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
     size = size if isinstance(size, int) else None
     return LayerRule(match, _name(rule, "scheme", where), size, _name(rule, "layout", where))
+
+
+def _windows(data: Mapping[str, Any], where: str) -> str:
+    found = _name(data, "windows", where) or GIVEN
+    if found not in (GIVEN, CONTINUED):
+        raise QtoolError(f"{where}: windows is {GIVEN} or {CONTINUED}, found {found!r}")
+    return found
 
 
 def _name(data: Mapping[str, Any], key: str, where: str) -> str | None:

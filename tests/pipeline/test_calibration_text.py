@@ -1,0 +1,75 @@
+"""Which tokens a run is calibrated on, and what is recorded of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qtool import ranks, recipes
+from qtool.checkpoint.source import DEMO, Checkpoint
+from qtool.errors import QtoolError
+from qtool.pipeline import calibration_text, commands
+from qtool.pipeline.calibration_text import calibration, window_bytes, windows_at_once
+from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import Calibration
+
+
+def cut(recipe: str, **wishes: Any) -> Calibration:
+    source = Checkpoint(DEMO)
+    job = Job.of(source.config, commands.Wishes(recipe=recipe, **wishes).of("w4a16"))
+    return calibration(source, job, "demo", data_dir=None, samples=4, seqlen=64, seed=0, device="cpu")
+
+
+def test_best_continues_the_windows_that_paper_takes_as_they_are() -> None:
+    given, written = cut("paper"), cut("best")
+    own, theirs = torch.cat(list(written.tokens)), torch.cat(list(given.tokens))
+    assert torch.equal(own[:, :8], theirs[:, :8]) and not torch.equal(own[:, 8:], theirs[:, 8:])
+    assert written.facts["windows"] == "continued" and "windows" not in given.facts
+    assert written.facts["tokens"] != given.facts["tokens"] and written.facts["sha256"] == given.facts["sha256"]
+    assert cut("best").facts == written.facts  # so an interrupted run can be resumed
+
+
+@pytest.mark.parametrize(("recipe", "windows"), [("best", "given"), ("paper", "continued")])
+def test_the_command_line_has_the_last_word(recipe: str, windows: str) -> None:
+    other = {"given": "paper", "continued": "best"}[windows]
+    assert cut(recipe, windows=windows).facts["tokens"] == cut(other).facts["tokens"]
+
+
+def test_a_model_that_does_not_fit_whole_keeps_the_text(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 30_000_000)
+    kept = cut("best")
+    assert kept.facts["windows"] == "given" and kept.facts["tokens"] == cut("paper").facts["tokens"]
+    assert "stay the text's own: to continue them the whole model would be held" in capsys.readouterr().err
+
+
+def test_how_many_at_once_is_a_matter_of_the_model() -> None:
+    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
+    at_once = windows_at_once(job, 512, 4)
+    assert at_once & (at_once - 1) == 0
+    assert at_once * window_bytes(job, 512, 4) <= calibration_text.CACHE_BYTES < 2 * at_once * window_bytes(job, 512, 4)
+    assert windows_at_once(job, 10**9, 4) == 1
+
+
+def test_of_several_ranks_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its tokens and load no model."""
+    first = torch.cat(list(cut("best").tokens))
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(ranks, "first", lambda value: first if value is None else pytest.fail("written twice"))
+    assert torch.equal(torch.cat(list(cut("best").tokens)), first)
+
+
+def test_what_was_done_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    commands.quantize("demo", "w8a8", out, recipe="best", calib="demo", data_dir=None, samples=2, seqlen=16, seed=0,
+                      device="cpu", resume=False, progress=None)  # fmt: skip
+    facts = json.loads((out / "qtool.json").read_text())["calibration"]
+    assert facts["windows"] == "continued" and facts["samples"] == 2
+
+
+def test_windows_of_a_recipe_are_given_or_continued() -> None:
+    data = {"layers": [{"match": ".*", "scheme": "w8a8"}], "windows": "continued"}
+    assert recipes.recipe.parse(data, "mine").windows == "continued"
+    with pytest.raises(QtoolError, match="mine: windows is given or continued, found 'long'"):
+        recipes.recipe.parse(data | {"windows": "long"}, "mine")
