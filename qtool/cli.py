@@ -153,6 +153,7 @@ def quantize(model: str, scheme: str, out: Path | None, resume: bool, device: st
 @KV
 @SAMPLES
 @SEQLEN
+@WINDOWS
 @click.option("--device-memory", type=GIGABYTES, help="Of the GPU of a calibrated run, in GB; an H200's by default.")
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:

@@ -17,18 +17,10 @@ from qtool.errors import QtoolError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: of a window that the text gives
-GIVEN = 1 / 8
-
-
-def given_tokens(seqlen: int) -> int:
-    """How many tokens of a window of ``seqlen`` the text gives: at least one."""
-    return max(1, int(seqlen * GIVEN))
-
 
 @torch.no_grad()
-def continued(model: "PreTrainedModel", windows: Tensor, *, seed: int, at_once: int | None = None) -> Tensor:
-    """``windows [B, S]``, of which the model replaces all but the first :func:`given_tokens`, on the CPU.
+def continued(model: "PreTrainedModel", begun: Tensor, length: int, *, seed: int, at_once: int | None = None) -> Tensor:
+    """Windows ``[B, length]`` on the CPU that begin with the tokens ``begun [B, S]``; the model writes the others.
 
     Nothing ends a window early: a token that ends a document is followed by what the model takes to come next.
 
@@ -38,13 +30,11 @@ def continued(model: "PreTrainedModel", windows: Tensor, *, seed: int, at_once: 
     Raises:
         QtoolError: NaN or Inf in the model's logits.
     """
-    random = torch.Generator(model.device).manual_seed(seed)
-    length, parts = windows.shape[1], []
-    given = given_tokens(length)
-    for part in windows.split(at_once or len(windows)):
-        tokens, cache = [part[:, :given].to(model.device)], _cache(model, length)
+    random, parts = torch.Generator(model.device).manual_seed(seed), []
+    for part in begun.split(at_once or len(begun)):
+        tokens, cache = [part.to(model.device)], _cache(model, length)
         finite = torch.ones((), dtype=torch.bool, device=model.device)
-        for _ in range(length - given):
+        for _ in range(length - begun.shape[1]):
             logits = model(tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
             finite &= torch.isfinite(logits).all()  # looked at once, at the end: nothing waits for a GPU here
             tokens.append(torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from qtool.calibration.work import Work
 from qtool.pipeline.job import Job
+from qtool.pipeline.memory import Writing
 from qtool.pipeline.work import work_of
 
 
@@ -19,6 +20,7 @@ class Rates:
         forward, hessian, learning, search, rounding: operations. tried: weights rounded by a candidate of a search.
         tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks of columns.
         packed: weights packed or unpacked. read, write: bytes, beside the blocks.
+        token: seconds that one block takes for the next token of windows that the model continues.
         start: seconds before the first block. compiling: what the first run on a machine takes longer.
     """
 
@@ -36,6 +38,7 @@ class Rates:
     packed: float
     read: float
     write: float
+    token: float
     start: float
     compiling: float
 
@@ -71,11 +74,13 @@ H200 = Rates(
     packed=25e9,
     read=1.5e9,
     write=0.45e9,
+    token=2.5e-3,
     start=2.8,
     compiling=4.0,
 )
 
 
-def seconds(job: Job, samples: int, seqlen: int, rates: Rates = H200) -> float:
-    """Of quantizing by ``job`` on the GPU of ``rates``."""
-    return rates.seconds(work_of(job, samples, seqlen))
+def seconds(job: Job, samples: int, seqlen: int, writing: Writing | None = None, rates: Rates = H200) -> float:
+    """Of quantizing by ``job`` on the GPU of ``rates``; ``writing``: of the windows, where the model continues them."""
+    tokens = -(-samples // writing.at_once) * (seqlen - writing.given) if writing else 0
+    return tokens * job.blocks * rates.token + rates.seconds(work_of(job, samples, seqlen))

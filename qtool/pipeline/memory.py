@@ -4,10 +4,12 @@ Counted, not measured: each line of a sum is what some code keeps alive at its w
 the device are those torch allocates; its cache may reserve a third more.
 """
 
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.work import block_shape
 
@@ -15,6 +17,10 @@ from qtool.pipeline.work import block_shape
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 #: tokens of a batch
 BATCH_TOKENS = 4096
+#: of a window that a text gives where the model continues it
+GIVEN_SHARE = 1 / 8
+#: of a device's memory for keys and values while the model continues windows: what takes more is written in parts
+CACHE_SHARE = 0.25
 
 
 def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
@@ -59,3 +65,38 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     if device.type == "cuda":  # pinned memory of a block is used again once that is on the GPU: one to two of them
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
     return CPU_PROCESS + kept_on_host + max(4 * embedded, 2 * block + working_bytes(job, tokens, device))
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Calibration windows that the model continues after their first ``given`` tokens, and what a device holds then.
+
+    Attributes:
+        at_once: how many are written side by side. weights, cache: bytes.
+    """
+
+    given: int
+    at_once: int
+    weights: int
+    cache: int
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.cache
+
+    def fits(self, device_memory: float, host_memory: float) -> bool:
+        """Whether there is room: on the device, and on the host for the weights, which pass through it."""
+        return self.bytes <= device_memory and self.weights <= host_memory
+
+
+def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
+    """The float model, keys and values, and the logits of a token with two copies.
+
+    How many windows are written at once is a matter of the device's whole ``memory``, not of what is free: it is the
+    same each time, and so are the tokens.
+    """
+    itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
+    window = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize + 3 * 4 * int(job.config["vocab_size"])
+    at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
+    given = max(1, int(seqlen * GIVEN_SHARE))
+    return Writing(given, at_once, itemsize * sum(map(prod, job.source_shapes().values())), at_once * window)

@@ -17,6 +17,7 @@ import torch
 from qtool.pipeline import activations, memory
 from qtool.pipeline.estimate import H200, seconds
 from qtool.pipeline.job import Job
+from qtool.recipes.recipe import CONTINUED, GIVEN
 from qtool.text_table import render
 
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
@@ -47,6 +48,7 @@ class Plan:
         linears: of a block of the commonest kind.
         device: what time and memory are of. compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks.
+        continued: the model writes most of the calibration windows first, and is held whole meanwhile.
     """
 
     job: Job
@@ -60,6 +62,7 @@ class Plan:
     activation_bytes: int = 0
     place: str = ""
     compiling: float = 0
+    continued: bool = False
 
     @property
     def output_bytes(self) -> int:
@@ -102,9 +105,17 @@ def plan(
     place = activations.choose(job, tokens, device, device_memory, host)
     kept, working = memory.activation_bytes(job, tokens, device), memory.working_bytes(job, tokens, device)
     host_bytes = memory.host_bytes(job, device, tokens, kept if place == "host" else 0)
-    device_bytes = working + (kept if place == "device" else 0)
-    return Plan(job, linears, source, shards, host_bytes, seconds(job, samples, seqlen), H200.name, device_bytes,
-                kept, place, H200.compiling)  # fmt: skip
+    device_bytes, writing = working + (kept if place == "device" else 0), None
+    if job.recipe.windows == CONTINUED:
+        writing = memory.writing(job, samples, seqlen, device, device_memory)
+        if writing.fits(activations.DEVICE_SHARE * device_memory, activations.HOST_SHARE * host):
+            device_bytes = max(device_bytes, writing.bytes)
+            host_bytes = max(host_bytes, memory.CUDA_PROCESS + writing.weights)
+        else:
+            writing = None
+    took = seconds(job, samples, seqlen, writing)
+    return Plan(job, linears, source, shards, host_bytes, took, H200.name, device_bytes, kept, place, H200.compiling,
+                writing is not None)  # fmt: skip
 
 
 def _linears(job: Job, block: int) -> list[PlannedLinear]:
@@ -153,6 +164,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "peak_device_bytes": planned.device_bytes,
         "activation_bytes": planned.activation_bytes,
         "activations": planned.place,
+        "windows": CONTINUED if planned.continued else GIVEN,
         "disk_bytes": planned.disk_bytes,
     }
 
@@ -198,6 +210,8 @@ def _costs(planned: Plan) -> Iterator[str]:
         return
     took += f" (first run {planned.compiling:.0f} s more)"
     yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
+    if planned.continued:
+        yield "calibration windows: begun by the text and continued by the model (--windows given: all of the text)"
     kept = f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {activations.PLACES[planned.place]}"
     yield f"{kept}; disk {planned.disk_bytes / 1e9:.2f} GB"
 

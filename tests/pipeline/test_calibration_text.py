@@ -11,8 +11,9 @@ from qtool import ranks, recipes
 from qtool.checkpoint.source import DEMO, Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline import calibration_text, commands
-from qtool.pipeline.calibration_text import calibration, window_bytes, windows_at_once
+from qtool.pipeline.calibration_text import calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.memory import CACHE_SHARE, writing
 from qtool.pipeline.quantize import Calibration
 
 
@@ -41,15 +42,20 @@ def test_a_model_that_does_not_fit_whole_keeps_the_text(monkeypatch: pytest.Monk
     monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 30_000_000)
     kept = cut("best")
     assert kept.facts["windows"] == "given" and kept.facts["tokens"] == cut("paper").facts["tokens"]
-    assert "stay the text's own: to continue them the whole model would be held" in capsys.readouterr().err
+    assert "stay the text's own: to continue them takes the whole model" in capsys.readouterr().err
 
 
-def test_how_many_at_once_is_a_matter_of_the_model() -> None:
+def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
-    at_once = windows_at_once(job, 512, 4)
-    assert at_once & (at_once - 1) == 0
-    assert at_once * window_bytes(job, 512, 4) <= calibration_text.CACHE_BYTES < 2 * at_once * window_bytes(job, 512, 4)
-    assert windows_at_once(job, 10**9, 4) == 1
+    cpu = torch.device("cpu")
+    for memory in (1e9, 5e9, 24e9):
+        all_of_them = writing(job, 1 << 40, 512, cpu, memory)
+        assert (
+            all_of_them.at_once.bit_count() == 1 and all_of_them.cache <= CACHE_SHARE * memory < 2 * all_of_them.cache
+        )
+        assert writing(job, 3, 512, cpu, memory).at_once == 3
+    assert writing(job, 8, 10**9, cpu, 24e9).at_once == 1
+    assert [writing(job, 8, n, cpu, 24e9).given for n in (2, 8, 15, 16, 2048)] == [1, 1, 1, 2, 256]
 
 
 def test_of_several_ranks_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
