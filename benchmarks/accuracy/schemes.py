@@ -41,7 +41,7 @@ def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: torch.Ten
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
     """Quantize, then evaluate; reuses what ``--work`` holds."""
-    options = [arguments.kv] * bool(arguments.kv) + [f"seed{arguments.seed}"] * bool(arguments.seed)
+    options = [o for o in (arguments.kv, arguments.windows, f"seed{arguments.seed}" * bool(arguments.seed)) if o]
     out = arguments.work / "-".join([scheme, variant, *options])
     record = out.with_name(out.name + ".json")
     if record.exists():
@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         commands.quantize(
             arguments.model, scheme, out, recipe=variant, calib=arguments.calib, data_dir=None,
             samples=arguments.samples, seqlen=arguments.seqlen, seed=arguments.seed, device=arguments.device,
-            resume=True, progress=None, kv=arguments.kv,
+            resume=True, progress=None, kv=arguments.kv, windows=arguments.windows,
         )  # fmt: skip
     seconds = time.perf_counter() - started
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
     parser.add_argument("--recipes", default="fast,paper,best")
     parser.add_argument("--kv", help="a KV-cache quantizer for every row")
+    parser.add_argument("--windows", choices=("given", "continued"), help="of calibration; the recipes' by default")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
