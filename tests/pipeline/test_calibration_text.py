@@ -68,7 +68,7 @@ def test_of_several_ranks_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_was_done_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    commands.quantize("demo", "w8a8", out, recipe="best", calib="demo", data_dir=None, samples=2, seqlen=16, seed=0,
+    commands.quantize("demo", "w4a16", out, recipe="best", calib="demo", data_dir=None, samples=2, seqlen=16, seed=0,
                       device="cpu", resume=False, progress=None)  # fmt: skip
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2
