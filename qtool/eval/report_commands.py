@@ -26,7 +26,7 @@ def commands(report: Report) -> list[str]:
     quantize = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
     quantize += RECIPE if recipe_file(report) else record["recipe"]["variant"]
     if calibration := record.get("calibration"):
-        named = {"text": "calib", "samples": "samples", "seqlen": "seqlen", "seed": "seed"}
+        named = {"text": "calib", "samples": "samples", "seqlen": "seqlen", "seed": "seed", "windows": "windows"}
         quantize += "".join(f" --{flag} {calibration[key]}" for key, flag in named.items() if key in calibration)
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"

@@ -18,6 +18,8 @@ def summary(report: Report) -> str:
     if data:
         windows, tokens, text = (data.get(key, "?") for key in ("samples", "seqlen", "text"))
         text = f"calibrated on {windows} windows of {tokens} tokens of {text}"
+        if data.get("windows") == "continued":
+            text += ", begun by it and continued by the model itself"
     return f"Made by {transforms}; {cache}; {text}. The last part says what these words mean."
 
 
@@ -103,6 +105,7 @@ def _imported(report: Report) -> Html:
 CALIBRATION = {
     "samples": "windows",
     "seqlen": "tokens a window",
+    "windows": "their text",
     "sha256": "sha256 of the text",
     "tokens": "sha256 of the tokens",
 }

@@ -42,10 +42,11 @@ def calibration(
     if len(ids) < samples:
         _say(f"{text} has {len(ids)} windows of {seqlen} tokens, not the {samples} asked for")
     facts: dict[str, Any] = {"text": text, "sha256": corpus.sha256, "samples": len(ids), "seqlen": seqlen, "seed": seed}
+    written = None
     if job.recipe.windows == CONTINUED:
         written = ranks.first(_written(source, job, ids, seed, torch.device(device)) if ranks.rank() == 0 else None)
-        facts["windows"] = GIVEN if written is None else CONTINUED
-        ids = ids if written is None else written
+    facts["windows"] = GIVEN if written is None else CONTINUED
+    ids = ids if written is None else written
     tokens = list(ids.split(max(1, BATCH_TOKENS // seqlen)))
     return Calibration(tokens, facts | {"tokens": fingerprint(tokens)})
 

@@ -10,11 +10,13 @@ import torch
 from qtool import ranks, recipes
 from qtool.checkpoint.source import DEMO, Checkpoint
 from qtool.errors import QtoolError
+from qtool.eval import report_commands
 from qtool.pipeline import calibration_text, commands
 from qtool.pipeline.calibration_text import calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.memory import CACHE_SHARE, writing
 from qtool.pipeline.quantize import Calibration
+from qtool.pipeline.report import collect
 
 
 def cut(recipe: str, **wishes: Any) -> Calibration:
@@ -27,7 +29,7 @@ def test_best_continues_the_windows_that_paper_takes_as_they_are() -> None:
     given, written = cut("paper"), cut("best")
     own, theirs = torch.cat(list(written.tokens)), torch.cat(list(given.tokens))
     assert torch.equal(own[:, :8], theirs[:, :8]) and not torch.equal(own[:, 8:], theirs[:, 8:])
-    assert written.facts["windows"] == "continued" and "windows" not in given.facts
+    assert written.facts["windows"] == "continued" and given.facts["windows"] == "given"
     assert written.facts["tokens"] != given.facts["tokens"] and written.facts["sha256"] == given.facts["sha256"]
     assert cut("best").facts == written.facts  # so an interrupted run can be resumed
 
@@ -72,6 +74,7 @@ def test_what_was_done_is_recorded(tmp_path: Path) -> None:
                       device="cpu", resume=False, progress=None)  # fmt: skip
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2
+    assert "--windows continued --out" in report_commands.commands(collect(out, None, "cpu"))[0]
 
 
 def test_windows_of_a_recipe_are_given_or_continued() -> None:
