@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
+from qtool.eval.same_bits import same_bits
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -88,7 +89,8 @@ def perplexity(
     windows = cut_windows(ids, min(seqlen, context_length(model) or seqlen))[:limit]  # [windows, s]
     model.eval()
     sums: list[float] = []
-    with torch.no_grad(), tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty()) as bar:
+    bar = tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty())
+    with torch.no_grad(), same_bits(model), bar:
         for batch in windows.split(batch_size):  # [b, s]
             sums += _window_sums(model, batch.to(model.device)).tolist()
             bar.update(len(batch))

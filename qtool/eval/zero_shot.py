@@ -28,6 +28,7 @@ from qtool import corpora, hub
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
 from qtool.eval.results import Metric, TaskResult
+from qtool.eval.same_bits import same_bits
 
 RESAMPLES = 1000  # bootstrap draws for the standard error of metrics that are no mean; lm-eval's 100,000 take minutes
 
@@ -74,7 +75,7 @@ def zero_shot(
     """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given."""
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
-    with _quiet(), hub.offline():  # its bars reach a terminal, nothing reaches a log
+    with _quiet(), hub.offline(), same_bits(model):  # its bars reach a terminal, nothing reaches a log
         found = evaluator.simple_evaluate(
             model=_LanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
             tasks=tasks,

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
+from qtool.runtime.rounding import as_it_is
 
 
 class QuantLinear(nn.Module):
@@ -84,6 +85,7 @@ class QuantLinear(nn.Module):
         return kernel.multiply(Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype))
 
     @torch.compiler.disable
+    @as_it_is
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
         if self.permutation is not None:
