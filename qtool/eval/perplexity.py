@@ -7,7 +7,8 @@ window is dropped. A window of s tokens is predicted from its own start, so it s
     perplexity = exp( sum over windows and scored tokens of -log p(token | its window so far)  /  scored tokens )
 
 A text shorter than one window is scored as one short window: the scripts would score nothing. Logits come in the
-model's dtype, their log-softmax is taken in float32, sums are kept in float64.
+model's dtype, their log-softmax is taken in float32, sums are kept in float64. Where activations are quantized, the
+hidden states behind them are the same on every device (:mod:`qtool.eval.same_bits`).
 
 Shapes: b windows a batch, s tokens a window, v vocabulary.
 """
