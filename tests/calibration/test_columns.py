@@ -155,13 +155,14 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
 
 
 def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
-    """SparseGPT by hand: of four columns the two of largest t^2 D stay, and the next four hear of the others."""
-    target = torch.tensor([[1.0, 1.1, 1.2, 0.1, 1.2, 0.01, 1.0, 0.5]])
-    cost = torch.tensor([4.0, 0.01, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    alone = prune(target, torch.zeros(8, 8), cost, (2, 4))
-    assert alone.tolist() == [[True, False, True, False, True, False, True, False]]
-    feedback = torch.zeros(8, 8)
+    """SparseGPT by hand: of four columns the two of largest t^2 D stay, and later ones hear how far each is off."""
+    target = torch.tensor([[1.0, 1.1, 1.2, 0.1, 1.2, 0.01, 1.0, 0.5, 1.0, 0.9, 0.8, 0.1]])
+    cost = torch.tensor([4.0, 0.01, *[1.0] * 10])
+    alone = prune(target, torch.zeros(12, 12), cost, (2, 4))
+    assert alone.nonzero()[:, 1].tolist() == [0, 2, 4, 6, 8, 9]
+    feedback = torch.zeros(12, 12)
     feedback[1, 5] = 5.0  # of column 1, which is pruned
-    for block in (4, 8):
+    feedback[5, 10] = -1.0  # of column 5, which stays, but 5.5 above its target
+    for block in (4, 8, 12):
         heard = prune(target, feedback, cost, (2, 4), block)
-        assert heard.tolist() == [[True, False, True, False, True, True, False, False]]
+        assert heard.nonzero()[:, 1].tolist() == [0, 2, 4, 5, 8, 10]

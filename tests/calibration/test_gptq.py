@@ -215,6 +215,17 @@ def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]
     unclipped.check(rounded["self_attn.k_proj"].codes, rounded["self_attn.k_proj"].params)
 
 
+def test_a_sparse_weight_whose_input_is_off_is_pruned_and_rounded_as_its_target() -> None:
+    scheme, method, (weight, hessian) = get("w4a16-24"), Gptq(residual=1), problem()
+    hessian.d = 0.03 * torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) @ hessian.h
+    target = method.begin(Rows(scheme, weight, hessian)).target
+    assert (target - weight).norm() > 0.1 * weight.norm()
+    found = solve(method, scheme, weight, hessian)
+    hessian.d = None
+    expected = solve(method, scheme, target, hessian)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1]["scale"], expected[1]["scale"])
+
+
 @pytest.mark.parametrize("name", ["w4a16", "w4a16-24"])
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_scales_below_zero_are_tried_where_they_are_legal(name: str, rounds: int) -> None:

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from qtool.calibration import smooth_attention
 from qtool.calibration.forwards import observe, run
 from qtool.calibration.key_transform import KeyTransform, fit, key_factor, predicted_error
 from qtool.calibration.queries import Queries
-from qtool.calibration.smooth_attention import KeyObserver, SmoothAttention, least_score_error, observe_keys
+from qtool.calibration.smooth_attention import KeyObserver, Keys, SmoothAttention, least_score_error, observe_keys
 from tests.calibration.conftest import attended
 
 
@@ -122,6 +123,26 @@ def test_each_head_takes_the_transform_that_serves_its_scores():
     made = KeyTransform(torch.stack([quiet, torch.ones(2, 16)]), torch.zeros(2, 2, 8))
     chosen = least_score_error(made, keys, Queries(queries.mT @ queries / 300))
     assert torch.equal(chosen.factor, torch.stack([quiet[0], torch.ones(16)]))
+
+
+def test_the_start_is_chosen_by_keys_that_the_fit_has_not_seen(llama, blocks, monkeypatch):
+    block, _ = blocks(llama)[0]
+    heads, dim = block.heads.kv, block.heads.dim
+    loud = [[pair, pair + dim // 2] for pair in (2, 5)]  # in the first half of the sample, in the second
+    sample, factor = torch.randn(heads, 400, dim), torch.ones(2, heads, dim)
+    for half, channels in enumerate(loud):
+        sample[:, 200 * half : 200 * (half + 1), channels] *= 30
+        factor[half, :, channels] = 30
+    seen = []
+
+    def fitted(keys, *_, **__):
+        seen.append(keys)
+        return KeyTransform(factor, torch.zeros(2, heads, dim // 2))
+
+    monkeypatch.setattr(smooth_attention, "fit", fitted)
+    keys = Keys(sample.abs().amax(1), torch.zeros(heads, dim), sample)
+    found = SmoothAttention().candidates(block, keys, Queries(torch.eye(dim).expand(heads, dim, dim)))["fitted"]
+    assert torch.equal(seen[0], sample[:, :200]) and torch.equal(found.factor, factor[1])
 
 
 def test_keys_are_looked_at_as_they_meet_queries(any_model, blocks):
