@@ -96,6 +96,6 @@ def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> 
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]
     _fake[(triton.cdiv(n * k, TILE),)](
-        weight, *inputs, out, n * k, SIZE=k // groups, GROUPS=groups, LESS=less, TILE=TILE
+        weight, *inputs, out, n * k, SIZE=k // groups, GROUPS=groups, LESS=less, TILE=TILE, enable_fp_fusion=False
     )
     return out

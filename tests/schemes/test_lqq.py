@@ -98,11 +98,8 @@ def test_the_fused_rounding_is_the_schemes_own(shape: tuple[int, int], scale_dty
     params = scheme.fit(weight, clip=0.8, group_clip=0.9)
     expected = scheme.fake_weight(weight, params)
     on_device = {name: t.cuda() for name, t in params.items()}
-    found = scheme.fake_weight(weight.cuda(), on_device).cpu()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        scheme.weight_error(weight.cuda(), on_device).cpu(), expected - weight, rtol=0, atol=1e-8
-    )
+    assert torch.equal(scheme.fake_weight(weight.cuda(), on_device).cpu(), expected)
+    assert torch.equal(scheme.weight_error(weight.cuda(), on_device).cpu(), expected - weight)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
