@@ -26,6 +26,8 @@ SIDE_FILES = (
     "chat_template*",
 )
 
+#: where GPTQ checkpoints have their configuration, the older ones only there
+QUANTIZE_CONFIG = "quantize_config.json"
 #: the same weights once more, in forms that other loaders read
 OTHER_WEIGHTS = ["consolidated*", "*/*"]
 
@@ -46,7 +48,8 @@ def resolve(model: str, *, weights: bool = True) -> Path:
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
-    return _download(model, ["*.safetensors", "config.json", INDEX, *SIDE_FILES] if weights else ["config.json"])
+    configs = ["config.json", QUANTIZE_CONFIG]
+    return _download(model, ["*.safetensors", *configs, INDEX, *SIDE_FILES] if weights else configs)
 
 
 def _download(model: str, patterns: list[str]) -> Path:
@@ -133,7 +136,7 @@ class Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """The content of ``config.json``; its ``quantization_config`` may lie beside, as AutoGPTQ wrote it.
 
     Raises:
         QtoolError: missing, not JSON, or without ``model_type``.
@@ -149,6 +152,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
     if config.get("quantization_config", {}) is None:
         del config["quantization_config"]
+    beside = directory / QUANTIZE_CONFIG
+    if "quantization_config" not in config and beside.is_file():
+        config["quantization_config"] = {"quant_method": "gptq"} | _json(beside)
     if not isinstance(config.get("quantization_config", {}), dict):
         raise QtoolError(f"{path}: its quantization_config is no object")
     return config

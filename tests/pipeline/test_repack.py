@@ -69,6 +69,24 @@ def test_there_and_back(name: str, size: Any, variant: str, make_model: MakeMode
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
 
 
+def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote it: no quant_method, and nothing in config.json."""
+    foreign = export(native(make_model(dtype=torch.float16), w4a16(128)), "gptq", tmp_path / "foreign").directory
+    expected = tensors(repack(Checkpoint(foreign), tmp_path / "expected"))
+    config = json.loads((foreign / "config.json").read_text())
+    del config["quantization_config"]
+    (foreign / "config.json").write_text(json.dumps(config))
+    told = {"bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "sym": True}
+    (foreign / "quantize_config.json").write_text(json.dumps(told))
+    found = tensors(repack(Checkpoint(foreign), tmp_path / "found"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
+    with pytest.raises(QtoolError, match=r"quantized already \(quant_method 'gptq'\)"):
+        quantize(Checkpoint(foreign), recipes.load("w4a16"), tmp_path / "again")
+    (foreign / "quantize_config.json").unlink()
+    with pytest.raises(QtoolError, match="has no quantization_config"):
+        repack(Checkpoint(foreign), tmp_path / "none")
+
+
 def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path) -> None:
     """Hub checkpoints have fp16 scales under any dtype: they are kept, not rounded."""
     foreign = export(native(make_model(dtype=torch.bfloat16), w4a16(128)), "gptq", tmp_path / "foreign").directory
