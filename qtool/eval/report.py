@@ -83,8 +83,8 @@ class Gain:
 class Report:
     """Everything a page shows.
 
-    ``baseline``: how the user named it. ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them.
-    ``windows``: ``(count, tokens)`` measured on.
+    ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
+    ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them. ``windows``: ``(count, tokens)`` measured on.
     """
 
     directory: Path
@@ -93,6 +93,7 @@ class Report:
     sizes: Sequence[Size]
     checks: Sequence[Check]
     baseline: str | None = None
+    is_source: bool = True
     quality: Sequence[Quality] = ()
     errors: LayerErrors | None = None
     ranges: Sequence[ChannelRange] = ()

@@ -36,6 +36,9 @@ def model(report: Report) -> Html:
         ]
     else:
         rows.append(("source", "unknown: qtool.json is missing or damaged"))
+    if report.baseline:
+        doubt = "" if report.is_source else " (not the files of the source: another model, or copied or changed since)"
+        rows.append(("compared with", report.baseline + doubt))
     return facts(rows)
 
 

@@ -1,17 +1,18 @@
 """``qtool report``: gather sizes, checks, results, errors and ranges of a quantized model into one HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtool.checkpoint.source import Checkpoint, resolve
+from qtool.checkpoint.source import Checkpoint, read_config, resolve
 from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
 from qtool.eval.report import Check, LayerErrors, Report, Size, provenance, quality, recorded_errors
+from qtool.models.family import REQUIRED
 from qtool.pipeline import commands
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.job import native_format
@@ -33,11 +34,14 @@ def report(
         tasks: evaluated (and kept in eval.json) first.
 
     Raises:
-        QtoolError: not a native checkpoint, or what an evaluation raises.
+        QtoolError: not a native checkpoint, a baseline of other sizes, or what an evaluation raises.
     """
     from qtool.eval.report_html import render
 
-    native_format(Checkpoint(directory).config)
+    config = Checkpoint(directory).config
+    native_format(config)
+    if compare:
+        require_alike(config, read_config(resolve(compare)), compare)
     if tasks:
         options: dict[str, Any] = {"data_dir": data_dir, "seqlen": 2048, "limit": None, "batch_size": 8}
         commands.evaluate(tasks, str(directory), compare, device=device, save=True, **options)
@@ -63,11 +67,26 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
         sizes(inspect(directory)),
         checks(list(verify(directory, device=device))),
         baseline=compare,
+        is_source=source == record.get("source", {}).get("fingerprint", ""),
         quality=quality(saved.read(directory), saved.identity(directory), source),
         errors=errors,
         run=read_run(directory, record.get("job", {})),
         **_measured(directory, base, checkpoint.config, device),
     )
+
+
+def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
+    """Refuse a baseline ``name`` that the model of ``config`` cannot have been made from.
+
+    Raises:
+        QtoolError: naming the first size that differs.
+    """
+    for key in ("model_type", *REQUIRED):
+        if baseline.get(key) != config.get(key):
+            raise QtoolError(
+                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} here; pass the model "
+                "that was quantized"
+            )
 
 
 def sizes(rows: Sequence[Row]) -> list[Size]:

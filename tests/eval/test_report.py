@@ -101,6 +101,17 @@ def test_missing_parts_name_the_command_that_fills_them(page, quantized):
     assert "12 of 12" in page.words and "All checks passed." in page.words
 
 
+def test_a_baseline_that_is_not_the_source_is_told(base, quantized, make_model, tmp_path):
+    other = make_model("qwen2", name="unrelated")
+    with pytest.raises(QtoolError, match=r"--compare .*unrelated: model_type is 'qwen2' there and 'llama' here"):
+        report(quantized, str(other), [], out=tmp_path / "r.html", data_dir=None, device="cpu")
+    sibling = shutil.copytree(base, tmp_path / "sibling")
+    (sibling / "model.safetensors").touch()
+    doubt = "sibling (not the files of the source: another model, or copied or changed since)"
+    assert doubt in Page(render(collect(quantized, str(sibling), "cpu"))).words
+    assert "not the files of the source" not in Page(render(collect(quantized, str(base), "cpu"))).words
+
+
 def test_a_hostile_record_is_text(quantized):
     directory = quantized
     record = json.loads((directory / "qtool.json").read_text())
