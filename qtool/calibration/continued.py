@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+#: not cuDNN's, which makes a plan for each length of a cache: 60 ms a token on an H200, and not the same each time
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @torch.no_grad()
@@ -35,7 +39,9 @@ def continued(model: "PreTrainedModel", begun: Tensor, length: int, *, seed: int
         tokens, cache = [part.to(model.device)], _cache(model, length)
         finite = torch.ones((), dtype=torch.bool, device=model.device)
         for _ in range(length - begun.shape[1]):
-            logits = model(tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+            with sdpa_kernel(ATTENTION):
+                out = model(tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = out.logits[:, -1].float()
             finite &= torch.isfinite(logits).all()  # looked at once, at the end: nothing waits for a GPU here
             tokens.append(torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random))
         if not finite:

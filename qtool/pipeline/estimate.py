@@ -20,7 +20,8 @@ class Rates:
         forward, hessian, learning, search, rounding: operations. tried: weights rounded by a candidate of a search.
         tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks of columns.
         packed: weights packed or unpacked. read, write: bytes, beside the blocks.
-        token: seconds that one block takes for the next token of windows that the model continues.
+        token: seconds that a block takes for the next token of windows that the model continues. cached: bytes of keys
+            and values that it looks at then.
         start: seconds before the first block. compiling: what the first run on a machine takes longer.
     """
 
@@ -39,6 +40,7 @@ class Rates:
     read: float
     write: float
     token: float
+    cached: float
     start: float
     compiling: float
 
@@ -74,7 +76,8 @@ H200 = Rates(
     packed=25e9,
     read=1.5e9,
     write=0.45e9,
-    token=2.5e-3,
+    token=0.7e-3,
+    cached=390e9,
     start=2.8,
     compiling=4.0,
 )
@@ -82,5 +85,9 @@ H200 = Rates(
 
 def seconds(job: Job, samples: int, seqlen: int, writing: Writing | None = None, rates: Rates = H200) -> float:
     """Of quantizing by ``job`` on the GPU of ``rates``; ``writing``: of the windows, where the model continues them."""
-    tokens = -(-samples // writing.at_once) * (seqlen - writing.given) if writing else 0
-    return tokens * job.blocks * rates.token + rates.seconds(work_of(job, samples, seqlen))
+    took = rates.seconds(work_of(job, samples, seqlen))
+    if writing:
+        cache = writing.cache * (writing.given + seqlen) / (2 * seqlen)  # it grows
+        tokens = -(-samples // writing.at_once) * (seqlen - writing.given)
+        took += tokens * (job.blocks * rates.token + cache / rates.cached)
+    return took

@@ -90,13 +90,15 @@ class Writing:
 
 
 def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
-    """The float model, keys and values, and the logits of a token with two copies.
+    """The float model; of each window its keys and values, what a block makes of its beginning, a token's logits.
 
     How many windows are written at once is a matter of the device's whole ``memory``, not of what is free: it is the
     same each time, and so are the tokens.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
-    window = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize + 3 * 4 * int(job.config["vocab_size"])
-    at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
     given = max(1, int(seqlen * GIVEN_SHARE))
+    widest = max(sum(shape) for block in job.first_of_kinds() for shape in job.linears(block).values())
+    cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
+    window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
+    at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
     return Writing(given, at_once, itemsize * sum(map(prod, job.source_shapes().values())), at_once * window)
