@@ -145,5 +145,4 @@ class Block:
         """From now on linear ``name`` computes what the quantized one will."""
         linear = self.get(name)
         quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
-        parent, _, attribute = name.rpartition(".")
-        setattr(self.module.get_submodule(parent), attribute, quantized)
+        self.module.set_submodule(name, quantized)

@@ -193,5 +193,4 @@ def block_error(
         return torch.stack([(run(block, b) - e).float().square_().sum(dtype=torch.float64) for b, e in pairs]).sum()
     finally:
         for name, linear in linears.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(block.get(parent), attribute, linear)
+            block.module.set_submodule(name, linear)

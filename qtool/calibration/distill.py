@@ -165,10 +165,9 @@ class Distill(Rounding):
         student.exact = {}  # from here on its module follows nobody
         student.module.requires_grad_(False)
         for name, rounded in start.items():
-            parent, _, attribute = name.rpartition(".")
             linear, scheme, order = block.get(name), block.schemes[name], block.permutations.get(name)
             learned = LearnedLinear(linear, scheme, rounded, order, block.weight(name))  # type: ignore[arg-type]
-            setattr(student.get(parent), attribute, learned)
+            student.module.set_submodule(name, learned)
         return student
 
     def distance(self, answer: Tensor, target: Tensor) -> Tensor:

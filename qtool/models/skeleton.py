@@ -77,16 +77,12 @@ CACHE_ARGUMENTS = frozenset({"past_key_values", "layer_past", "past_key_value", 
 @contextmanager
 def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
     """Replace the blocks by recorders: one forward gives the arguments of every block."""
-    parent_name, _, attribute = family.blocks.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    blocks = getattr(parent, attribute)
-    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])
-    setattr(parent, attribute, recorders)
-    final_norm = model.get_submodule(family.final_norm)
-    norm_parent, _, norm_name = family.final_norm.rpartition(".")
-    setattr(model.get_submodule(norm_parent), norm_name, nn.Identity())
+    blocks, final_norm = model.get_submodule(family.blocks), model.get_submodule(family.final_norm)
+    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])  # type: ignore[attr-defined]
+    model.set_submodule(family.blocks, recorders)
+    model.set_submodule(family.final_norm, nn.Identity())
     try:
         yield list(recorders)  # type: ignore[arg-type]
     finally:
-        setattr(parent, attribute, blocks)
-        setattr(model.get_submodule(norm_parent), norm_name, final_norm)
+        model.set_submodule(family.blocks, blocks)
+        model.set_submodule(family.final_norm, final_norm)

@@ -63,8 +63,7 @@ def load_as_export(
     dequantize |= any(target.ways[found.scheme].form is asymmetric_4 for found in formats if found)
     model = load(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _exported(linear, target, model.dtype, dequantize))
+        model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
     if native.kv is not None:
         unquantize_kv(model)
     if native.kv == "kv8" and not dequantize and attention_name(family_of(config["model_type"])) == "self_attn":

@@ -226,8 +226,6 @@ def _empty(module: torch.nn.Module) -> None:
     """Give the block's memory back: plain linears where it simulated quantized ones, all on ``meta``."""
     for name, child in list(module.named_modules()):
         if isinstance(child, SimulatedLinear):
-            parent, _, attribute = name.rpartition(".")
             n, k = child.weight.shape
-            plain = torch.nn.Linear(k, n, bias=child.bias is not None, device="meta")
-            setattr(module.get_submodule(parent), attribute, plain)
+            module.set_submodule(name, torch.nn.Linear(k, n, bias=child.bias is not None, device="meta"))
     module.to("meta")

@@ -97,8 +97,7 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
             dtype=linear.weight.dtype,
             device=linear.weight.device,
         )
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, quantized)
+        model.set_submodule(name, quantized)
 
 
 def block_linears(model: PreTrainedModel) -> Iterator[str]:
@@ -121,6 +120,5 @@ def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Pre
         linear.weight = nn.Parameter(module.dequantize().to(dtype or model.dtype), requires_grad=False)
         if module.bias is not None:
             linear.bias = nn.Parameter(module.bias, requires_grad=False)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, linear)
+        model.set_submodule(name, linear)
     return model
