@@ -85,6 +85,7 @@ class QuantLinear(nn.Module):
         return kernel.multiply(Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype))
 
     @torch.compiler.disable
+    @torch.no_grad()
     @as_it_is
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
