@@ -1,5 +1,6 @@
 """From a text's name to the token windows a run is calibrated on, if a recipe says so continued by the model itself."""
 
+import gc
 import os
 import sys
 import time
@@ -64,6 +65,7 @@ def _written(source: Checkpoint, job: Job, ids: Tensor, seed: int, device: torch
     model = load(source.directory, device=str(device), dtype=dtype)
     written = continued(model, ids[:, : need.given], ids.shape[1], seed=seed, at_once=need.at_once)
     del model
+    gc.collect()  # should it know itself: the run needs its room
     if device.type == "cuda":
         torch.cuda.empty_cache()
     _say(f"{len(ids)} windows, continued by the model after {need.given} tokens of the text "

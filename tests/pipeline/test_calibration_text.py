@@ -1,6 +1,7 @@
 """Which tokens a run is calibrated on, and what is recorded of them."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.memory import CACHE_SHARE, writing
 from qtool.pipeline.quantize import Calibration
 from qtool.pipeline.report import collect
+from qtool.runtime.load import load
 
 
 def cut(recipe: str, **wishes: Any) -> Calibration:
@@ -45,6 +47,19 @@ def test_a_model_that_does_not_fit_whole_keeps_the_text(monkeypatch: pytest.Monk
     kept = cut("best")
     assert kept.facts["windows"] == "given" and kept.facts["tokens"] == cut("paper").facts["tokens"]
     assert "stay the text's own: to continue them takes the whole model" in capsys.readouterr().err
+
+
+def test_the_model_that_wrote_is_gone_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        seen.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(calibration_text, "load", loaded)
+    cut("best")
+    assert [model() for model in seen] == [None]
 
 
 def test_how_many_at_once_is_a_matter_of_the_device() -> None:
