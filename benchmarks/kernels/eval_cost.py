@@ -1,6 +1,8 @@
-"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain one.
+"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain
+one.
 
-    python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs 5]
+    python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs
+    5]
 
 MODEL is a checkpoint with quantized activations. Prints the median seconds of both and their ratio.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.eval.same_bits import same_bits
+from qtool.eval.deterministic import same_bits
 from qtool.runtime.load import load
 
 

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from qtool.schemes import lqq_triton
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
+from qtool.schemes.arithmetic.products import int_matmul, scaled
 from qtool.schemes.base import Clip, Grid, Params, Scheme, require, scale_bounds
-from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
-from qtool.schemes.products import int_matmul, scaled
 
 
 class LiquidQuant(Scheme):
-    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``offset [N, G]`` u8 (``a = 128 + lo``)."""
+    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``offset [N, G]`` u8 (``a = 128 +
+    lo``).
+    """
 
     name = "w4a8-lqq"
     code_bits = 4
@@ -30,7 +32,9 @@ class LiquidQuant(Scheme):
     default_group_size = 64
     activation = PER_TOKEN_S8
 
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
         if lqq_triton.runs_on(low):
             bounds = scale_bounds(self.scale_dtype)
             fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype, bounds)
@@ -84,7 +88,9 @@ class LiquidQuant(Scheme):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
         return super().weight_error(weight, params)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 

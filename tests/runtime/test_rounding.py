@@ -41,7 +41,9 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
 class Device(TorchDispatchMode):
-    """Whose inexact operations are off by a last place, and whose products add in an order of their own."""
+    """Whose inexact operations are off by a last place, and whose products add in an order of their
+    own.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -66,15 +68,21 @@ class Device(TorchDispatchMode):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_devices_agree_on_every_family(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    settings = {key: value for key, value in (SMALL | VARIANTS[variant]).items() if value is not None}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.split("-")[0], **settings))
+    settings = {
+        key: value for key, value in (SMALL | VARIANTS[variant]).items() if value is not None
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(variant.split("-")[0], **settings)
+    )
     separate_experts(model)  # as in a quantized one
     model, tokens = model.bfloat16().eval(), torch.randint(3, 320, (2, 24))
     softmax = torch.softmax
 
     def hidden(seed: int, rounded: bool) -> Tensor:
         device = Device(seed)
-        monkeypatch.setattr(torch, "softmax", lambda *a, **k: device.noisy(softmax(*a, **k)))  # of the attention
+        monkeypatch.setattr(
+            torch, "softmax", lambda *a, **k: device.noisy(softmax(*a, **k))
+        )  # of the attention
         with torch.no_grad(), device, rounded_once() if rounded else nullcontext():
             return model.get_decoder()(tokens, use_cache=False).last_hidden_state
 
@@ -90,7 +98,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a dtype asked for": (lambda x: x.mean(-1, dtype=torch.float32), ()),
     "softmax into float32": (lambda x: functional.softmax(x, -1, dtype=torch.float32), ()),
     "several results": (lambda x: torch.var_mean(x, -1)[1], ()),
-    "a scale without dimensions": (lambda x, s: torch.addcmul(x, x, s), (torch.tensor(0.5, dtype=torch.float64),)),
+    "a scale without dimensions": (
+        lambda x, s: torch.addcmul(x, x, s),
+        (torch.tensor(0.5, dtype=torch.float64),),
+    ),
 }
 
 
@@ -102,8 +113,14 @@ def test_results_are_float64s_in_their_own_dtype(name: str, dtype: torch.dtype) 
     with rounded_once():
         found = function(x, *more)
     assert found.dtype == function(x, *more).dtype
-    wide = {"a dtype asked for": x.double().mean(-1), "softmax into float32": x.double().softmax(-1)}
-    assert torch.equal(found, wide.get(name, function(x.double(), *more) if name not in wide else None).to(found.dtype))
+    wide = {
+        "a dtype asked for": x.double().mean(-1),
+        "softmax into float32": x.double().softmax(-1),
+    }
+    assert torch.equal(
+        found,
+        wide.get(name, function(x.double(), *more) if name not in wide else None).to(found.dtype),
+    )
 
 
 def test_operations_in_place_and_views_stay_so() -> None:
@@ -129,10 +146,18 @@ def test_what_is_marked_is_left_alone() -> None:
     assert torch.equal(once, (x.double() @ y.double()).float()) and torch.equal(native, x @ y)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "rows", "tokens", "dim"), [(4, 2, 300, 300, 8), (4, 4, 7, 50, 12)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "tokens", "dim"), [(4, 2, 300, 300, 8), (4, 4, 7, 50, 12)]
+)
 @pytest.mark.parametrize("mask", ["none", "causal", "shared", "by head", "float", "nothing seen"])
 def test_attention_is_torchs(
-    heads: int, kv_heads: int, rows: int, tokens: int, dim: int, mask: str, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    tokens: int,
+    dim: int,
+    mask: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, rows, 8, generator=random)
@@ -149,4 +174,6 @@ def test_attention_is_torchs(
     want = functional.scaled_dot_product_attention(*double, wide, **how).float()  # type: ignore[arg-type]
     for scores in (2**17, 1):
         monkeypatch.setattr(rounding, "SCORES", (scores, scores))
-        torch.testing.assert_close(attention(query, key, value, given, **how), want, rtol=1e-6, atol=1e-7)  # type: ignore[arg-type]
+        torch.testing.assert_close(
+            attention(query, key, value, given, **how), want, rtol=1e-6, atol=1e-7
+        )  # type: ignore[arg-type]
