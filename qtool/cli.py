@@ -175,7 +175,7 @@ def quantize(
     from qtool.pipeline import commands
     from qtool.pipeline.progress import Progress
 
-    with ranks.joined(device) as own, Progress(silent=ranks.rank() > 0) as progress:
+    with ranks.process_group(device) as own, Progress(silent=ranks.rank() > 0) as progress:
         done = commands.quantize(
             model, scheme, out, resume=resume, device=own, progress=progress, **options
         )

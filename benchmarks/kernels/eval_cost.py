@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.eval.deterministic import same_bits
+from qtool.eval.deterministic import deterministic
 from qtool.runtime.load import load
 
 
@@ -33,7 +33,10 @@ def main() -> None:
     ids = torch.randint(3, model.config.vocab_size, (args.batch, args.tokens), device=args.device)
     seconds: dict[str, list[float]] = {"plain": [], "the same everywhere": []}
     for run in range(args.runs + 1):
-        for name, context in (("plain", nullcontext()), ("the same everywhere", same_bits(model))):
+        for name, context in (
+            ("plain", nullcontext()),
+            ("the same everywhere", deterministic(model)),
+        ):
             with context:
                 start = time.perf_counter()
                 float(model(ids, use_cache=False, logits_to_keep=1).logits.sum())  # waits

@@ -96,7 +96,7 @@ def main() -> None:
     for owner, attribute in NAMED:
         named(owner, attribute)
     setattr(shards, "Stages", Kept)  # noqa: B010
-    with ranks.joined(chosen.device) as own:
+    with ranks.process_group(chosen.device) as own:
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
             source, out = (
                 chosen.directory / f"source-{layers}",
@@ -111,15 +111,15 @@ def main() -> None:
                     )
                 for old in (out, out.with_name(out.name + ".partial")):
                     shutil.rmtree(old, ignore_errors=True)
-            ranks.meet()
+            ranks.barrier()
             checkpoint = Checkpoint(source)
             samples = chosen.samples if layers > 1 else 2 * ranks.size()
             tokens = bench.random_tokens(checkpoint.config["vocab_size"], samples, chosen.seqlen)
             began = time.perf_counter()
             quantize(checkpoint, recipe, out, device=own, calibration=tokens)
-            ranks.meet()
+            ranks.barrier()
         seconds = time.perf_counter() - began
-        others = ranks.every(dict(made[-1].seconds))[1:]
+        others = ranks.all_gather(dict(made[-1].seconds))[1:]
         if ranks.rank() == 0:
             report(out, chosen.layers, seconds, others)
 

@@ -31,7 +31,7 @@ from qtool.pipeline.quantize import quantize
 def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) -> None:
     """Quantize ``DIR/warm`` and then, timed, ``DIR/source``; rank 0 writes the seconds down."""
     chosen = recipes.load("w4a8-lqq", recipe)
-    with ranks.joined(device) as own:
+    with ranks.process_group(device) as own:
         warm, source = Checkpoint(directory / "warm"), Checkpoint(directory / "source")
         quantize(
             warm,
@@ -43,14 +43,14 @@ def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) ->
         if own.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
         tokens = random_tokens(source.config["vocab_size"], samples, seqlen)
-        ranks.meet()
+        ranks.barrier()
         began = time.perf_counter()
         quantize(
             source, chosen, directory / f"ranks-{ranks.size()}", device=own, calibration=tokens
         )
-        ranks.meet()
+        ranks.barrier()
         seconds = time.perf_counter() - began
-        peaks = ranks.every(torch.cuda.max_memory_allocated() if own.startswith("cuda") else 0)
+        peaks = ranks.all_gather(torch.cuda.max_memory_allocated() if own.startswith("cuda") else 0)
         if ranks.rank() == 0:
             record = json.loads((directory / f"ranks-{ranks.size()}.run.json").read_text())
             found = {

@@ -102,20 +102,20 @@ def collect(
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
         new = [[size] * len(collectors) for size in of_ranks]
         if routed:
-            new = ranks.every([collector.new for collector in collectors.values()])
+            new = ranks.all_gather([collector.new for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
             collector.turn(tokens_new)
     own = [collector.found() for collector in collectors.values()]
     found = {}
     for (name, collector), parts in zip(
-        collectors.items(), zip(*ranks.every(own), strict=True), strict=True
+        collectors.items(), zip(*ranks.all_gather(own), strict=True), strict=True
     ):
         amax = maximum([amax for amax, _, _ in parts])
         turns = [
             [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts)
             for _, kept, counts in parts
         ]
-        sample = [x for turn in ranks.interleaved(turns) for x in turn]
+        sample = [x for turn in ranks.interleave(turns) for x in turn]
         if saw_enough(block, [name], collector.seen, total) and amax is not None:
             found[name] = Inputs(amax, torch.cat(sample))
     return found
@@ -147,7 +147,9 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
     """``(B, S)`` of every batch of all ranks, in order: known of :class:`Batches`, else asked for."""
     if isinstance(batches, Batches):
         return batches.shapes
-    return ranks.in_order([(len(batch.hidden), batch.hidden.shape[1]) for batch in batches])
+    return ranks.all_gather_batches(
+        [(len(batch.hidden), batch.hidden.shape[1]) for batch in batches]
+    )
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
@@ -157,7 +159,7 @@ def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
         if held >= sequences:
             break
         count, held = count + 1, held + size
-    return list(batches[: len(ranks.share(range(count)))])
+    return list(batches[: len(ranks.local_items(range(count)))])
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
@@ -170,5 +172,5 @@ def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
     return (
         own
         if ranks.size() == 1
-        else ranks.in_order([Batch(batch.hidden, batch.kwargs) for batch in own])
+        else ranks.all_gather_batches([Batch(batch.hidden, batch.kwargs) for batch in own])
     )

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtool.distributed import serialization as parcels
-from qtool.distributed import watch
+from qtool.distributed import serialization, watch
 from qtool.errors import QtoolError
 
 T = TypeVar("T")
@@ -60,7 +59,7 @@ def size() -> int:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[str]:
+def process_group(device: str) -> Iterator[str]:
     """Be one of the ranks that the launcher started, on the device that it yields: ``cuda`` is
     cuda:LOCAL_RANK.
 
@@ -82,7 +81,7 @@ def joined(device: str) -> Iterator[str]:
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
     _world = World(number, count, device)
     yield device  # after an error the process ends as it is: a collective may be under way
-    meet()
+    barrier()
     watch.end()
     _world = World()
     dist.destroy_process_group()
@@ -101,47 +100,48 @@ def _own_device(device: str) -> str:
     return f"cuda:{local}"
 
 
-def share(items: Sequence[T]) -> list[T]:
+def local_items(items: Sequence[T]) -> list[T]:
     """The items of this rank: every R-th."""
     return list(items[_world.rank :: _world.size])
 
 
-def in_order(own: Sequence[T]) -> list[T]:
+def all_gather_batches(own: Sequence[T]) -> list[T]:
     """What the ranks have of each of their batches, in the order of all batches."""
     if _world.size == 1:
         return list(own)
-    return interleaved(every(list(own)))
+    return interleave(all_gather(list(own)))
 
 
-def interleaved(lists: Sequence[Sequence[T]]) -> list[T]:
-    """What :func:`every` found of each rank's batches, in the order of all batches."""
+def interleave(lists: Sequence[Sequence[T]]) -> list[T]:
+    """What :func:`all_gather` found of each rank's batches, in the order of all batches."""
     return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
-def rounds(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
+def lockstep(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
     """One's own items, then None while another rank has one more: every rank takes the same number
     of turns.
 
     ``count``: how many items all ranks have, if that is known.
     """
-    turns = max(every(len(own))) if count is None else -(-count // _world.size)
+    turns = max(all_gather(len(own))) if count is None else -(-count // _world.size)
     yield from own
     yield from [None] * (turns - len(own))
 
 
-def every(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """``value`` of each rank, by rank; tensors in it go from device to device."""
     if _world.size == 1:
         return [value]
-    blob, tensors = parcels.take_apart(value)
+    blob, tensors = serialization.take_apart(value)
     found = [
-        pickle.loads(part) for part in _gather(pickle.dumps((blob, parcels.describe(tensors))))
+        pickle.loads(part)
+        for part in _gather(pickle.dumps((blob, serialization.describe(tensors))))
     ]
-    own = parcels.buffer(found[_world.rank][1], _world.device)
-    parcels.pack(tensors, found[_world.rank][1], own)
-    buffers = _exchange(own, [parcels.size(described) for _, described in found])
+    own = serialization.buffer(found[_world.rank][1], _world.device)
+    serialization.pack(tensors, found[_world.rank][1], own)
+    buffers = _exchange(own, [serialization.size(described) for _, described in found])
     return [
-        value if owner == _world.rank else parcels.put_together(its_blob, described, buffer)
+        value if owner == _world.rank else serialization.put_together(its_blob, described, buffer)
         for owner, ((its_blob, described), buffer) in enumerate(zip(found, buffers, strict=True))
     ]
 
@@ -169,17 +169,17 @@ def _gather(blob: bytes) -> list[bytes]:
     own[: 8 + len(blob)] = torch.frombuffer(
         bytearray(len(blob).to_bytes(8, "little") + blob), dtype=torch.uint8
     )
-    first = _all_gather(own[:PARCEL])
+    first = _all_gather_bytes(own[:PARCEL])
     lengths = [int.from_bytes(part[:8].numpy().tobytes(), "little") for part in first]
     if (most := max(lengths) + 8) > PARCEL:
         padded = torch.nn.functional.pad(own[PARCEL:], (0, most - len(own)))
-        first = [torch.cat(pair) for pair in zip(first, _all_gather(padded), strict=True)]
+        first = [torch.cat(pair) for pair in zip(first, _all_gather_bytes(padded), strict=True)]
     return [
         part[8 : 8 + length].numpy().tobytes() for part, length in zip(first, lengths, strict=True)
     ]
 
 
-def _all_gather(own: Tensor) -> list[Tensor]:
+def _all_gather_bytes(own: Tensor) -> list[Tensor]:
     """``own`` (on the CPU) of each rank."""
     parts = [torch.empty_like(own) for _ in range(_world.size)]
     with _together():
@@ -187,31 +187,31 @@ def _all_gather(own: Tensor) -> list[Tensor]:
     return parts
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait until every rank is here."""
-    every(None)
+    all_gather(None)
 
 
-def first(value: T) -> T:
+def broadcast(value: T) -> T:
     """What rank 0 has."""
-    return every(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
+    return all_gather(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def spread(
+def map_items(
     function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0
 ) -> list[S]:
     """``function`` of every item, each computed by one rank and known to all; the dearest are
     shared out first.
     """
-    return spread_together(lambda own: [function(item) for item in own], items, cost)
+    return map_groups(lambda own: [function(item) for item in own], items, cost)
 
 
-def spread_together(
+def map_groups(
     function: Callable[[Sequence[T]], Sequence[S]],
     items: Sequence[T],
     cost: Callable[[T], float] = lambda _: 1.0,
 ) -> list[S]:
-    """:func:`spread` where ``function`` takes all the items of a rank at once."""
+    """:func:`map_items` where ``function`` takes all the items of a rank at once."""
     if _world.size == 1:
         return list(function(items))
     owners, loads = [0] * len(items), [0.0] * _world.size
@@ -221,26 +221,26 @@ def spread_together(
     mine = [i for i, owner in enumerate(owners) if owner == _world.rank]
     own = dict(zip(mine, function([items[i] for i in mine]), strict=True))
     results: dict[int, S] = {}
-    for part in every(own):
+    for part in all_gather(own):
         results |= part
     return [results[i] for i in range(len(items))]
 
 
-def spread_numbers(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
-    """:func:`spread` of a number ``[]`` float64 on the ranks' device, in one exchange that no
+def map_scalars(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
+    """:func:`map_items` of a number ``[]`` float64 on the ranks' device, in one exchange that no
     process waits for.
     """
-    own = [function(item) for item in share(items)]
+    own = [function(item) for item in local_items(items)]
     if _world.size == 1:
         return torch.stack(own)
     found = torch.zeros(len(items), dtype=torch.float64, device=_world.device)
     if own:
         found[_world.rank :: _world.size] = torch.stack(own)
-    add_up(found)  # each number and zeros: exact
+    all_reduce(found)  # each number and zeros: exact
     return found
 
 
-def rows(count: int, unit: int = 1) -> slice:
+def local_rows(count: int, unit: int = 1) -> slice:
     """The rows of this rank, of ``count``; in whole units, if there are enough for all ranks."""
     if count < unit * _world.size:
         unit = 1
@@ -248,7 +248,7 @@ def rows(count: int, unit: int = 1) -> slice:
     return slice(unit * (units * number // size), min(count, unit * (units * (number + 1) // size)))
 
 
-def add_up(tensor: Tensor) -> None:
+def all_reduce(tensor: Tensor) -> None:
     """The sum over the ranks, in place: the same on all of them, though its last bits depend on how
     many they are.
     """
@@ -257,7 +257,7 @@ def add_up(tensor: Tensor) -> None:
             dist.all_reduce(tensor)
 
 
-class Sum:
+class OrderedSum:
     """The sum of ``count`` numbers a batch, whichever rank has the batch, in the order of the
     batches.
 
@@ -279,7 +279,7 @@ class Sum:
 
     @property
     def tensor(self) -> Tensor:
-        """``[count]``, to which a batch's term is added before :meth:`turn`: another one, of zeros,
+        """``[count]``, to which a batch's term is added before :meth:`step`: another one, of zeros,
         after it.
         """
         return self._term[: self._count]
@@ -289,7 +289,7 @@ class Sum:
         """What :attr:`tensor` is the beginning of."""
         return self._term
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """After a batch: each rank adds the terms of all, in order, to its share of the sum."""
         if self._own is None:
             return
@@ -312,7 +312,7 @@ class Sum:
             self._own += term
         return sent
 
-    def whole(self) -> Tensor:
+    def result(self) -> Tensor:
         """The sum, after the last turn."""
         if self._own is not None:
             self._settle()

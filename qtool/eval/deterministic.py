@@ -4,7 +4,7 @@ place decides.
 Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary goes
 another way, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two
 orders of a sum. Its blocks are therefore evaluated with float operations that every device rounds
-alike (:mod:`qtool.runtime.rounding`) around integer kernels that do so anyway. What follows the
+alike (:mod:`qtool.runtime.deterministic`) around integer kernels that do so anyway. What follows the
 last code, the head, is computed as always, and so is a model whose activations have 16 bits.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from qtool.kernels.order import groups_in_order
+from qtool.runtime.deterministic import deterministic_arithmetic
 from qtool.runtime.huggingface import quantized_linears
-from qtool.runtime.rounding import rounded_once
 
 
 @contextmanager
-def same_bits(model: PreTrainedModel) -> Iterator[None]:
+def deterministic(model: PreTrainedModel) -> Iterator[None]:
     """In here ``model`` gives the same hidden states on a CPU and on a GPU if it quantizes
     activations.
     """
@@ -34,7 +34,7 @@ def same_bits(model: PreTrainedModel) -> Iterator[None]:
 
     @wraps(forward)
     def rounded(*args: Any, **kwargs: Any) -> Any:
-        with rounded_once(), groups_in_order():
+        with deterministic_arithmetic(), groups_in_order():
             return forward(*args, **kwargs)
 
     decoder.forward = rounded

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
-from qtool.eval.deterministic import same_bits
+from qtool.eval.deterministic import deterministic
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -98,7 +98,7 @@ def perplexity(
     model.eval()
     sums: list[float] = []
     bar = tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty())
-    with torch.no_grad(), same_bits(model), bar:
+    with torch.no_grad(), deterministic(model), bar:
         for batch in windows.split(batch_size):  # [b, s]
             sums += _window_sums(model, batch.to(model.device)).tolist()
             bar.update(len(batch))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
-from qtool.eval.deterministic import same_bits
+from qtool.eval.deterministic import deterministic
 from qtool.eval.results import Metric, TaskResult
 from qtool.io import hub
 
@@ -84,7 +84,7 @@ def zero_shot(
     with (
         _quiet(),
         hub.offline(),
-        same_bits(model),
+        deterministic(model),
     ):  # its bars reach a terminal, nothing reaches a log
         found = evaluator.simple_evaluate(
             model=_LanguageModel(

@@ -67,7 +67,7 @@ E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
-class Way:
+class CompressedFormat:
     """How a scheme is expressed: the form of its weights, its group sizes, the activations it will
     run under.
     """
@@ -82,12 +82,16 @@ class Way:
 
 
 class CompressedTensors(Target):
-    """One target a table of scheme -> :class:`Way`."""
+    """One target a table of scheme -> :class:`CompressedFormat`."""
 
     uniform: ClassVar[bool] = False
 
     def __init__(
-        self, name: str, about: str, ways: Mapping[str, Way], tile: tuple[int, int] = (1, 8)
+        self,
+        name: str,
+        about: str,
+        ways: Mapping[str, CompressedFormat],
+        tile: tuple[int, int] = (1, 8),
     ) -> None:
         self.name, self.about, self.ways, self.tile = name, about, ways, tile
         self.expressible = {scheme: way.group_sizes for scheme, way in ways.items()}
@@ -220,13 +224,13 @@ def read_zeros(stored: Tensor, n: int, groups: int) -> Tensor:
     return gptq.WORDS.unpack({"qweight": stored}, groups, n, signed=False).t().contiguous()
 
 
-def _ways(
+def _formats(
     schemes: Mapping[str, tuple[int | None, ...]], activations: str, form: Form | None = None
-) -> dict[str, Way]:
+) -> dict[str, CompressedFormat]:
     """Every scheme in ``form``, by default symmetric where it can be."""
     default = {scheme: symmetric_4 if scheme in SYMMETRIC_4 else asymmetric_4 for scheme in schemes}
     return {
-        scheme: Way(form or default[scheme], sizes, activations)
+        scheme: CompressedFormat(form or default[scheme], sizes, activations)
         for scheme, sizes in schemes.items()
     }
 
@@ -236,30 +240,30 @@ COMPRESSED_TENSORS = (
         "compressed-tensors",
         "w4a16 and w8a8 as they are: vLLM, SGLang, transformers",
         {
-            "w4a16": Way(symmetric_4, ANY, SIXTEEN_BIT),
-            "w4a16-24": Way(symmetric_4, ANY, SIXTEEN_BIT),
-            "w8a8": Way(int_8, (None,), TOKEN_INT8),
+            "w4a16": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
+            "w4a16-24": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
+            "w8a8": CompressedFormat(int_8, (None,), TOKEN_INT8),
         },
     ),
     CompressedTensors(
         "compressed-tensors-w4a16",
         "any 4-bit weights on one level, 16-bit activations: vLLM, SGLang, transformers",
-        _ways(ASYMMETRIC_4, SIXTEEN_BIT),
+        _formats(ASYMMETRIC_4, SIXTEEN_BIT),
     ),
     CompressedTensors(
         "compressed-tensors-w8a8",
         "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, SGLang, transformers",
-        _ways(INT_8, TOKEN_INT8, int_8),
+        _formats(INT_8, TOKEN_INT8, int_8),
     ),
     CompressedTensors(
         "compressed-tensors-w4a8",
         "4-bit weights under int8 activations: vLLM with its Humming kernels",
-        _ways(ASYMMETRIC_4, TOKEN_INT8),
+        _formats(ASYMMETRIC_4, TOKEN_INT8),
     ),
     W4A8Fp8(
         "compressed-tensors-w4a8-fp8",
         "symmetric 4-bit weights in groups of 128 under fp8 activations: vLLM on Hopper",
-        _ways({scheme: (128,) for scheme in SYMMETRIC_4}, TOKEN_FP8),
+        _formats({scheme: (128,) for scheme in SYMMETRIC_4}, TOKEN_FP8),
         tile=(128, 128),
     ),
 )

@@ -20,7 +20,7 @@ from qtool.exchange.affine import Affine
 
 
 @dataclass(frozen=True)
-class Foreign:
+class SourceFormat:
     """How the linears of a foreign checkpoint are stored.
 
     Attributes:
@@ -42,7 +42,7 @@ class Foreign:
     read_zeros: Callable[[Tensor, int, int], Tensor]
 
 
-def describe(config: Mapping[str, Any]) -> Foreign:
+def describe(config: Mapping[str, Any]) -> SourceFormat:
     """The foreign format of config.json.
 
     Raises:
@@ -62,7 +62,7 @@ def describe(config: Mapping[str, Any]) -> Foreign:
     return _DESCRIBE[method](quantization)
 
 
-def _gptq(config: Mapping[str, Any]) -> Foreign:
+def _gptq(config: Mapping[str, Any]) -> SourceFormat:
     _expect(config, "bits", 4, "GPTQ", "w4a16 is the only weight-only scheme")
     if not config.get("sym", True):
         raise QtoolError(
@@ -84,7 +84,7 @@ def _gptq(config: Mapping[str, Any]) -> Foreign:
         raise QtoolError(
             f"GPTQ checkpoint_format {stored!r} cannot be imported; known: {', '.join(gptq.ZERO_OFFSET)}"
         )
-    return Foreign(
+    return SourceFormat(
         f"GPTQ ({stored})",
         "qweight",
         ("qweight", "qzeros", "scales", "g_idx?"),
@@ -96,12 +96,12 @@ def _gptq(config: Mapping[str, Any]) -> Foreign:
     )
 
 
-def _awq(config: Mapping[str, Any]) -> Foreign:
+def _awq(config: Mapping[str, Any]) -> SourceFormat:
     bits = config.get("bits", config.get("w_bit"))
     _expect({"bits": bits}, "bits", 4, "AWQ", "w4a16 is the only weight-only scheme")
     if (version := str(config.get("version", "gemm")).lower()) != "gemm":
         raise QtoolError(f"AWQ version {version!r} cannot be imported; only 'gemm' can")
-    return Foreign(
+    return SourceFormat(
         "AWQ",
         "qweight",
         ("qweight", "qzeros", "scales"),
@@ -113,7 +113,7 @@ def _awq(config: Mapping[str, Any]) -> Foreign:
     )
 
 
-def _auto_round(config: Mapping[str, Any]) -> Foreign:
+def _auto_round(config: Mapping[str, Any]) -> SourceFormat:
     packing = str(config.get("packing_format", "auto_round:auto_gptq"))
     _expect(
         {"data_type": config.get("data_type", "int")},
@@ -138,7 +138,7 @@ def _auto_round(config: Mapping[str, Any]) -> Foreign:
     return replace(AUTO_ROUND[packing](config), name=f"AutoRound ({packing})")
 
 
-def _compressed(config: Mapping[str, Any]) -> Foreign:
+def _compressed(config: Mapping[str, Any]) -> SourceFormat:
     groups = config.get("config_groups") or {}
     if not groups:
         raise QtoolError("compressed-tensors: config_groups is empty, no linear is quantized")
@@ -170,7 +170,7 @@ def _compressed(config: Mapping[str, Any]) -> Foreign:
         raise QtoolError(
             "compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV cache"
         )
-    return Foreign(
+    return SourceFormat(
         "compressed-tensors",
         "weight_packed",
         ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point?", "weight_g_idx?"),
@@ -185,12 +185,12 @@ def _compressed(config: Mapping[str, Any]) -> Foreign:
 _NEEDS_ORDER = "qtool's groups are consecutive inputs; quantize the original model"
 #: packing_format -> whose tensors they are: zero points of auto_gptq are stored minus 1, the
 #: others' as they are
-AUTO_ROUND: dict[str, Callable[[Mapping[str, Any]], Foreign]] = {
+AUTO_ROUND: dict[str, Callable[[Mapping[str, Any]], SourceFormat]] = {
     "auto_round:auto_gptq": _gptq,
     "auto_round:auto_awq": _awq,
     "auto_round:gptqmodel": lambda config: _gptq({**config, "checkpoint_format": "gptq_v2"}),
 }
-_DESCRIBE: dict[Any, Callable[[Mapping[str, Any]], Foreign]] = {
+_DESCRIBE: dict[Any, Callable[[Mapping[str, Any]], SourceFormat]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
@@ -218,7 +218,7 @@ def require_consecutive(name: str, group_of: Tensor, groups: int) -> None:
         raise QtoolError(f"{name}: its columns were reordered (desc_act=true): {_NEEDS_ORDER}")
 
 
-def is_quantized(foreign: Foreign, tensor: str) -> str | None:
+def is_quantized(foreign: SourceFormat, tensor: str) -> str | None:
     """The linear whose codes ``tensor`` holds; None if it holds none."""
     found = re.fullmatch(rf"(.+)\.{re.escape(foreign.weight)}", tensor)
     return found[1] if found else None

@@ -21,7 +21,7 @@ from torch import Tensor
 import qtool
 from qtool import recipes
 from qtool.errors import CheckFailed, NoSpace, QtoolError
-from qtool.exchange.foreign import Foreign, describe, is_quantized, require_consecutive
+from qtool.exchange.foreign import SourceFormat, describe, is_quantized, require_consecutive
 from qtool.exchange.target import ANY, size_text
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.output import Output
@@ -86,7 +86,7 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
 
 
 def _finish(
-    output: Output, source: Checkpoint, foreign: Foreign, checkpoint_format: CheckpointFormat
+    output: Output, source: Checkpoint, foreign: SourceFormat, checkpoint_format: CheckpointFormat
 ) -> None:
     config = source.config | {"quantization_config": checkpoint_format.to_dict()}
     provenance = {
@@ -99,7 +99,7 @@ def _finish(
     output.finish(config, provenance, source.side_files())
 
 
-def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]:
+def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
     """Every quantized linear and its ``(N, K)``."""
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
@@ -125,7 +125,7 @@ def _linears(source: Checkpoint, foreign: Foreign) -> dict[str, tuple[int, int]]
 
 
 def _plain(
-    source: Checkpoint, foreign: Foreign, linears: Mapping[str, tuple[int, int]]
+    source: Checkpoint, foreign: SourceFormat, linears: Mapping[str, tuple[int, int]]
 ) -> set[str]:
     """The names of all tensors but the quantized linears'; all of them are there, and nothing else
     that matters.
@@ -149,7 +149,7 @@ def _plain(
 
 
 def _format(
-    source: Checkpoint, foreign: Foreign, name: str, shape: tuple[int, int], layout: str | None
+    source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int], layout: str | None
 ) -> LinearFormat:
     """The native format of a linear, from its scales, zero points and group index.
 
@@ -229,7 +229,7 @@ def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rul
 @dataclass
 class _Import:
     source: Checkpoint
-    foreign: Foreign
+    foreign: SourceFormat
     linears: Mapping[str, tuple[int, int]]
     formats: Mapping[str, LinearFormat]
     plain: set[str]

@@ -60,7 +60,7 @@ class Output:
                 )  # killed after the directory took its name
             else:
                 self._open(resume)
-        self.finished, self.continued, self.records = ranks.first(
+        self.finished, self.continued, self.records = ranks.broadcast(
             (self.finished, self.continued, self.records)
         )
 
@@ -160,7 +160,7 @@ class Output:
         The notes of all shards but the first (the embedding) and the last (the head) are the
         provenance's ``blocks``, unless it has its own.
         """
-        for own in ranks.every(self.records):
+        for own in ranks.all_gather(self.records):
             self.records |= own
         if ranks.rank() > 0:
             return

@@ -63,7 +63,7 @@ def calibration(
     }
     written = None
     if job.recipe.windows == CONTINUED:
-        written = ranks.first(
+        written = ranks.broadcast(
             _written(source, job, ids, seed, torch.device(device)) if ranks.rank() == 0 else None
         )
     facts["windows"] = GIVEN if written is None else CONTINUED

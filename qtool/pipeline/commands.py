@@ -187,7 +187,7 @@ def _place(job: Job, batches: Sequence["Tensor"], device: str, asked: str) -> st
 
     from qtool.pipeline.streaming.activations import described, place_for
 
-    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.share(batches))
+    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.local_items(batches))
     place = place_for(job, tokens, where) if asked == "auto" else asked
     if ranks.rank() == 0:
         print(described(job, tokens, where, place), file=sys.stderr)

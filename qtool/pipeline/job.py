@@ -192,17 +192,17 @@ class Job:
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the source must hold, by full name."""
-        shapes = self.ends()[0]
+        shapes = self.embedding_and_head()[0]
         for block in range(self.blocks):
             shapes |= {
                 self.full(block, name): shape for name, shape in self.block_shapes(block).items()
             }
-        last = self.ends()[1]
+        last = self.embedding_and_head()[1]
         if self.tied:
             del last[f"{self.family.head}.weight"]
         return shapes | last
 
-    def ends(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """Shape of every tensor before the blocks (tables) and after them (final norm, head)."""
         family, dims = self.family, self.family.dimensions(self.namespace)
         first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
@@ -218,7 +218,8 @@ class Job:
         and head.
         """
         first, last = (
-            {name: self._meta(shape) for name, shape in end.items()} for end in self.ends()
+            {name: self._meta(shape) for name, shape in end.items()}
+            for end in self.embedding_and_head()
         )
         if self.tied and not self.unties:
             del last[f"{self.family.head}.weight"]

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtool.format import LinearFormat
+from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
-from qtool.runtime.rounding import as_it_is
 
 
 class QuantLinear(nn.Module):
@@ -93,7 +93,7 @@ class QuantLinear(nn.Module):
 
     @torch.compiler.disable
     @torch.no_grad()
-    @as_it_is
+    @bit_exact
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
         if self.permutation is not None:

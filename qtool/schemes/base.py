@@ -144,15 +144,15 @@ class Scheme(ABC):
         once.
         """
 
-    def ends(self, params: Params) -> Tensor | None:
+    def clip_bounds(self, params: Params) -> Tensor | None:
         """Lowest and highest value of each group ``[2, N, G]``, in units of the floating-point
         scale; None where one follows from the other (no zero point).
         """
         return None
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        """``params`` with the legal integers that come nearest to ``ends [2, N, G]``, real numbers
-        as :meth:`ends` has them: its inverse. Only for schemes that have ends.
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        """``params`` with the legal integers that come nearest to ``bounds [2, N, G]``, real numbers
+        as :meth:`clip_bounds` has them: its inverse. Only for schemes that have clipping bounds.
         """
         raise NotImplementedError(self.name)
 

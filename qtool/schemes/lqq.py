@@ -42,15 +42,15 @@ class LiquidQuant(Scheme):
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)
         high = torch.round(quantize_level1(high, s1) * group_clip)
-        return self.with_ends({"s1": s1}, torch.stack([low, high]))
+        return self.with_clip_bounds({"s1": s1}, torch.stack([low, high]))
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         low = params["offset"].float() - 128
         return torch.stack([low, low + 15 * params["s2"].float()])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low = ends[0].round().clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
-        s2 = torch.round((ends[1] - low) / 15).clamp(1, 16)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low = bounds[0].round().clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
+        s2 = torch.round((bounds[1] - low) / 15).clamp(1, 16)
         return params | {"s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:

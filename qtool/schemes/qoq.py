@@ -43,12 +43,12 @@ class QoQ(Scheme):
         zero = torch.round(-low / scale.float()).clamp(0, 15)
         return {"s1": scale, "zero": zero.to(torch.uint8)}
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         low = -params["zero"].float()[:, None]
         return torch.stack([low, low + 15])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low, high = ends[0, :, 0].clamp_max(0), ends[1, :, 0].clamp_min(0)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low, high = bounds[0, :, 0].clamp_max(0), bounds[1, :, 0].clamp_min(0)
         width = ((high - low) / 15).clamp_min(LEAST_WIDTH)
         scale = stored_scale(params["s1"].float() * width, self.scale_dtype)
         return params | {

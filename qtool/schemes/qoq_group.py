@@ -38,14 +38,14 @@ class ProgressiveQoQ(Scheme):
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1).clamp_max(0) * group_clip)
         high = torch.round(quantize_level1(high, s1).clamp_min(0) * group_clip)
-        return self.with_ends({"s1": s1}, torch.stack([low, high]))
+        return self.with_clip_bounds({"s1": s1}, torch.stack([low, high]))
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         s2, zero = params["s2"].float(), params["zero"].float()
         return torch.stack([-zero * s2, (15 - zero) * s2])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low, high = ends[0].clamp_max(0), ends[1].clamp_min(0)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low, high = bounds[0].clamp_max(0), bounds[1].clamp_min(0)
         s2 = torch.round((high - low) / 15).clamp(1, 16)
         zero = torch.round(-low / s2).clamp(0, 15)
         return params | {"s2": s2.to(torch.uint8), "zero": zero.to(torch.uint8)}

@@ -80,5 +80,5 @@ def make_all(models: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with ranks.joined("cpu"):
+    with ranks.process_group("cpu"):
         make_all(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -180,7 +180,7 @@ def test_rows_are_shared_in_whole_units(
     shares = []
     for number in range(size):
         monkeypatch.setattr(ranks, "_world", ranks.World(number, size))
-        shares.append(ranks.rows(count, unit))
+        shares.append(ranks.local_rows(count, unit))
     assert [row for share in shares for row in range(count)[share]] == list(range(count))
     if count >= unit * size:
         assert all(share.start % unit == 0 and share.start < share.stop for share in shares)
@@ -188,20 +188,20 @@ def test_rows_are_shared_in_whole_units(
 
 def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
     assert (ranks.rank(), ranks.size()) == (0, 1)
-    assert ranks.every(3) == [3] and ranks.first("a") == "a"
+    assert ranks.all_gather(3) == [3] and ranks.broadcast("a") == "a"
     assert (
-        ranks.share([1, 2, 3])
-        == ranks.in_order([1, 2, 3])
-        == list(ranks.rounds([1, 2, 3]))
+        ranks.local_items([1, 2, 3])
+        == ranks.all_gather_batches([1, 2, 3])
+        == list(ranks.lockstep([1, 2, 3]))
         == [1, 2, 3]
     )
-    assert ranks.spread(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
-    assert ranks.spread_numbers(lambda x: torch.tensor(x * 0.5), [1, 2, 3]).tolist() == [
+    assert ranks.map_items(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
+    assert ranks.map_scalars(lambda x: torch.tensor(x * 0.5), [1, 2, 3]).tolist() == [
         0.5,
         1.0,
         1.5,
     ]
-    total = ranks.Sum(3, torch.device("cpu"))
+    total = ranks.OrderedSum(3, torch.device("cpu"))
     total.tensor.add_(1)
-    total.turn()
-    assert torch.equal(total.whole(), torch.ones(3))
+    total.step()
+    assert torch.equal(total.result(), torch.ones(3))

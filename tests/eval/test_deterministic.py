@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.eval.deterministic import same_bits
+from qtool.eval.deterministic import deterministic
 from qtool.eval.perplexity import perplexity
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.kernels.order import in_order
 from qtool.runtime.huggingface import quantized_linears, replace_linears
-from tests.runtime.test_rounding import Device
+from tests.runtime.test_deterministic import Device
 
 from .conftest import make_model
 
@@ -43,7 +43,7 @@ GROUPS = {"w4a4": 32, "w4a16": 32, "w8a8": None}
 
 def hidden(model: torch.nn.Module, seed: int) -> Tensor:
     tokens = torch.randint(2, 98, (4, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), same_bits(model), Device(seed):
+    with torch.no_grad(), deterministic(model), Device(seed):
         return model(tokens, output_hidden_states=True, use_cache=False).hidden_states[-1]
 
 
@@ -60,7 +60,7 @@ def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> 
     before = dict(vars(decoder))
     for broken in (False, True):
         try:
-            with torch.no_grad(), same_bits(model):
+            with torch.no_grad(), deterministic(model):
                 model(torch.full((1, 4), 200 if broken else 3))  # of 98 tokens
         except IndexError:
             assert broken

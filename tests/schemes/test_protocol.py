@@ -88,10 +88,10 @@ def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
 ) -> None:
     for weight in bad_weights.values():
         params = scheme.fit(weight)
-        if (ends := scheme.ends(params)) is None:
+        if (ends := scheme.clip_bounds(params)) is None:
             assert not {"zero", "offset"} & set(params)
             continue
-        again = scheme.with_ends(params, ends)
+        again = scheme.with_clip_bounds(params, ends)
         assert again.keys() == params.keys() and all(
             torch.equal(again[name], params[name]) for name in params
         )
@@ -104,13 +104,13 @@ def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
 def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme: Scheme) -> None:
     weight = torch.randn(64, 1024)
     params = scheme.fit(weight)
-    if (ends := scheme.ends(params)) is None:
+    if (ends := scheme.clip_bounds(params)) is None:
         return
     width = ends[1] - ends[0]
     for end, direction in ((0, 1), (0, -1), (1, 1), (1, -1)):
         moved = ends.clone()
         moved[end] += direction * 0.2 * width
-        grid = scheme.grid(scheme.with_ends(params, moved))
+        grid = scheme.grid(scheme.with_clip_bounds(params, moved))
         now = torch.stack([grid.offset, grid.offset + 15 * grid.step])
         change = (
             (now / params["s1"].float()[:, None] - ends).mean((1, 2)) / width.mean() * direction
@@ -119,7 +119,7 @@ def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme:
             change[end] > 0.1 and change[1 - end].abs() < 0.1
         )  # integers: not just where it was asked to be
     for reach in (1, 10, 1000):
-        params = scheme.with_ends(params, ends + reach * width * torch.randn_like(ends))
+        params = scheme.with_clip_bounds(params, ends + reach * width * torch.randn_like(ends))
         scheme.check(legal_codes(scheme, params, torch.rand_like(weight)), params)
 
 

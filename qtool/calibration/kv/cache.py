@@ -112,7 +112,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
     for batch in batches:
         run(block, batch, **block.with_cache(observer))
     keys, values = map(
-        maximum, zip(*ranks.every((observer.keys.amax, observer.values.amax)), strict=True)
+        maximum, zip(*ranks.all_gather((observer.keys.amax, observer.values.amax)), strict=True)
     )
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")

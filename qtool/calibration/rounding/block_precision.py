@@ -55,7 +55,9 @@ def allocate(
             block, batches, exact, linears
         )
 
-    for linears, (share, error) in zip(samples, ranks.spread(judged, list(samples)), strict=True):
+    for linears, (share, error) in zip(
+        samples, ranks.map_items(judged, list(samples)), strict=True
+    ):
         work = sum(block.weight(name).numel() for name in linears) // len(share)
         costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share)]
         total += work * len(share)

@@ -36,7 +36,7 @@ class RoundToNearest(Rounding):
             )
 
         names = list(block.schemes)
-        found = ranks.spread(nearest, names, cost=lambda name: block.weight(name).numel())
+        found = ranks.map_items(nearest, names, cost=lambda name: block.weight(name).numel())
         for name, rounded in zip(names, found, strict=True):
             block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded.weight_error}
         return dict(zip(names, found, strict=True))

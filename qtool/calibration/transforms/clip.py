@@ -93,7 +93,7 @@ class Clip(Transform):
         judged = [
             name for name in block.schemes if block.family.group_of(name).linears[0] in inputs
         ]
-        found = ranks.spread(
+        found = ranks.map_items(
             searched, judged, cost=lambda name: FIXED_COST + block.weight(name).numel()
         )
         errors = torch.stack([error for _, error in found]).tolist() if found else []
@@ -121,7 +121,7 @@ class Clip(Transform):
         ]
         options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
         exact = [run(block, batch) for batch in batches]
-        errors = ranks.spread_numbers(
+        errors = ranks.map_scalars(
             lambda option: block_error(block, batches, exact, option), options
         ).tolist()
         best = min(range(len(options)), key=errors.__getitem__)

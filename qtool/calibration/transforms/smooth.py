@@ -119,7 +119,7 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
         with tensor_cores():
             return output_error(inputs.sample, problems, targets, factor)
 
-    errors = ranks.spread_numbers(error_of, [None, *factors])
+    errors = ranks.map_scalars(error_of, [None, *factors])
     errors, start = errors[1:], errors[:1]
     least = errors.argmin(0, keepdim=True)  # of equals the first
     better = errors[least] < start

@@ -84,7 +84,7 @@ def observe_keys(
         observer = KeyObserver(tokens / total, seed)
         run(block, batch, **block.with_cache(observer))
         seen.append((observer.amax, observer.total, observer.kept))
-    every = ranks.in_order(seen)
+    every = ranks.all_gather_batches(seen)
     largest = [amax for amax, _, _ in every if amax is not None]
     if not largest:
         return None
@@ -227,7 +227,7 @@ def key_errors(
             float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True)
         )
 
-    return dict(zip(candidates, ranks.spread(error_of, list(candidates.values())), strict=True))
+    return dict(zip(candidates, ranks.map_items(error_of, list(candidates.values())), strict=True))
 
 
 def fold(block: Block, transform: KeyTransform) -> None:

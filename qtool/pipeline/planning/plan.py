@@ -96,7 +96,7 @@ def plan(
     size = job.dtype.itemsize
     shapes = job.source_shapes()
     weights = sum(prod(shape) for shape in shapes.values())
-    first, last = job.ends()
+    first, last = job.embedding_and_head()
     if job.tied and not job.unties:
         del last[f"{job.family.head}.weight"]
     ends = [sum(map(prod, end.values())) * size for end in (first, last)]

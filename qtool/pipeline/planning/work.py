@@ -45,6 +45,9 @@ def work_of(job: Job, samples: int, seqlen: int) -> Work:
     for block, times in Counter(job.kinds).items():
         total += block_work(job, block, samples, seqlen) * times
     last = block_shape(job, job.blocks - 1, samples, seqlen)
-    ends = sum(prod(shape) for end in job.ends() for shape in end.values()) * job.dtype.itemsize
+    ends = (
+        sum(prod(shape) for end in job.embedding_and_head() for shape in end.values())
+        * job.dtype.itemsize
+    )
     spared = Work(forward_flops=-last.forward(), packed_weights=-last.weights)
     return total + spared + Work(read_bytes=2 * ends if job.needs_data else ends, write_bytes=ends)

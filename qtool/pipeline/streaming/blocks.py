@@ -95,7 +95,7 @@ class BuiltBlocks:
             source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read")
         )
         tokens = tokens if job.needs_data else []
-        own = ranks.share(tokens)
+        own = ranks.local_items(tokens)
         shapes = [(len(ids), ids.shape[1]) for ids in tokens]
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
         #: the same in the float model, up to block ``self.reached``
@@ -147,7 +147,7 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with stage("pack"):
-            for name in ranks.share(list(formats)):
+            for name in ranks.local_items(list(formats)):
                 formats[name].scheme_object.check(rounded[name].codes, rounded[name].params)
             for name, linear_format in formats.items():
                 for part, tensor in linear_format.pack(

@@ -127,7 +127,7 @@ class Shards:
             return StreamedBlocks(self.source, self.job)
         if activations == "auto":
             activations = place_for(
-                self.job, sum(ids.numel() for ids in ranks.share(tokens)), self.device
+                self.job, sum(ids.numel() for ids in ranks.local_items(tokens)), self.device
             )
         kept = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN

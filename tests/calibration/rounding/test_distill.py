@@ -265,7 +265,7 @@ def test_the_gradient_reaches_both_bounds(name: str) -> None:
     along = scheme.groups(direction)
     expected = torch.stack([(along * to * width).sum(-1) for to in (to_low, to_high)])
     torch.testing.assert_close(
-        learned.moved.grad.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std())
+        learned.shift.grad.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std())
     )
     both = ((along * (to_low * low + to_high * (low + width))).sum(-1)).view(8, -1).sum(1)
     torch.testing.assert_close(

@@ -43,7 +43,7 @@ def test_panels_are_put_together_again(k: int, monkeypatch: pytest.MonkeyPatch) 
     for hessian in (whole, in_panels):
         for rows in (slice(0, 11), slice(11, 30)):
             hessian.add(x[rows], reference[rows])
-            hessian.turn()
+            hessian.step()
         hessian.complete()
     torch.testing.assert_close(in_panels.h, whole.h, rtol=1e-5, atol=1e-4)
     assert torch.equal(in_panels.h, in_panels.h.T)

@@ -117,7 +117,7 @@ class Distill(Rounding):
 
         def judge() -> float:
             with torch.no_grad():
-                return sum(ranks.every(sum(float(loss_of(i)) for i in judged))) / len(judged)
+                return sum(ranks.all_gather(sum(float(loss_of(i)) for i in judged))) / len(judged)
 
         optimizer = self.optimizer(linears)
         learned = [p for group in optimizer.param_groups for p in group["params"]]
@@ -134,7 +134,7 @@ class Distill(Rounding):
                         parameter.grad is None
                     ):  # none of the sequences is this rank's, or none of the expert's tokens
                         parameter.grad = torch.zeros_like(parameter)
-                    ranks.add_up(parameter.grad)
+                    ranks.all_reduce(parameter.grad)
                 optimizer.step()
                 schedule.step()
             curve.append(judge())
@@ -179,7 +179,7 @@ class Distill(Rounding):
 
         return [
             sum(of_all)
-            for of_all in zip(*ranks.every([size(target) for target in targets]), strict=True)
+            for of_all in zip(*ranks.all_gather([size(target) for target in targets]), strict=True)
         ]
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
@@ -211,7 +211,7 @@ class Distill(Rounding):
         for linear in linears.values():
             step = float(linear.scheme.grid(linear.params).step.mean())
             groups.append({"params": [linear.weight], "lr": self.weight_lr * step})
-            bounds = [linear.log_ratio] + ([] if linear.moved is None else [linear.moved])
+            bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
             groups.append({"params": bounds, "lr": self.scale_lr})
         fused = any(
             linear.weight.is_cuda for linear in linears.values()
@@ -226,9 +226,9 @@ def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
     if ranks.size() == 1:
         return list(batches)
     own: list[Batch | None] = []
-    for batch in ranks.rounds(batches):
-        for whole in ranks.every(batch and Batch(batch.hidden, batch.kwargs)):
+    for batch in ranks.lockstep(batches):
+        for whole in ranks.all_gather(batch and Batch(batch.hidden, batch.kwargs)):
             if whole is not None:
-                part = ranks.rows(len(whole.hidden))
+                part = ranks.local_rows(len(whole.hidden))
                 own.append(whole.part(part) if part.start < part.stop else None)
     return own

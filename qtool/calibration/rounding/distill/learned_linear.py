@@ -2,14 +2,14 @@
 grid.
 
 Forward is what the quantized linear computes, codes and all: ``V = grid.nearest(W)``. Backward
-passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and moved
+passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and shift
 by b,
 
     dV/dW = 1 where the code is not clamped, else 0        dV/da = V - W dV/dW        dV/db = 1 - dV/dW
 
 (LSQ arXiv 1902.08153 for the scale, LSQ+ arXiv 2004.09576 for the shift). A scheme without zero
 points has one unknown, the logarithm r of its float scale's change, ``a = e^r``: both clipping
-bounds move together. One with them (:meth:`Scheme.ends`) has also the lowest and the highest value
+bounds move together. One with them (:meth:`Scheme.clip_bounds`) has also the lowest and the highest value
 of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137, equation 2), and the
 integers are rounded to them:
 
@@ -44,8 +44,8 @@ class LearnedLinear(nn.Module):
     Attributes:
         weight: float32 ``[N, G, g]``, starts as near to the exact one as ``start``'s codes allow.
         log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
-        moved: ``[2, N, G]``, how far each group's ends have moved, in shares of its width; starts
-            at zeros. None where the scheme has no ends.
+        shift: ``[2, N, G]``, how far each group's bounds have moved, in shares of its width; starts
+            at zeros. None where the scheme has no bounds.
     """
 
     def __init__(
@@ -72,35 +72,35 @@ class LearnedLinear(nn.Module):
         self.log_ratio = nn.Parameter(
             torch.zeros_like(start.params[self.scale], dtype=torch.float32)
         )
-        ends = scheme.ends(start.params)
-        self.moved = None if ends is None else nn.Parameter(torch.zeros_like(ends))
+        bounds = scheme.clip_bounds(start.params)
+        self.shift = None if bounds is None else nn.Parameter(torch.zeros_like(bounds))
 
-    def ends(self) -> Tensor | None:
-        """The groups' ends as learned so far ``[2, N, G]``, real numbers in units of the scale."""
-        start = self.scheme.ends(self.params)
-        if start is None or self.moved is None:
+    def clip_bounds(self) -> Tensor | None:
+        """The groups' bounds as learned so far ``[2, N, G]``, real numbers in units of the scale."""
+        start = self.scheme.clip_bounds(self.params)
+        if start is None or self.shift is None:
             return None
-        return start + (start[1] - start[0]) * self.moved
+        return start + (start[1] - start[0]) * self.shift
 
     def now(self) -> Params:
         """The parameters as learned so far, as they would be stored."""
-        scale, ends = self.params[self.scale], self.ends()
+        scale, bounds = self.params[self.scale], self.clip_bounds()
         params = self.params | {
             self.scale: stored_scale(scale.float() * self.log_ratio.detach().exp(), scale.dtype)
         }
-        return params if ends is None else self.scheme.with_ends(params, ends.detach())
+        return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
 
     def learning(self, params: Params) -> tuple[Tensor, Tensor | None]:
         """The a and b ``[N, G]`` (or ``[N, 1]``) of the grid that ``params`` span: 1 and 0, with
         their gradients.
         """
-        scale, ends = (
+        scale, bounds = (
             (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.weight), -1),
-            self.ends(),
+            self.clip_bounds(),
         )
-        if ends is None:
+        if bounds is None:
             return scale / scale.detach(), None
-        low, high = scale * ends
+        low, high = scale * bounds
         gain = (high - low) / (high - low).detach()
         return gain, low - gain * low.detach()
 

@@ -37,7 +37,7 @@ from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.gptq.columns import descent_feedback, sweep
 from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, panels, relative_error
 from qtool.calibration.rounding.gptq.problem import (
-    Begun,
+    GptqState,
     Problem,
     Rows,
     Solution,
@@ -102,7 +102,7 @@ class Gptq(Rounding):
         rounded: dict[str, Rounded] = {}
         tokens, turns = (
             count_tokens(batches),
-            list(ranks.rounds(batches, len(batch_shapes(batches)))),
+            list(ranks.lockstep(batches, len(batch_shapes(batches)))),
         )
         for stage in stages(block.family.groups):
             found: dict[str, Rounded] = {}
@@ -135,7 +135,7 @@ class Gptq(Rounding):
         self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str
     ) -> Hessian:
         """The moments of linear ``name``'s input, as it will see it; ``turns``: the batches by
-        ``ranks.rounds``.
+        ``ranks.lockstep``.
         """
         scheme, params = block.schemes[name], block.fit(name)
         hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
@@ -143,7 +143,7 @@ class Gptq(Rounding):
             if batch is not None and (x := inputs_of(block, batch, name)) is not None:
                 float_x = None if reference is None else reference.inputs(batch, name)
                 hessian.add(scheme.fake_activation(x, params), float_x)
-            hessian.turn()
+            hessian.step()
         return hessian.complete()
 
     def moments_of_experts(
@@ -167,7 +167,7 @@ class Gptq(Rounding):
             if batch is not None:
                 observe(block, [batch], observers)
             for hessian in hessians.values():
-                hessian.turn()
+                hessian.step()
         return {name: hessian.complete() for name, hessian in hessians.items()}
 
     def work(self, block: BlockShape) -> Work:
@@ -227,12 +227,14 @@ class Gptq(Rounding):
             return sum(block.weight(name).numel() for name in problem.names)
 
         if len(problems) >= ranks.size():
-            solutions = ranks.spread_together(
+            solutions = ranks.map_groups(
                 lambda own: self.solve_problems(block, own), problems, work
             )
         else:
             solutions = [
-                Solution.stacked(ranks.every(self.solve_rows(block, p)), block.schemes[p.names[0]])
+                Solution.stacked(
+                    ranks.all_gather(self.solve_rows(block, p)), block.schemes[p.names[0]]
+                )
                 for p in problems
             ]
         rounded = {}
@@ -263,7 +265,7 @@ class Gptq(Rounding):
 
     def solve_rows(self, block: Block, problem: Problem) -> Solution:
         """Solve this rank's share of the rows of a problem."""
-        part = ranks.rows(sum(len(block.weight(name)) for name in problem.names), ROWS)
+        part = ranks.local_rows(sum(len(block.weight(name)) for name in problem.names), ROWS)
         return self.solve_all([Rows.of(block, problem, part)])[0]
 
     def solve_all(self, problems: Sequence[Rows]) -> list[Solution]:
@@ -295,7 +297,7 @@ class Gptq(Rounding):
         del wanted, feedback, error
         return [b.solution(problem) for b, problem in zip(begun, problems, strict=True)]
 
-    def begin(self, problem: Rows) -> Begun:
+    def begin(self, problem: Rows) -> GptqState:
         """What comes before the columns: their order, the target, the grid and the feedback."""
         scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
         order = self.visit(hessian.h.diagonal(), scheme)
@@ -326,7 +328,7 @@ class Gptq(Rounding):
         if not plain:
             params = fit(target if keep is None else target * keep[:, back])
         factor.forget()
-        return Begun(
+        return GptqState(
             hessian, order, back, target, keep, params, factor.damping, damped, factor.feedback
         )
 

@@ -39,7 +39,7 @@ class Hessian:
             sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels),
             k * k,
         ]
-        self._sums = [ranks.Sum(size, device, room=k * k) for size in sizes[: 1 + drift]]
+        self._sums = [ranks.OrderedSum(size, device, room=k * k) for size in sizes[: 1 + drift]]
         self.tokens = 0
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
@@ -62,14 +62,14 @@ class Hessian:
             yield (rows, columns), total[start:stop].view(rows.stop, -1)
             start = stop
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """After each batch: what the ranks counted in it is added up."""
         for part in self._sums:
-            part.turn()
+            part.step()
 
     def complete(self) -> "Hessian":
-        """Itself, whole on every rank: call it once, after the last :meth:`turn`."""
-        k, (total, *drift) = self.panels[-1][0].stop, (part.whole() for part in self._sums)
+        """Itself, whole on every rank: call it once, after the last :meth:`step`."""
+        k, (total, *drift) = self.panels[-1][0].stop, (part.result() for part in self._sums)
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
             self.h = total.view(k, k)
@@ -83,7 +83,7 @@ class Hessian:
             for (rows, columns), panel in self._by_panel(total):
                 self.h[rows, columns], self.h[columns, rows] = panel, panel.T
         self.d = drift[0].view(k, k) if drift else None
-        self.tokens = sum(ranks.every(self.tokens))
+        self.tokens = sum(ranks.all_gather(self.tokens))
         return self
 
     def power(self, weight: Tensor) -> Tensor:

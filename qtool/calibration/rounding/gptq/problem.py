@@ -76,7 +76,7 @@ class Rows:
 
 
 @dataclass
-class Begun:
+class GptqState:
     """A problem on its way: ``order`` and ``back [K]`` of its columns, the target, what it has so
     far.
     """

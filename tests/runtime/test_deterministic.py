@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool.models.experts import separate_experts
-from qtool.runtime import rounding
-from qtool.runtime.rounding import as_it_is, attention, rounded_once
+from qtool.runtime.deterministic import attention, bit_exact, deterministic_arithmetic
 from tests.conftest import SMALL, VARIANTS
 
 #: reductions and functions, which IEEE 754 does not specify to the bit
@@ -83,7 +82,7 @@ def test_devices_agree_on_every_family(variant: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             torch, "softmax", lambda *a, **k: device.noisy(softmax(*a, **k))
         )  # of the attention
-        with torch.no_grad(), device, rounded_once() if rounded else nullcontext():
+        with torch.no_grad(), device, deterministic_arithmetic() if rounded else nullcontext():
             return model.get_decoder()(tokens, use_cache=False).last_hidden_state
 
     assert torch.equal(hidden(1, True), hidden(2, True))
@@ -110,7 +109,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def test_results_are_float64s_in_their_own_dtype(name: str, dtype: torch.dtype) -> None:
     function, more = CALLS[name]
     x = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with rounded_once():
+    with deterministic_arithmetic():
         found = function(x, *more)
     assert found.dtype == function(x, *more).dtype
     wide = {
@@ -126,7 +125,7 @@ def test_results_are_float64s_in_their_own_dtype(name: str, dtype: torch.dtype) 
 def test_operations_in_place_and_views_stay_so() -> None:
     x = torch.randn(4, 6)
     want, whole = x.double().exp().float(), x
-    with rounded_once():
+    with deterministic_arithmetic():
         row = x[1]
         assert row.exp_() is row and x.mul_(1) is whole
     assert torch.equal(x[1], want[1]) and not torch.equal(x[0], want[0])
@@ -134,15 +133,15 @@ def test_operations_in_place_and_views_stay_so() -> None:
 
 def test_of_equals_the_first_are_chosen() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
-    with rounded_once():
+    with deterministic_arithmetic():
         values, indices = torch.topk(x, 2)
     assert values.tolist() == [[3, 3], [2, 2]] and indices.tolist() == [[1, 2], [0, 1]]
 
 
 def test_what_is_marked_is_left_alone() -> None:
     x, y = torch.randn(64, 64), torch.randn(64, 64)
-    with rounded_once():
-        once, native = x @ y, as_it_is(torch.mm)(x, y)
+    with deterministic_arithmetic():
+        once, native = x @ y, bit_exact(torch.mm)(x, y)
     assert torch.equal(once, (x.double() @ y.double()).float()) and torch.equal(native, x @ y)
 
 
@@ -173,7 +172,7 @@ def test_attention_is_torchs(
     double = (query.double(), key.double(), value.double())
     want = functional.scaled_dot_product_attention(*double, wide, **how).float()  # type: ignore[arg-type]
     for scores in (2**17, 1):
-        monkeypatch.setattr(rounding, "SCORES", (scores, scores))
+        monkeypatch.setattr(deterministic, "SCORES", (scores, scores))
         torch.testing.assert_close(
             attention(query, key, value, given, **how), want, rtol=1e-6, atol=1e-7
         )  # type: ignore[arg-type]

@@ -82,15 +82,15 @@ class _Attention(TorchFunctionMode):
 
 
 @contextmanager
-def rounded_once() -> Iterator[None]:
-    """Float operations in here give the same bits on every device; what :func:`as_it_is` marks is
+def deterministic_arithmetic() -> Iterator[None]:
+    """Float operations in here give the same bits on every device; what :func:`bit_exact` marks is
     left alone.
     """
     with _Attention(), _Operations():
         yield
 
 
-def as_it_is(function: Callable[P, R]) -> Callable[P, R]:
+def bit_exact(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` gives the same bits on every device by itself."""
 
     @wraps(function)
@@ -101,7 +101,7 @@ def as_it_is(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-@as_it_is
+@bit_exact
 def attention(
     query: Tensor,
     key: Tensor,
