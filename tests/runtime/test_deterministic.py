@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool.models.experts import separate_experts
+from qtool.runtime import deterministic
 from qtool.runtime.deterministic import attention, bit_exact, deterministic_arithmetic
 from tests.conftest import SMALL, VARIANTS
 
