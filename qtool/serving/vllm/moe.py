@@ -1,0 +1,3 @@
+"""Packed experts in vLLM (placeholder)."""
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+class QtoolExpertsMethod: ...
