@@ -83,7 +83,7 @@ def require_shares(
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
     """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried on one."""
     scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
-    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     weight.view(n, -1, 4)[..., ::2] = 0  # two of four, for the sparse ones
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)

@@ -88,7 +88,7 @@ class QtoolConfig(QuantizationConfig):
             linear_format = self.common_format(prefix, names)
             if linear_format is None:
                 return UnquantizedLinearMethod()
-            return QtoolLinearMethod(prefix, linear_format, len(names), self.permuted(prefix, names))
+            return QtoolLinearMethod(prefix, linear_format, names, self.permuted(prefix, names))
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, Attention):

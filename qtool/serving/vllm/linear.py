@@ -31,7 +31,7 @@ class QtoolLinearMethod(LinearMethodBase):
 
     Args:
         name: vLLM's name of the layer.
-        linears: how many linears of the checkpoint it joins.
+        names: the checkpoint's names of the linears that it joins.
         permuted: whether each has an input permutation.
 
     Attributes:
@@ -41,8 +41,8 @@ class QtoolLinearMethod(LinearMethodBase):
     kernel: Kernel
     pieces: list[dict[str, str]]
 
-    def __init__(self, name: str, linear_format: LinearFormat, linears: int, permuted: bool) -> None:
-        self.name, self.format, self.linears, self.permuted = name, linear_format, linears, permuted
+    def __init__(self, name: str, linear_format: LinearFormat, names: list[str], permuted: bool) -> None:
+        self.name, self.format, self.names, self.permuted = name, linear_format, names, permuted
 
     def create_weights(
         self,
@@ -58,10 +58,11 @@ class QtoolLinearMethod(LinearMethodBase):
     ) -> None:
         k, n = input_size_per_partition, sum(output_partition_sizes)
         self.outputs, self.dtype = list(output_partition_sizes), params_dtype
-        require_shares(self.name, self.format, tuple(self.outputs), k, input_size // k, permuted=self.permuted)
-        self.kernel = serving_kernel(self.name, self.format, n, k, torch.empty(0).device, params_dtype)
-        self.axes = axes(self.format, n, k)
-        stored = self.format.tensors(n, k)
+        device = torch.empty(0).device  # vLLM's
+        with torch.device("cpu"):
+            require_shares(self.name, self.format, tuple(self.outputs), k, input_size // k, permuted=self.permuted)
+            self.axes, stored = axes(self.format, n, k), self.format.tensors(n, k)
+        self.kernel = serving_kernel(self.name, self.format, n, k, device, params_dtype)
         if self.permuted:
             stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
             self.axes = self.axes | {"permutation": Axes(None, 0, Fraction(1))}
@@ -71,8 +72,8 @@ class QtoolLinearMethod(LinearMethodBase):
     def _parameter(self, name: str, spec: Tensor, loader: "Recorded") -> BasevLLMParameter:
         """The parameter that vLLM narrows to what this rank has of each linear."""
         axis, data = self.axes[name], torch.empty(spec.shape, dtype=spec.dtype)
-        if axis.output is None and self.linears > 1:
-            return OnePerLinear(data=data.expand(self.linears, -1).clone(), input_dim=1, weight_loader=loader)
+        if axis.output is None and len(self.names) > 1:
+            return OnePerLinear(data=data.expand(len(self.names), -1).clone(), input_dim=1, weight_loader=loader)
         if axis.output is None:
             return RowvLLMParameter(data=data, input_dim=axis.input, weight_loader=loader)
         if axis.input is None and axis.per_output == 1:
@@ -95,7 +96,7 @@ class QtoolLinearMethod(LinearMethodBase):
         stored = {}
         for name in self.axes:
             parameter = getattr(layer, name)
-            parameter.weight_loader.require(f"{self.name}.{name}", self.linears)
+            parameter.weight_loader.require(f"{self.name}.{name}", len(self.names))
             stored[name] = parameter.data
             delattr(layer, name)
         self.pieces = []
@@ -113,8 +114,8 @@ class QtoolLinearMethod(LinearMethodBase):
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """What each GEMM reads: one for all linears where they gather and quantize their input alike."""
         own = [name for name, axis in self.axes.items() if axis.output is None]
-        if self.linears == 1 or all(torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own):
-            return [stored | {name: stored[name][0] for name in own if self.linears > 1}]
+        if len(self.names) == 1 or all(torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own):
+            return [stored | {name: stored[name][0] for name in own if len(self.names) > 1}]
         pieces: list[dict[str, Tensor]] = [{} for _ in self.outputs]
         for name, tensor in stored.items():
             axis = self.axes[name]
