@@ -1,6 +1,7 @@
 """Which kernel an engine's layer runs, chosen and compiled before the first token."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,22 @@ from qtool.runtime.format import LinearFormat
 #: token counts between which a kernel may take another tile
 MOST_TOKENS = 8192
 LADDER = sorted({m for power in range(14) for m in (1 << power, 3 << power >> 1) if m <= MOST_TOKENS})
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One multiplication of an engine's layer, as :mod:`qtool.serving.verify` checks it.
+
+    Attributes:
+        names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M, k]`` of ``dtype``.
+    """
+
+    name: str
+    names: list[str]
+    k: int
+    dtype: torch.dtype
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    kernel: Kernel
 
 
 def serving_kernel(

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import Verified, load_linear
-from qtool.checkpoint.source import Checkpoint
+from qtool.serving.kernel import Gemm
 
 TOKENS = 8
 #: of layers whose kernel sums floats: another tile adds in another order, and 16 bits round it
@@ -65,38 +66,33 @@ def verify_in_vllm(
 
 
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
-    """One row for each packed linear layer of vLLM's ``model``."""
-    from qtool.serving.vllm.linear import QtoolLinearMethod
-
-    found = 0
-    for name, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, QtoolLinearMethod):
-            found += 1
-            yield layer_row(name, layer, checkpoint)
-    if not found:
+    """One row for each multiplication by packed linears in vLLM's ``model``."""
+    methods = ((module, getattr(module, "quant_method", None)) for module in model.modules())
+    gemms = [gemm for module, method in methods if hasattr(method, "gemms") for gemm in method.gemms(module)]
+    if not gemms:
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
+    yield from (_row(gemm, checkpoint) for gemm in gemms)
 
 
 @torch.no_grad()
-def layer_row(name: str, layer: Any, checkpoint: Checkpoint) -> Verified:
-    """vLLM's output of one layer beside that of our linears of the checkpoint, on the same tokens."""
-    method, device = layer.quant_method, next(layer.parameters()).device
+def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
+    """What vLLM's layer gives beside our linears of the checkpoint, on the same tokens."""
     checkpoint_format = native_format(checkpoint.config)
-    x = torch.randn(TOKENS, layer.input_size, generator=torch.Generator().manual_seed(0)).to(device, method.dtype)
-    y = method.apply(layer, x, layer.bias).float()
-    parts = []
-    for linear_name in method.names:
-        linear_format = checkpoint_format.of(linear_name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.randn(TOKENS, gemm.k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x = x.to(device, gemm.dtype)
+    parts, same = [], gemm.kernel.exact
+    for name in gemm.names:
+        linear_format = checkpoint_format.of(name)
         assert linear_format is not None
-        linear = load_linear(checkpoint, linear_name, linear_format, device)
+        linear = load_linear(checkpoint, name, linear_format, device)
         kernel = linear.kernel(device, x.dtype)
+        same = same and kernel in (gemm.kernel, None)
         parts.append(linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype))
     expected = torch.cat(parts, -1).float()
-    distance = float((y - expected).norm() / expected.norm().clamp(min=1e-30))
-    exact = method.kernel.exact and method.kernel.name == getattr(kernel, "name", None)
-    problem = "" if distance <= (0.0 if exact else TOLERANCE) else f"differs from our runtime by {distance:.1e}"
-    return Verified(name, problem, f"{method.kernel.name}, {method.kernel.precision}", distance)
+    distance = float((gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30))
+    problem = "" if distance <= (0.0 if same else TOLERANCE) else f"differs from our runtime by {distance:.1e}"
+    return Verified(gemm.name, problem, f"{gemm.kernel.name}, {gemm.kernel.precision}", distance)
 
 
 def continuations(llm: Any, prompts: list[list[int]], ours: Continuations) -> Verified:

@@ -147,7 +147,8 @@ class QtoolConfig(QuantizationConfig):
             raise QtoolError(f"{prefix}: some linears of its experts are packed, others have 16 bits")
         if self.permuted(prefix, gate_up) or self.permuted(prefix, down):
             raise QtoolError(f"{prefix}: experts with input permutations are not served; quantize without reordering")
-        return QtoolExpertsMethod(prefix, layer, (formats[0], formats[1]))
+        names = {"w13": gate_up, "w2": down}
+        return QtoolExpertsMethod(prefix, layer, {"w13": formats[0], "w2": formats[1]}, names)
 
 
 def _words(linear_format: LinearFormat | None) -> str:

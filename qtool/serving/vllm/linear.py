@@ -1,7 +1,8 @@
 """Packed linears in vLLM: parameters that take the checkpoint's bytes as they are, and the kernels on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.model_executor.parameter import (
 from qtool.errors import QtoolError
 from qtool.runtime.dispatch import Call, Kernel
 from qtool.runtime.format import LinearFormat
-from qtool.serving.kernel import compile_kernels, serving_kernel
+from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import Axes, axes, require_shares
 
 #: shapes whose kernels are compiled already
@@ -105,7 +106,7 @@ class QtoolLinearMethod(LinearMethodBase):
             for name, tensor in tensors.items():
                 layer.register_parameter(self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False))
         example = stored["qweight"]
-        k = int(layer.input_size_per_partition if hasattr(layer, "input_size_per_partition") else layer.input_size)
+        k = _inputs(layer)
         key = (self.format, *self.outputs, k, len(self.pieces), self.permuted, self.dtype, example.device)
         if key not in _COMPILED:
             compile_kernels(lambda x: self.apply(layer, x), k, example.device, self.dtype)
@@ -137,10 +138,20 @@ class QtoolLinearMethod(LinearMethodBase):
             y = torch.cat([self._multiply(layer, piece, rows, part) for piece, part in pairs], -1)
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def gemms(self, layer: nn.Module) -> Iterator[Gemm]:
+        """What the layer multiplies, for who wants to check it."""
+        multiply = partial(self.apply, layer, bias=layer.bias)
+        yield Gemm(self.name, self.names, _inputs(layer), self.dtype, multiply, self.kernel)
+
     def _multiply(self, layer: nn.Module, piece: dict[str, str], x: Tensor, bias: Tensor | None) -> Tensor:
         tensors = {name: getattr(layer, attribute) for name, attribute in piece.items()}
         permutation = tensors.pop("permutation", None)
         return self.kernel.multiply(Call(x, permutation, tensors, bias, self.format, x.dtype))
+
+
+def _inputs(layer: Any) -> int:
+    """Input channels on this rank; a replicated layer has no share."""
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
 
 
 class OnePerLinear(RowvLLMParameter):
