@@ -145,7 +145,7 @@ def quantize(
     if "quantization_config" in source.config and _says_nothing_new(chosen, calib, wishes):
         return repack(model, out, wishes["layout"])
     job = Job.of(source.config, chosen)
-    for note in job.recipe.left_out if ranks.rank() == 0 else ():
+    for note in job.recipe.adaptations if ranks.rank() == 0 else ():
         print(note, file=sys.stderr)
     if export_format is not None:
         from qtool.exchange import targets

@@ -174,11 +174,11 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
 def _methods(recipe: Recipe) -> dict[str, Any]:
     steps = (*recipe.transforms, recipe.rounding)
-    left_out = {"left_out": list(recipe.left_out)} if recipe.left_out else {}
+    adapted = {"adaptations": list(recipe.adaptations)} if recipe.adaptations else {}
     return {
         "variant": recipe.variant,
         "methods": [{step.name: dict(step.options)} for step in steps],
-    } | left_out
+    } | adapted
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:

@@ -118,6 +118,6 @@ def test_what_was_done_is_recorded(tmp_path: Path) -> None:
 
 def test_windows_of_a_recipe_are_given_or_continued() -> None:
     data = {"layers": [{"match": ".*", "scheme": "w8a8"}], "windows": "continued"}
-    assert recipes.recipe.parse(data, "mine").windows == "continued"
+    assert recipes.parse(data, "mine").windows == "continued"
     with pytest.raises(QtoolError, match="mine: windows is given or continued, found 'long'"):
-        recipes.recipe.parse(data | {"windows": "long"}, "mine")
+        recipes.parse(data | {"windows": "long"}, "mine")

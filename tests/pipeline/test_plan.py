@@ -193,7 +193,7 @@ def test_rules_that_name_blocks() -> None:
         {"match": ".*", "scheme": "w4a16", "group_size": 128},
     ]
     job = Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
-    assert job.kinds == [0, 1, 1, 1] and {x.scheme for x in plan(job).linears} == {"w4a16"}
+    assert job.representatives == [0, 1, 1, 1] and {x.scheme for x in plan(job).linears} == {"w4a16"}
     assert plan(job).shard_bytes[1:-1] == [job.block_bytes(block) for block in range(4)]
     rules[0] = {
         "match": r"layers\.3\..*down",

@@ -42,7 +42,7 @@ def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
     """On ``device``, beside the activations of ``tokens`` tokens: a block, and the hungriest
     method's own tensors.
     """
-    return max(_working_bytes(job, block, tokens, device) for block in job.first_of_kinds())
+    return max(_working_bytes(job, block, tokens, device) for block in job.distinct_blocks)
 
 
 def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
@@ -65,7 +65,7 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     Args:
         kept_on_host: bytes of activations kept in host memory.
     """
-    blocks = job.first_of_kinds()
+    blocks = job.distinct_blocks
     largest = max(sum(map(prod, job.block_shapes(block).values())) for block in blocks)
     packed = max(map(job.block_bytes, blocks))
     dims = job.family.dimensions(job.namespace)
@@ -117,7 +117,7 @@ def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: f
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
     given = max(1, int(seqlen * GIVEN_SHARE))
     widest = max(
-        sum(shape) for block in job.first_of_kinds() for shape in job.linears(block).values()
+        sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
     cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
     window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])

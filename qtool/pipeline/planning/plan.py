@@ -18,7 +18,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import H200, seconds
 from qtool.pipeline.streaming import activations
-from qtool.recipes.recipe import CONTINUED, GIVEN
+from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.text_table import render
 
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
@@ -100,9 +100,9 @@ def plan(
     if job.tied and not job.unties:
         del last[f"{job.family.head}.weight"]
     ends = [sum(map(prod, end.values())) * size for end in (first, last)]
-    nbytes = {block: job.block_bytes(block) for block in job.first_of_kinds()}
-    shards = [ends[0], *(nbytes[block] for block in job.kinds), ends[1]]
-    commonest = Counter(job.kinds).most_common(1)[0][0]
+    nbytes = {block: job.block_bytes(block) for block in job.distinct_blocks}
+    shards = [ends[0], *(nbytes[block] for block in job.representatives), ends[1]]
+    commonest = Counter(job.representatives).most_common(1)[0][0]
     linears, source = _linears(job, commonest), weights * size
     if not job.needs_data:
         return Plan(
@@ -162,7 +162,7 @@ def _host_bytes(job: Job) -> int:
     """Streamed: one weight, its codes, its packed form and chunk temporaries. Else: one block in
     float32, twice.
     """
-    blocks = [[n * k for n, k in job.linears(block).values()] for block in job.first_of_kinds()]
+    blocks = [[n * k for n, k in job.linears(block).values()] for block in job.distinct_blocks]
     if job.is_plain:
         return memory.CPU_PROCESS + max(map(max, blocks)) * (job.dtype.itemsize + 2) + (200 << 20)
     return memory.CPU_PROCESS + 2 * 4 * max(map(sum, blocks))
@@ -185,7 +185,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     return {
         "scheme": planned.job.format.scheme,
         "reason": planned.job.recipe.reason,
-        "left_out": list(planned.job.recipe.left_out),
+        "adaptations": list(planned.job.recipe.adaptations),
         "unsupported": planned.job.family.unsupported or None,
         "blocks": planned.job.blocks,
         "linears_of_a_block": linears,
@@ -238,7 +238,7 @@ def as_text(planned: Plan) -> str:
                 if job.family.unsupported
                 else []
             ),
-            *job.recipe.left_out,
+            *job.recipe.adaptations,
             *([f"chosen because {job.recipe.reason}"] if job.recipe.reason else []),
             table,
             f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "

@@ -42,7 +42,7 @@ def work_of(job: Job, samples: int, seqlen: int) -> Work:
     read and written.
     """
     total = Work()
-    for block, times in Counter(job.kinds).items():
+    for block, times in Counter(job.representatives).items():
         total += block_work(job, block, samples, seqlen) * times
     last = block_shape(job, job.blocks - 1, samples, seqlen)
     ends = (

@@ -117,7 +117,7 @@ class Shards:
         if steps:
             return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
         widest = max(
-            k for block in self.job.first_of_kinds() for _, k in self.job.linears(block).values()
+            k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
         )
         sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
         return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
