@@ -202,6 +202,14 @@ def quantize(
     type=GIGABYTES,
     help="Of the GPU of a calibrated run, in GB; an H200's by default.",
 )
+@click.option("--gpus", type=POSITIVE, default=1, show_default=True, help="Of a calibrated run.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="Of a calibrated run: cuda is an H200, cpu two cores.",
+)
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
     """What quantizing MODEL (a directory or a config.json) will do: bits, bytes, memory, time."""

@@ -39,7 +39,7 @@ class Wishes:
     windows: str | None = None
     max_8bit_blocks: int | None = None
 
-    def of(self, scheme: str, *, calibrated: bool = False) -> Recipe:
+    def of(self, scheme: str | None, *, calibrated: bool = False) -> Recipe:
         """The recipe of ``scheme`` with these wishes applied.
 
         Raises:
@@ -47,7 +47,7 @@ class Wishes:
                 number.
         """
         reason = ""
-        if self.target is not None:
+        if self.target is not None and scheme is not None:
             scheme, reason = granularity(scheme, self.target)
         chosen = recipes.load(scheme, self.recipe or ("paper" if calibrated else "fast"))
         chosen = replace(chosen, reason=reason)
@@ -93,24 +93,26 @@ def granularity(scheme: str, target: str) -> tuple[str, str]:
 
 def plan(
     model: str,
-    scheme: str,
+    scheme: str | None = None,
     *,
     samples: int = 128,
     seqlen: int = 2048,
     device_memory: float | None = None,
+    device: str = "cuda",
+    gpus: int = 1,
     **wishes: Any,
 ) -> Plan:
-    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json;
-    ``device_memory`` in GB.
+    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json.
+
+    ``device_memory`` is in GB.
     """
     path = Path(model)
     config = read_config(
         path.parent if path.name == "config.json" else resolve(model, weights=False)
     )
     job = Job.of(config, Wishes(**wishes).of(scheme), planning=True)
-    return make_plan(
-        job, samples, seqlen, *([] if device_memory is None else [device_memory * 1e9])
-    )
+    memory = [] if device_memory is None else [device_memory * 1e9]
+    return make_plan(job, samples, seqlen, *memory, device=device, gpus=gpus)
 
 
 def quantize(

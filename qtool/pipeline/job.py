@@ -326,10 +326,15 @@ def _require_all_fit(job: Job) -> None:
                 linear_format.require(job.full(block, name), *shape)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
-    scale_dtype = str(dtype).removeprefix("torch.")
+    scale_dtype = dtype_name(dtype)
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
     return LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
 

@@ -230,6 +230,29 @@ def test_resumed_equals_uninterrupted(
     assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
 
 
+def test_a_resumed_run_says_where_it_goes_on(
+    make_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = make_model(num_hidden_layers=3), tmp_path / "out"
+
+    def kill(done: int, *_: object) -> None:
+        if done == 3:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        run(source, "w8a8", out, progress=kill)
+    kept = len(list((tmp_path / "out.partial" / ".run").glob("shard-*.json")))
+    capsys.readouterr()
+    run(source, "w8a8", out, resume=True)
+    said = capsys.readouterr().err
+    assert f"resuming {out}.partial: {kept} of 5 shards are whole, goes on with shard " in said
+    before = files(out)
+    assert run(source, "w8a8", out, resume=True) == out and files(out) == before
+    assert capsys.readouterr().err == f"{out} is complete; nothing is left to do\n"
+    with pytest.raises(QtoolError, match="exists already"):
+        run(source, "w4a16", out, resume=True)
+
+
 def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(dtype=torch.bfloat16)
     whole = files(_calibrated(source, tmp_path / "whole"))

@@ -28,7 +28,12 @@ from qtool.io.read_ahead import Prefetch
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
-from qtool.pipeline.streaming.embedding_and_head import all_finite, finite, table_rows
+from qtool.pipeline.streaming.embedding_and_head import (
+    all_finite,
+    as_stored,
+    finite,
+    table_rows,
+)
 from qtool.runtime.packed_kv import NEUTRAL
 
 
@@ -53,7 +58,7 @@ class StreamedBlocks:
                     yield f"{full}.{part}", tensor
         for full, tensor in spec.items():
             if full in self.source:
-                yield full, finite(full, self.source.read(full)).to(job.dtype)
+                yield full, as_stored(full, finite(full, self.source.read(full)), job)
             elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
                 yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
@@ -139,7 +144,9 @@ class BuiltBlocks:
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
         stored = {
-            prefix + n: p.to(job.dtype) for n, p in block.parameters().items() if prefix + n in spec
+            prefix + n: as_stored(prefix + n, p, job)
+            for n, p in block.parameters().items()
+            if prefix + n in spec
         }
         constants = kv_constants(block, job.format.kv, self.batches)
         with quantized_kv(block, job.format.kv, constants), stage("rounding"):
