@@ -12,7 +12,6 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import Writing
 from qtool.pipeline.planning.work import work_of
 
-
 #: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
 #: exchange of terms (docs/distributed.md: 224 ms a block on one rank, 164 on two)
 REPEATED_ROUNDING = 0.46
@@ -96,14 +95,14 @@ H200 = Rates(
     compiling=4.0,
 )
 
-#: of two cores: those that one thread reached in its CPU time, doubled. It smoothed, clipped and
-#: rounded by GPTQ one block of 1024 channels on 8 x 256 tokens in float32
+#: of two cores: those that one thread reached in its CPU time, doubled. It smoothed, clipped,
+#: rounded by GPTQ and distilled one block of 1024 channels on 8 x 256 tokens in float32
 CPU = Rates(
     name="two CPU cores",
     memory=0,
     forward=120e9,
     hessian=86e9,
-    learning=100e9,
+    learning=67e9,
     search=120e9,
     tried=350e6,
     tries=1e4,

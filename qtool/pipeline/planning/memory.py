@@ -1,7 +1,8 @@
 """The peak memory of a calibrated run, from config.json and recipe.
 
-It is that of one block, its activations and its solver. Counted, not measured: each line of a sum is what some code keeps alive at its worst moment. Whole
-numbers of bytes on the device are those torch allocates; its cache may reserve a third more.
+It is that of one block, its activations and its solver. Counted, not measured: each line of a sum
+is what some code keeps alive at its worst moment. Bytes on the device are those torch allocates;
+its cache may reserve a third more.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
 
 
 def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
-    """Of block ``block``: weights, a batch's tensors, a packed block to write, a method's tensors."""
+    """Of block ``block``: weights, tensors of a batch and of a method, and a packed block."""
     itemsize = compute_bytes(job, device)
     shape = block_shape(job, block, 1, tokens, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
