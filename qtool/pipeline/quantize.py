@@ -5,7 +5,6 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,27 @@ from qtool.pipeline.streaming.shards import Progress, Shards
 from qtool.recipes import Recipe
 
 
-@dataclass
 class Calibration:
-    """Token batches ``[B, S]`` to calibrate on and where they came from (provenance)."""
+    """What a run is calibrated on.
 
-    tokens: Sequence[Tensor] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    Args:
+        tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
+            are the same.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Tensor] = (), facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokens, self.facts = tokens, dict(facts or {})
+
+    @property
+    def tokens(self) -> Sequence[Tensor]:
+        """Batches ``[B, S]``."""
+        return self._tokens
+
+    def for_run(self, output: Output) -> "Calibration":
+        """What the run in ``output`` is calibrated on, and all facts of it (provenance)."""
+        return self
 
 
 def quantize(
@@ -60,11 +74,11 @@ def quantize(
     """
     job = Job.of(source.config, recipe, source_dtype(source))
     check_source(source, job)
-    calibration = calibration or Calibration()
-    if job.needs_data and not calibration.tokens:
+    if job.needs_data and calibration is None:
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
+    calibration = calibration or Calibration()
     specs = job.shards()
     where = torch.device(
         "cpu" if job.is_plain else device
@@ -73,16 +87,29 @@ def quantize(
     if output.finished:
         return out
     with closing(output):
-        if ranks.rank() == 0:
-            _require_space(output, specs)
+        calibration = _prepare(output, specs, job, calibration)
         record = RunRecord(out, output.identity, where, continued=output.continued)
-        Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
+        tokens = calibration.tokens if job.needs_data else ()
+        Shards(source, job, output, where, record, progress).make(tokens, activations)
         config = job.config | {"quantization_config": job.format.to_dict()}
         if job.unties:
             config["tie_word_embeddings"] = False
         record.write()
         output.finish(config, _provenance(source, job, calibration), source.side_files())
     return out
+
+
+def _prepare(
+    output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
+) -> Calibration:
+    """What a run needs before its first shard; a new run that cannot have it leaves nothing."""
+    try:
+        if ranks.rank() == 0:
+            _require_space(output, specs)
+        return calibration.for_run(output) if job.needs_data else calibration
+    except QtoolError:
+        output.discard_empty()
+        raise
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:
