@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,6 @@ from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, KV_QUANTIZERS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qtool.bench.quantize import Measured
     from qtool.exchange.export import Exported
 
@@ -170,7 +168,6 @@ def quantize(
             seed=seed,
             device=device,
         )
-        activations = _place(job, calibration.tokens, device, activations)
     return run(
         source,
         chosen,
@@ -181,19 +178,6 @@ def quantize(
         progress=progress,
         activations=activations,
     )
-
-
-def _place(job: Job, batches: Sequence["Tensor"], device: str, asked: str) -> str:
-    """Where this rank's activations will be kept; said on stderr."""
-    import torch
-
-    from qtool.pipeline.streaming.activations import described, place_for
-
-    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.local_items(batches))
-    place = place_for(job, tokens, where) if asked == "auto" else asked
-    if ranks.rank() == 0:
-        print(described(job, tokens, where, place), file=sys.stderr)
-    return place
 
 
 def export_beside(native: Path, export_format: str) -> "Exported":

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,27 @@ from qtool.recipes import Recipe
 ROTARY = "rotary_emb.inv_freq"
 
 
-@dataclass
 class Calibration:
-    """Token batches ``[B, S]`` to calibrate on and where they came from (provenance)."""
+    """What a run is calibrated on.
 
-    tokens: Sequence[Tensor] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    Args:
+        tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
+            are the same.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Tensor] = (), facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokens, self.facts = tokens, dict(facts or {})
+
+    @property
+    def tokens(self) -> Sequence[Tensor]:
+        """Batches ``[B, S]``."""
+        return self._tokens
+
+    def for_run(self, output: Output) -> "Calibration":
+        """What the run in ``output`` is calibrated on, and all facts of it (provenance)."""
+        return self
 
 
 def quantize(
@@ -71,29 +85,42 @@ def quantize(
     """
     job = job_of(source, recipe, dtype=dtype, keep_unknown=keep_unknown)
     _require_apart(out, source.directory)
-    calibration = calibration or Calibration()
-    if job.needs_data and not calibration.tokens:
+    if job.needs_data and calibration is None:
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
+    calibration = calibration or Calibration()
     specs = job.shards()
     where = torch.device(
         "cpu" if job.is_plain else device
     )  # weights streamed one by one never leave it
     output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
-        _say(f"{out} is complete; nothing is left to do")
+        ranks.log(f"{out} is complete; nothing is left to do")
         return out
     if output.continued:
-        _say(_resumed(output))
+        ranks.log(_resumed(output))
     with closing(output):
-        if ranks.rank() == 0:
-            _require_space(output, specs)
+        calibration = _prepare(output, specs, job, calibration)
         record = RunRecord(out, output.identity, where, continued=output.continued)
-        Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
+        tokens = calibration.tokens if job.needs_data else ()
+        Shards(source, job, output, where, record, progress).make(tokens, activations)
         record.write()
         output.finish(_config(job), _provenance(source, job, calibration), source.side_files())
     return out
+
+
+def _prepare(
+    output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
+) -> Calibration:
+    """What a run needs before its first shard; a new run that cannot have it leaves nothing."""
+    try:
+        if ranks.rank() == 0:
+            _require_space(output, specs)
+        return calibration.for_run(output) if job.needs_data else calibration
+    except QtoolError:
+        output.discard_empty()
+        raise
 
 
 def job_of(
@@ -188,12 +215,6 @@ def _resumed(output: Output) -> str:
     done = f"{len(output.records)} of {output.shards} shards are whole"
     following = f"goes on with shard {missing[0]}" if missing else "only its index is missing"
     return f"resuming {output.partial}: {done}, {following}"
-
-
-def _say(line: str) -> None:
-    """Tell the user, once for all ranks."""
-    if ranks.rank() == 0:
-        print(line, file=sys.stderr)
 
 
 def _config(job: Job) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     largest = max(sum(map(prod, job.block_shapes(block).values())) for block in blocks)
     packed = max(map(job.block_bytes, blocks))
     dims = job.family.dimensions(job.namespace)
-    embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.dtype.itemsize
-    block = largest * job.dtype.itemsize
+    embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.source_dtype.itemsize
+    block = largest * job.source_dtype.itemsize
     if device.type == "cuda":
         # pinned memory of a block is used again once that is on the GPU: one to two of them
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
