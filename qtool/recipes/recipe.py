@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from qtool.errors import QtoolError, suggest
+from qtool.recipes import added
 
 BUILT_IN = Path(__file__).parent
 VARIANTS = ("fast", "paper", "best")
@@ -125,12 +126,20 @@ class Recipe:
 
 
 def overview() -> list[tuple[str, str, str]]:
-    """Every built-in scheme: name, the variants of its recipe, what it is."""
-    files = {path.stem: _mapping(path) for path in sorted(BUILT_IN.glob("*.yaml"))}
-    return [(name, " ".join(data["variants"]), data["about"]) for name, data in files.items()]
+    """Every scheme that has a recipe: its name, the recipe's variants, what it is."""
+    data = {name: read(path) for name, path in built_in().items()}
+    return [
+        (name, " ".join(found.get("variants", ())), found.get("about", ""))
+        for name, found in {**data, **added.everything()}.items()
+    ]
 
 
-def load(scheme: str, recipe: str | None = None) -> Recipe:
+def built_in() -> dict[str, Path]:
+    """The files of the built-in recipes, by scheme."""
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
+
+
+def load(scheme: str | None, recipe: str | None = None) -> Recipe:
     """The recipe of ``scheme``: variant ``fast`` (default), ``paper`` or ``best``, or a YAML file.
 
     Raises:
@@ -141,11 +150,16 @@ def load(scheme: str, recipe: str | None = None) -> Recipe:
         path = Path(recipe)
         if not path.is_file():
             raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
-        return parse(_mapping(path), path.name)
-    names = [path.stem for path in BUILT_IN.glob("*.yaml")]
-    if scheme not in names:
-        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, names)}")
-    return parse(_mapping(BUILT_IN / f"{scheme}.yaml"), scheme, recipe or "fast")
+        return parse(read(path), path.name)
+    if scheme is None:
+        raise QtoolError(
+            "no scheme: pass --scheme (`qtool schemes` lists them) or --recipe with a YAML file"
+        )
+    files = built_in()
+    data = read(files[scheme]) if scheme in files else added.find(scheme)
+    if data is None:
+        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *added.ADDED])}")
+    return parse(data, scheme, recipe or "fast" if "variants" in data else None)
 
 
 def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Recipe:
@@ -239,7 +253,8 @@ def _known(data: Any, keys: frozenset[str], where: str) -> None:
             raise QtoolError(f"{where}: unknown key {key!r}; {suggest(str(key), keys)}")
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
     try:
         data = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

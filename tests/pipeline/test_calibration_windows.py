@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+import qtool
 from qtool import recipes
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline import commands
 from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning.memory import CACHE_SHARE, writing
 from qtool.pipeline.quantize import Calibration
 from qtool.report import commands as report_commands
@@ -23,9 +24,9 @@ from qtool.report.build import collect
 from qtool.runtime.load import load
 
 
-def cut(recipe: str, **wishes: Any) -> Calibration:
+def cut(recipe: str, **overrides: Any) -> Calibration:
     source = Checkpoint(DEMO)
-    job = Job.of(source.config, commands.Wishes(recipe=recipe, **wishes).of("w4a16"))
+    job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
     return calibration(
         source, job, "demo", data_dir=None, samples=4, seqlen=64, seed=0, device="cpu"
     )
@@ -97,19 +98,8 @@ def test_of_several_ranks_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_was_done_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    commands.quantize(
-        "demo",
-        "w4a16",
-        out,
-        recipe="best",
-        calib="demo",
-        data_dir=None,
-        samples=2,
-        seqlen=16,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
+    qtool.quantize(
+        "demo", "w4a16", out=out, recipe="best", calibration="demo", samples=2, seqlen=16
     )
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2

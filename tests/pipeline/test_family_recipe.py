@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import qtool
 from qtool import recipes
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models import Fold
-from qtool.pipeline import commands
 from qtool.pipeline.job import Job
 from tests.conftest import VARIANTS, MakeModel
 
@@ -70,23 +70,18 @@ def test_what_was_left_out_is_printed_and_recorded(
     model, said = make_model("gemma2", vocab_size=4096), "rotate: the residual stream left out"
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
-    commands.quantize(
-        str(model),
+    qtool.quantize(
+        model,
         "w8a8",
-        tmp_path / "out",
+        out=tmp_path / "out",
         recipe="best",
-        calib="demo",
-        data_dir=None,
+        calibration="demo",
         samples=2,
         seqlen=32,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
     )
     assert said in capsys.readouterr().err
     recorded = json.loads((tmp_path / "out/qtool.json").read_text())["recipe"]
     assert (
         said in recorded["left_out"][0] and {"rotate": {"residual": False}} in recorded["methods"]
     )
-    assert said in commands.plan(str(model), "w8a8", recipe="best").job.recipe.left_out[0]
+    assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.left_out[0]

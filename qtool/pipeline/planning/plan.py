@@ -19,7 +19,7 @@ from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import H200, seconds
 from qtool.pipeline.streaming import activations
 from qtool.recipes.recipe import CONTINUED, GIVEN
-from qtool.text_table import render
+from qtool.table import render
 
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
 PLAIN_WEIGHTS_PER_SECOND = 60e6
