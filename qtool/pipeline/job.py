@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from qtool import plugins
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
@@ -340,10 +341,9 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
-    if step.name not in table:
-        raise QtoolError(f"unknown {kind} {step.name!r}: {suggest(step.name, table)}")
-    check_options(table[step.name], step.options)
-    return table[step.name](**step.options)
+    method = plugins.find(table, step.name, kind)
+    check_options(method, step.options)
+    return method(**step.options)
 
 
 def native_format(config: dict[str, Any]) -> CheckpointFormat:

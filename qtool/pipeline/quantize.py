@@ -84,7 +84,7 @@ def quantize(
         QtoolError: anything wrong with the input; nothing that looks whole is left behind.
     """
     job = job_of(source, recipe, dtype=dtype, keep_unknown=keep_unknown)
-    _require_apart(out, source.directory)
+    require_apart(out, source.directory)
     if job.needs_data and calibration is None:
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
@@ -201,7 +201,7 @@ def _is_second_head(name: str, job: Job) -> bool:
     return job.tied and name == f"{job.family.head}.weight"
 
 
-def _require_apart(out: Path, source: Path) -> None:
+def require_apart(out: Path, source: Path) -> None:
     """Refuse an output directory that is the source's or holds it."""
     if source.resolve().is_relative_to(out.resolve()):
         raise QtoolError(

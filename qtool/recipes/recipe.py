@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from qtool.errors import QtoolError, suggest
+from qtool.recipes import added
 from qtool.recipes.schema import CONTINUED, GIVEN, Departure, LayerRule, Recipe, Step
 
 BUILT_IN = Path(__file__).parent
@@ -40,9 +41,12 @@ DEPARTURE_KEYS = frozenset({"what", "effect"})
 
 
 def overview() -> list[tuple[str, str, str]]:
-    """Every built-in scheme: name, the variants of its recipe, what it is."""
+    """Every scheme that has a recipe: its name, the recipe's variants, what it is."""
     data = {name: read(path) for name, path in built_in().items()}
-    return [(name, " ".join(found["variants"]), found["about"]) for name, found in data.items()]
+    return [
+        (name, " ".join(found.get("variants", ())), found.get("about", ""))
+        for name, found in {**data, **added.everything()}.items()
+    ]
 
 
 def departures() -> list[tuple[str, str, Departure]]:
@@ -76,10 +80,10 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
         path = Path(recipe)
         if not path.is_file():
             raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
-        data = read(path)
-        found = parse(data, path.name)
+        content = read(path)
+        found = parse(content, path.name)
         if scheme is not None:
-            _require_scheme(found, "scheme" in data, scheme, path.name)
+            _require_scheme(found, "scheme" in content, scheme, path.name)
         return found
     files = built_in()
     if scheme is None:
@@ -87,9 +91,10 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
             "neither a scheme nor a recipe file is given: pass --scheme, one of "
             f"{', '.join(files)}, or --recipe FILE"
         )
-    if scheme not in files:
-        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, files)}")
-    return parse(read(files[scheme]), scheme, recipe or "fast")
+    data = read(files[scheme]) if scheme in files else added.find(scheme)
+    if data is None:
+        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *added.ADDED])}")
+    return parse(data, scheme, recipe or "fast" if "variants" in data else None)
 
 
 def _require_scheme(recipe: Recipe, named: bool, scheme: str, file: str) -> None:

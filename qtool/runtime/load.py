@@ -22,13 +22,14 @@ def load(
     directory: str | Path,
     *,
     device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model in ``directory``, quantized by qtool or not, in eval mode.
 
     Args:
-        device: where it runs. dtype: of what is not quantized; by default the checkpoint's.
+        device: where it runs. device_map: instead of it, transformers' own placement. dtype: of what is not quantized; by default the checkpoint's.
         kv: KV-cache quantizer; by default the checkpoint's. A static one must be the checkpoint's
             own.
 
@@ -40,7 +41,11 @@ def load(
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+            path,
+            dtype=dtype or "auto",
+            device_map=device_map,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise QtoolError(
@@ -56,7 +61,8 @@ def load(
                 f"{path}: {kv} needs calibrated scales, which it does not hold: quantize with --kv {kv}"
             )
         quantize_kv(model, kv)
-    torch.nn.Module.to(model, device)
+    if device_map is None:
+        torch.nn.Module.to(model, device)
     return model.eval()
 
 

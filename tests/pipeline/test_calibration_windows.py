@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+import qtool
 from qtool import recipes
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline import commands
 from qtool.pipeline.calibration_windows import Windows, calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning.memory import CACHE_SHARE, writing
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.report import commands as report_commands
@@ -25,10 +26,10 @@ from tests.pipeline.test_quantize import files
 
 
 def asked(
-    recipe: str, given: Any = "demo", samples: int = 4, seqlen: int = 64, **wishes: Any
+    recipe: str, given: Any = "demo", samples: int = 4, seqlen: int = 64, **overrides: Any
 ) -> Windows:
     source = Checkpoint(DEMO)
-    job = Job.of(source.config, commands.Wishes(recipe=recipe, **wishes).of("w4a16"))
+    job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
     return calibration(
         source,
         job,
@@ -159,19 +160,8 @@ def test_of_several_ranks_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_done_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    commands.quantize(
-        "demo",
-        "w4a16",
-        out,
-        recipe="best",
-        calib="demo",
-        data_dir=None,
-        samples=2,
-        seqlen=16,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
+    qtool.quantize(
+        "demo", "w4a16", out=out, recipe="best", calibration="demo", samples=2, seqlen=16
     )
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2
@@ -183,3 +173,34 @@ def test_windows_of_a_recipe_are_given_or_continued() -> None:
     assert recipes.parse(data, "mine").windows == "continued"
     with pytest.raises(QtoolError, match="mine: windows is given or continued, found 'long'"):
         recipes.parse(data | {"windows": "long"}, "mine")
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_what_cannot_run_is_refused_before_windows_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output directory that is there, another recipe, and a run that is complete already."""
+    few: dict[str, Any] = {"recipe": "paper", "samples": 2, "seqlen": 32, "out": tmp_path / "out"}
+
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with pytest.raises(_Stop):
+        qtool.quantize("demo", "w8a8", progress=stop, **few)
+    qtool.quantize("demo", "w8a8", **few | {"out": tmp_path / "done"})
+
+    def drawn(_: object) -> None:
+        raise AssertionError("windows were drawn")
+
+    monkeypatch.setattr(Windows, "_draw", drawn)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "letter.txt").write_text("dear")
+    with pytest.raises(QtoolError, match="exists already"):
+        qtool.quantize("demo", "w8a8", **few | {"out": tmp_path / "there"})
+    with pytest.raises(QtoolError, match=r"another recipe"):
+        qtool.quantize("demo", "w8a8", resume=True, **few | {"recipe": "best"})
+    done = qtool.quantize("demo", "w8a8", resume=True, **few | {"out": tmp_path / "done"})
+    assert done.directory == tmp_path / "done"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import qtool
 from qtool import recipes
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models import Fold
-from qtool.pipeline import commands
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import as_dict, as_text
 from qtool.pipeline.quantize import quantize
@@ -73,19 +73,14 @@ def test_what_was_adapted_is_printed_and_recorded(
     model, said = make_model("gemma2", vocab_size=4096), "rotate: the residual stream left out"
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
-    commands.quantize(
-        str(model),
+    qtool.quantize(
+        model,
         "w8a8",
-        tmp_path / "out",
+        out=tmp_path / "out",
         recipe="best",
-        calib="demo",
-        data_dir=None,
+        calibration="demo",
         samples=2,
         seqlen=32,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
     )
     assert said in capsys.readouterr().err
     recorded = json.loads((tmp_path / "out/qtool.json").read_text())["recipe"]
@@ -93,7 +88,7 @@ def test_what_was_adapted_is_printed_and_recorded(
         said in recorded["adaptations"][0]
         and {"rotate": {"residual": False}} in recorded["methods"]
     )
-    assert said in commands.plan(str(model), "w8a8", recipe="best").job.recipe.adaptations[0]
+    assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.adaptations[0]
 
 
 @pytest.mark.parametrize("family", [name for name in VARIANTS if name != "llama-tied"])
@@ -123,7 +118,7 @@ def test_other_recipes_untie_and_say_what_it_takes(
     make_model: MakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model("llama-tied", vocab_size=4096)
-    planned = commands.plan(str(model), "w4a4-g128", recipe="paper")
+    planned = qtool.plan(model, "w4a4-g128", recipe="paper")
     job = planned.job
     assert job.unties and planned.output_bytes == sum(job.shard_bytes())
     share = job.head_bytes / (planned.output_bytes - job.head_bytes)

@@ -12,7 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import qtool
 from qtool import recipes
+from qtool.bench import bench_quantize
 from qtool.bench import quantize as bench
 from qtool.bench.ceilings import Ceilings
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
@@ -28,7 +30,6 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
-from qtool.pipeline import commands
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.memory import working_bytes
@@ -223,7 +224,7 @@ def test_work_adds_up() -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_the_largest_models_are_planned(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE[name]))
-    planned = commands.plan(str(tmp_path), "w4a8-lqq", recipe="best")
+    planned = qtool.plan(str(tmp_path), "w4a8-lqq", recipe="best")
     assert planned.place and planned.device == H200.name
     assert planned.seconds > 60 and planned.device_bytes > 1e9 and planned.host_bytes > 1e9
     assert planned.disk_bytes >= planned.output_bytes > 0.25 * planned.source_bytes
@@ -269,7 +270,7 @@ def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> N
 
 def test_a_plan_says_that_it_is_only_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE["deepseek-v3"]))
-    planned = commands.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
+    planned = qtool.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
     assert "only a plan: quantizing it would need attention over low-rank" in as_text(planned)
     assert "mlp.experts.*.up_proj (256)" in as_text(planned)
     assert (
@@ -332,7 +333,7 @@ def test_host_and_device_memory_do_not_grow_with_depth() -> None:
 
 def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     options = {"samples": 2, "seqlen": 32, "device": "cpu", "activations": "auto", "progress": None}
-    measured = commands.bench_quantize(
+    measured = bench_quantize(
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
     )
     stages = measured.record["stages"]
@@ -353,7 +354,7 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     assert "of floor" in measured.table() and json.dumps(measured.as_dict())
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
     assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not out.exists()
-    commands.bench_quantize(
+    bench_quantize(
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options
     )
     kept = json.loads((out / "qtool.json").read_text())["bench"]
@@ -373,7 +374,7 @@ def test_ceilings_are_of_the_directory_that_is_written(
         return measure(source, directory, device)
 
     monkeypatch.setattr(bench, "measure", probe)
-    commands.bench_quantize(
+    bench_quantize(
         str(make_model(name="models/tiny")),
         "w8a8",
         recipe=None,

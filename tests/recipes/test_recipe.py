@@ -8,8 +8,8 @@ import pytest
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO
-from qtool.pipeline.commands import Wishes
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 BUILT_IN = [
@@ -134,30 +134,30 @@ def test_the_departures_of_built_in_recipes_are_listed() -> None:
 
 @pytest.mark.parametrize(("scheme", "variant"), [pair for pair in BUILT_IN if pair[1] != "fast"])
 def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: str) -> None:
-    recipe = Wishes(recipe=variant, kv="kv4").of(scheme)
+    recipe = RecipeOverrides(kv="kv4").recipe(scheme, variant)
     job = Job.of(CONFIG, recipe)  # the order is legal
     assert [t.name for t in job.transforms].count("smooth-attention") == 1
     assert [t.name for t in job.transforms].count("value-basis") == (variant == "best")
     assert recipe.for_kv4() == recipe
     for other in ("kv8", "kv4-channel"):
         assert (
-            Wishes(recipe=variant, kv=other).of(scheme).transforms
+            RecipeOverrides(kv=other).recipe(scheme, variant).transforms
             == recipes.load(scheme, variant).transforms
         )
 
 
 def test_a_gpu_chooses_the_granularity() -> None:
-    assert Wishes(target="a100").of("w4a4").scheme == "w4a4-mix"
-    assert Wishes(target="rtx3090").of("w4a4-mix").scheme == "w4a4-g128"
-    assert Wishes(target="a100").of("w4a8-qoq-g128").scheme == "w4a8-qoq"
-    chosen = Wishes(target="l40s").of("w4a8-qoq")
+    assert RecipeOverrides(target="a100").recipe("w4a4").scheme == "w4a4-mix"
+    assert RecipeOverrides(target="rtx3090").recipe("w4a4-mix").scheme == "w4a4-g128"
+    assert RecipeOverrides(target="a100").recipe("w4a8-qoq-g128").scheme == "w4a8-qoq"
+    chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
     with pytest.raises(QtoolError, match="has one for every GPU"):
-        Wishes(target="a100").of("w8a8")
+        RecipeOverrides(target="a100").recipe("w8a8")
     with pytest.raises(QtoolError, match="did you mean l40s"):
-        Wishes(target="l4os").of("w4a4")
+        RecipeOverrides(target="l4os").recipe("w4a4")
 
 
 def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
-    (step,) = Wishes(max_8bit_blocks=1).of("w4ax-fmpq").transforms
+    (step,) = RecipeOverrides(max_8bit_blocks=1).recipe("w4ax-fmpq").transforms
     assert step.name == "gather-outliers" and step.options["max_8bit_blocks"] == 1

@@ -20,7 +20,7 @@ from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
 from qtool.pipeline.units import bytes_text, duration
 from qtool.recipes.schema import CONTINUED, GIVEN
-from qtool.text_table import render
+from qtool.table import render
 
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
 PLAIN_WEIGHTS_PER_SECOND = 60e6
