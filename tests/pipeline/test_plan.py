@@ -454,7 +454,7 @@ def test_sizes_that_no_model_has_are_refused_at_once() -> None:
         with pytest.raises(QtoolError, match=rf"config.json: .*{value}.*at most"):
             Job.of(config_of("llama-tiny") | {key: value}, GPTQ, planning=True)
     for name, key in (("mixtral-8x22b", "num_local_experts"), ("deepseek-v3", "n_routed_experts")):
-        with pytest.raises(QtoolError, match=r"config.json: .*experts.*1000000000.*at most"):
+        with pytest.raises(QtoolError, match=r"config.json: .*1000000000 .*at most"):
             Job.of(LARGE[name] | {key: 10**9}, GPTQ, planning=True)
 
 
