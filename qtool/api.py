@@ -314,11 +314,11 @@ def export(
         print(qtool.export("demo-w4a16", "compressed-tensors"))
     """
     from qtool.exchange.export import export as exported
-    from qtool.pipeline.run import require_other
+    from qtool.pipeline.quantize import require_apart
 
     directory = _native(model)
     target = directory.with_name(f"{directory.name}-{format}") if out is None else Path(out)
-    require_other(target, directory)
+    require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
 
 

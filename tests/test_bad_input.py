@@ -328,7 +328,7 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
 def test_the_output_is_not_the_model(refused, make_model: MakeModel, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model = make_model(name="models/tiny")
     for out in (model, model.parent, model.parent / ".." / "models"):
-        with pytest.raises(QtoolError, match="the model to quantize lies there") as error:
+        with pytest.raises(QtoolError, match="the model that is read lies there") as error:
             quantize(Checkpoint(model), recipes.load("w8a8"), out)
         assert "remove" not in str(error.value)
     assert not list(tmp_path.glob("**/*.partial"))

@@ -205,7 +205,7 @@ def require_apart(out: Path, source: Path) -> None:
     """Refuse an output directory that is the source's or holds it."""
     if source.resolve().is_relative_to(out.resolve()):
         raise QtoolError(
-            f"--out {out}: the model to quantize lies there; choose another directory, a new one"
+            f"--out {out}: the model that is read lies there; choose another directory"
         )
 
 
