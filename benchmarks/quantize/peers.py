@@ -28,7 +28,7 @@ from qtool.bench.random_checkpoint import config_of, make
 from qtool.exchange.foreign import describe
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
-from qtool.text_table import render
+from qtool.table import render
 
 TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8

@@ -17,6 +17,7 @@ shards, of which the same documents are taken as from the hub. ``c4.*``, ``pile.
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -112,13 +113,18 @@ class Corpus:
 
     @property
     def text(self) -> str:
-        """The documents joined by blank lines: the text that is tokenized."""
-        return "\n\n".join(self.documents)
+        """The text that is tokenized."""
+        return joined(self.documents)
 
     @property
     def sha256(self) -> str:
         """Hex digest of :attr:`text` in UTF-8."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def joined(documents: Iterable[str]) -> str:
+    """``documents`` as one text, with blank lines between them."""
+    return "\n\n".join(documents)
 
 
 def is_corpus(source: str) -> bool:
@@ -137,11 +143,7 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
     nor reachable.
     """
     if source not in SOURCES:
-        if not is_corpus(source):
-            raise QtoolError(
-                f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}"
-            )
-        return Corpus(Path(source).name, source, text_files.read(Path(source)))
+        return Corpus(Path(source).name, source, text_files.read(require_file(source)))
     wanted = SOURCES[source][split]
     directory = DEMO if source == "demo" else data_directory(data_dir)
     if directory:
@@ -153,6 +155,17 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
             f"{DEMO} lacks {wanted.local[0][0]}: this installation of qtool is incomplete"
         )
     return Corpus(source, f"hub:{wanted.hub['path']}", _download(source, split, wanted))
+
+
+def require_file(source: str) -> Path:
+    """The path that ``source`` is, whether or not there is such a file.
+
+    Raises:
+        QtoolError: it looks like the name of a corpus, and none has it.
+    """
+    if not is_corpus(source):
+        raise QtoolError(f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}")
+    return Path(source)
 
 
 def data_directory(data_dir: str | Path | None) -> Path | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import standard_error
 from qtool.eval.results import Metric, Results, TaskResult, finite
-from qtool.text_table import render
+from qtool.table import render
 
 SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
 

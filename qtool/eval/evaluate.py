@@ -85,6 +85,7 @@ def ask(
                 origin=origin,
                 limit=limit,
                 batch_size=batch_size,
+                label=name,
             )
         found.append(Asked(name, facts, answer))
     return found

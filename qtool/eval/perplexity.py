@@ -17,15 +17,14 @@ Shapes: b windows a batch, s tokens a window, v vocabulary.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qtool import progress
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import deterministic
 
@@ -97,7 +96,7 @@ def perplexity(
     windows = cut_windows(ids, min(seqlen, context_length(model) or seqlen))[:limit]  # [windows, s]
     model.eval()
     sums: list[float] = []
-    bar = tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty())
+    bar = progress.bar(label, len(windows), "window")
     with torch.no_grad(), deterministic(model), bar:
         for batch in windows.split(batch_size):  # [b, s]
             sums += _window_sums(model, batch.to(model.device)).tolist()

@@ -1,8 +1,8 @@
 """Zero-shot tasks through lm-eval's own API: its prompts, its scoring, its metric names.
 
 A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`),
-lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors is dropped,
-its bars need a terminal.
+lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors is dropped;
+of its bars the one that counts requests is shown, by the task's name.
 """
 
 import hashlib
@@ -14,17 +14,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from lm_eval import evaluator
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qtool import progress
 from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
@@ -34,11 +38,25 @@ from qtool.io import hub
 
 # bootstrap draws for the standard error of metrics that are no mean; lm-eval's 100,000 take minutes
 RESAMPLES = 1000
+#: tasks that most papers report
+COMMON = (
+    "piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa",
+    "lambada_openai", "mmlu", "gsm8k", "truthfulqa_mc2", "copa", "race", "sciq", "wikitext",
+)  # fmt: skip
 
 
 def available_tasks(data_dir: str | Path | None = None) -> list[str]:
     """The tasks that need no network: ``demo_choice`` and the local files."""
     return [demo_choice.NAME, *local_tasks.local_tasks(data_dir)]
+
+
+def all_tasks(data_dir: str | PathLike[str] | None = None) -> list[str]:
+    """Every name that :func:`load` knows, those that need no network first."""
+    return list(
+        dict.fromkeys(
+            [*available_tasks(None if data_dir is None else Path(data_dir)), *_index().all_tasks]
+        )
+    )
 
 
 def load(
@@ -77,15 +95,19 @@ def zero_shot(
     origin: str,
     limit: int | None = None,
     batch_size: int = 4,
+    label: str = "zero-shot",
 ) -> list[TaskResult]:
-    """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given."""
+    """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given.
+
+    ``label`` names the progress bar.
+    """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
     with (
-        _quiet(),
+        _quiet(bars=label),
         hub.offline(),
         deterministic(model),
-    ):  # its bars reach a terminal, nothing reaches a log
+    ):
         found = evaluator.simple_evaluate(
             model=_LanguageModel(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"
@@ -149,7 +171,9 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     index = _index()
     if name not in index.all_tasks:
         here = [*corpora.SOURCES, *available_tasks(data_dir)]
-        close = get_close_matches(name, [*here, *index.all_tasks], n=1)
+        # lm-eval has thousands of tasks; what a person misspells is one that many people run
+        close = get_close_matches(name, [*here, *COMMON], n=1)
+        close = close or get_close_matches(name, index.all_tasks, n=1)
         raise QtoolError(f"unknown task {name!r}, and no such file: {suggest(name, close or here)}")
     try:
         with hub.access():
@@ -169,7 +193,8 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(bars: str = "") -> Iterator[None]:
+    """lm-eval without its chatter; of its bars those of the model, named ``bars``, if given."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -179,7 +204,10 @@ def _quiet() -> Iterator[None]:
             patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
         )  # bootstrap in this process
         stack.enter_context(redirect_stdout(io.StringIO()))
-        if not sys.stderr.isatty():
+        if bars:
+            bar = partial(_bar, bars, sys.stderr, progress.shows_bars())
+            stack.enter_context(patch.object(huggingface, "tqdm", bar))
+        if bars or not progress.shows_bars():
             stack.enter_context(redirect_stderr(io.StringIO()))
         for unused in (
             "get_git_commit_hash",
@@ -187,3 +215,9 @@ def _quiet() -> Iterator[None]:
         ):  # they run git, pip, lscpu, which say what they like
             stack.enter_context(patch.object(evaluator, unused, create=True))
         yield
+
+
+def _bar(name: str, stderr: Any, shown: bool, *args: Any, **options: Any) -> Any:
+    """The bar that lm-eval asks for, by ``name``."""
+    options |= {"desc": name, "file": stderr, "leave": False}
+    return tqdm(*args, **options | {"disable": options.get("disable") or not shown})

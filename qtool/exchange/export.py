@@ -29,6 +29,7 @@ from qtool.io.source import Checkpoint
 from qtool.models import Heads, family_of
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import linear_shape, load_linear
+from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, attention_name
 
 #: what the record of a shard calls the distances
@@ -52,6 +53,10 @@ class Exported:
     notes: list[str]
     nbytes: tuple[int, int]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, for ``--json``."""
+        return vars(self) | {"directory": str(self.directory), "nbytes": list(self.nbytes)}
+
     def __str__(self) -> str:
         exact = [name for name, error in self.errors.items() if error == 0]
         lines = [
@@ -66,11 +71,19 @@ class Exported:
         return "\n".join([*lines, *self.notes])
 
 
-def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -> Exported:
+def export(
+    directory: Path,
+    name: str,
+    out: Path,
+    *,
+    tensor_parallel: int = 1,
+    progress: Progress | None = None,
+) -> Exported:
     """Export the native checkpoint in ``directory`` to ``out`` in format ``name``.
 
     Args:
         tensor_parallel: GPUs that every linear will be split over; what cannot be split is refused.
+        progress: called after each shard with (done, total, notes).
 
     Raises:
         QtoolError: an unknown format, or a linear the format cannot express (before any work).
@@ -93,7 +106,7 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
         facts = {"exported from": directory.name, "format": name, "notes": notes}
         try:
             with closing(output):
-                _write(output, work, shards, kv if keeps_kv else None, facts)
+                _write(output, work, shards, kv if keeps_kv else None, facts, progress)
         except NoSpace:
             raise
         except QtoolError:
@@ -108,13 +121,20 @@ def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -
 
 
 def _write(
-    output: Output, work: "_Export", shards: list[list[str]], kv: str | None, facts: dict[str, Any]
+    output: Output,
+    work: "_Export",
+    shards: list[list[str]],
+    kv: str | None,
+    facts: dict[str, Any],
+    progress: Progress | None,
 ) -> None:
     target, config = work.target, work.checkpoint.config
     for number, names in enumerate(shards, 1):
         if number not in output.records:
             work.errors = {}
             output.put(number, dict(work.specs(names)), work.tensors(names), {ERRORS: work.errors})
+            if progress:
+                progress(number, len(shards), {})
     quantization = target.quantization_config(work.every, kv)
     for file, content in target.config_files(quantization).items():
         write_json(output.partial / file, content)

@@ -32,16 +32,20 @@ from qtool.pipeline.quantize import check_source
 from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.streaming.embedding_and_head import finite
 from qtool.pipeline.tile_fit import ROW_MAJOR
+from qtool.progress import Progress
 
 SCHEME = "w4a16"
 
 
-def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
+def repack(
+    source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
+) -> Path:
     """Repack ``source`` into the native directory ``out``.
 
     Args:
         layout: of every linear; by default the one that quantizing chooses, row-major where its
             tile does not fit.
+        progress: called after each shard with (done, total, notes).
 
     Raises:
         QtoolError: not a format that can be read, not our grid, or not the layout's tile (before
@@ -75,6 +79,8 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
                 if number not in output.records:
                     output.put(number, dict(work.specs(names)), work.tensors(names), {})
                     record.shard_written()
+                    if progress:
+                        progress(number, len(shards), {})
         except NoSpace:
             raise
         except QtoolError:

@@ -1,6 +1,6 @@
 """Every format an export writes, by name."""
 
-from qtool.errors import QtoolError, suggest
+from qtool import plugins
 from qtool.exchange.awq import Awq
 from qtool.exchange.compressed_tensors import COMPRESSED_TENSORS
 from qtool.exchange.gptq import Gptq
@@ -35,9 +35,7 @@ def get(name: str) -> Target:
     Raises:
         QtoolError: an unknown format.
     """
-    if name not in TARGETS:
-        raise QtoolError(f"unknown format {name!r}: {suggest(name, TARGETS)}")
-    return TARGETS[name]
+    return plugins.find(TARGETS, name, "format")
 
 
 def that_take(scheme: str, group_size: int | None) -> list[str]:

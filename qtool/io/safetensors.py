@@ -133,13 +133,20 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
     return data.view(entry.dtype).reshape(shape)
 
 
-def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> str:
+def write(
+    path: Path,
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    sync: bool = True,
+) -> str:
     """Write a file as a stream, atomically; returns its sha256.
 
     Args:
         specs: every tensor in file order; only shape and dtype are looked at (``meta`` is fine).
         tensors: ``(name, rows)`` in that order; a tensor may come in several pieces along dimension
             0.
+        sync: wait until the bytes are on the disk.
 
     Raises:
         NoSpace: the disk is full.
@@ -185,18 +192,23 @@ def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, 
         if file.tell() != expected:
             raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
 
-    write_atomic(path, put_all)
+    write_atomic(path, put_all, sync=sync)
     return digest.hexdigest()
 
 
-def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
-    """Write ``path`` through a temporary file that takes its name only when whole and on disk."""
+def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -> None:
+    """Write ``path`` through a temporary file that takes its name only when it is whole.
+
+    Args:
+        sync: ... and on the disk. Without it the file outlives the process, not a loss of power.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
             put(file)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -210,6 +222,7 @@ def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Write ``value`` as indented JSON, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode()), sync=sync)

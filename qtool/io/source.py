@@ -81,6 +81,12 @@ class Checkpoint:
         self.directory = directory
         self.config = read_config(directory)
         self.entries = self._entries()
+        blocks = self.config.get("num_hidden_layers")
+        if isinstance(blocks, int) and blocks > len(self.entries):
+            raise QtoolError(
+                f"{directory}: config.json has {blocks} hidden layers, and the files only "
+                f"{len(self.entries)} tensors"
+            )
 
     def _entries(self) -> dict[str, Entry]:
         index = self.directory / INDEX

@@ -1,5 +1,6 @@
 """What the supported model families look like: one short declarative file a family."""
 
+from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.models.deepseek import DEEPSEEK
 from qtool.models.falcon import FALCON
@@ -11,7 +12,7 @@ from qtool.models.opt import OPT
 from qtool.models.parts import Attention, Fold, Heads, LinearGroup, OncePerHead
 from qtool.models.phi3 import PHI3
 
-FAMILIES = (
+FAMILIES: list[Family] = [
     LLAMA,
     QWEN2,
     QWEN3,
@@ -24,7 +25,7 @@ FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
-)
+]
 #: families whose shapes are known, so that a run can be planned that nobody can make yet
 PLANNED = (DEEPSEEK,)
 
@@ -50,9 +51,11 @@ def family_of(model_type: str, *, planning: bool = False) -> Family:
     Raises:
         QtoolError: naming the supported types.
     """
-    for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
-        if model_type in family.model_types:
-            return family
+    for load in (lambda: None, plugins.load):  # other packages are asked for what is not here
+        load()
+        for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
+            if model_type in family.model_types:
+                return family
     supported = ", ".join(t for family in FAMILIES for t in family.model_types)
     need = NEEDED.get(model_type, "one declarative file in qtool/models, see CONTRIBUTING.md")
     raise QtoolError(

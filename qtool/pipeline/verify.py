@@ -54,7 +54,10 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     yield from _shards(directory)
     yield from _kv_scales(checkpoint)
     stored = packed_linears(checkpoint)
-    for name in dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format))):
+    names = dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format)))
+    if not names:
+        yield Verified(str(directory), "no linear is packed, so nothing was verified")
+    for name in names:
         linear_format = checkpoint_format.of(name)
         if linear_format is None:
             yield Verified(name, "stored packed, but quantization_config leaves it in 16 bit")

@@ -12,9 +12,9 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
+from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
-from qtool.pipeline import commands
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.job import native_format
 from qtool.pipeline.run_record import read_run
@@ -60,7 +60,7 @@ def report(
             "limit": None,
             "batch_size": 8,
         }
-        commands.evaluate(tasks, str(directory), compare, device=device, save=True, **options)
+        evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
     if not out.parent.is_dir():
         raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")

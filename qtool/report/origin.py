@@ -76,7 +76,7 @@ def recipe(report: Report) -> Html:
         (name, ", ".join(f"{k} = {plain(v)}" for k, v in options.items()) or "defaults")
         for name, options in report.methods
     ]
-    left_out = report.provenance.get("recipe", {}).get("left_out", [])
+    adaptations = report.provenance.get("recipe", {}).get("adaptations", [])
     steps = (
         table(("step, in order", "options"), methods, "ll")
         if methods
@@ -91,7 +91,7 @@ def recipe(report: Report) -> Html:
     )
     none = tag("p", "None: the methods look at weights only.")
     calibration = tag("h3", "Calibration"), data if found else none
-    return join(steps, *(tag("p", note) for note in left_out), *_layers(report), *calibration)
+    return join(steps, *(tag("p", note) for note in adaptations), *_layers(report), *calibration)
 
 
 def _layers(report: Report) -> tuple[Html, Html]:

@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.schemes.base import stored_scale
 
 Packed = dict[str, Tensor]
@@ -260,3 +260,14 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 KV_QUANTIZERS: dict[str, type[KVQuantizer]] = {kv.name: kv for kv in (KV8, KV4, KV4Channel)}
+
+
+def require_kv(name: str) -> type[KVQuantizer]:
+    """The KV-cache quantizer ``name``.
+
+    Raises:
+        QtoolError: an unknown one.
+    """
+    if name not in KV_QUANTIZERS:
+        raise QtoolError(f"unknown --kv {name!r}: {suggest(name, KV_QUANTIZERS)}")
+    return KV_QUANTIZERS[name]

@@ -198,7 +198,7 @@ def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     assert activations.choose(job, tokens, cpu, kept, 9 * kept) == "disk"
 
 
-def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> None:
+def test_a_write_that_fails_stops_the_run_and_what_was_submitted_is_written() -> None:
     finished: list[int] = []
     submitted = Event()
 
@@ -206,9 +206,9 @@ def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> No
         submitted.wait()
         raise QtoolError("no space left")
 
-    with pytest.raises(QtoolError, match="no space"), WriteBehind(lambda shard: None) as writer:
-        writer.submit(1, fail)
-        writer.submit(2, lambda: finished.append(2))
+    with pytest.raises(QtoolError, match="no space"), WriteBehind() as writer:
+        writer.submit(fail, lambda: None)
+        writer.submit(lambda: finished.append(2), lambda: None)
         submitted.set()
         writer.wait()
     assert finished == [2]

@@ -230,6 +230,34 @@ def test_resumed_equals_uninterrupted(
     assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
 
 
+def test_a_resumed_run_says_where_it_goes_on(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = make_model(num_hidden_layers=3), tmp_path / "out"
+
+    def kill(done: int, *_: object) -> None:
+        if done == 3:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        run(source, "w8a8", out, progress=kill)
+    records = tmp_path / "out.partial" / ".run"
+    for shard in (3, 4):  # the writer may have been ahead
+        (records / f"shard-0000{shard}.json").unlink(missing_ok=True)
+    kept = len(list(records.glob("shard-*.json")))
+    caplog.clear()
+    run(source, "w8a8", out, resume=True)
+    assert (
+        f"resuming {out}.partial: {kept} of 5 shards are whole, goes on with shard " in caplog.text
+    )
+    caplog.clear()
+    before = files(out)
+    assert run(source, "w8a8", out, resume=True) == out and files(out) == before
+    assert caplog.messages == [f"{out} is complete; nothing is left to do"]
+    with pytest.raises(QtoolError, match="exists already"):
+        run(source, "w4a16", out, resume=True)
+
+
 def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(dtype=torch.bfloat16)
     whole = files(_calibrated(source, tmp_path / "whole"))

@@ -27,7 +27,7 @@ def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tens
     """``(name, rows)`` of one table of the result, in pieces."""
     name = f"{module}.weight"
     for rows in _rows(source, job, name):
-        yield name, _embedded(rows, job)
+        yield name, as_stored(name, _embedded(rows, job), job)
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
     name, start, found = f"{module}.weight", 0, []
     for rows in _rows(source, job, name, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
-        found.append(_embedded(rows[here], job))
+        found.append(as_stored(name, _embedded(rows[here], job), job))
         start += len(rows)
     return torch.cat(found)
 
@@ -46,25 +46,32 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
 def _embedded(rows: Tensor, job: Job) -> Tensor:
     for transform in job.transforms:
         rows = transform.embedding(rows)
-    return rows.to(job.dtype)
+    return rows
 
 
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
-    """The final norm, then the rows of the head unless it stays tied to the embedding."""
+    """The final norm, the rows of the head unless it stays tied, and what the family does not know."""
+    yield from _norm_and_head(source, job)
+    for name in job.unknown:
+        yield name, source.read(name)
+
+
+def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
     family = job.family
     head_name = f"{family.head}.weight"
     norms = [_final_norm(source, job)]  # before each transform, and after the last
     for transform in job.transforms:
         norms.append(transform.final_norm(norms[-1]))
     for part, stored in norms[-1].stored().items():
-        yield f"{family.final_norm}.{part}", stored.to(job.dtype)
+        name = f"{family.final_norm}.{part}"
+        yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
         return
     for rows in _rows(source, job, f"{family.embedding}.weight" if job.tied else head_name):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
             changed = transform.head(changed, norm.gain)
-        yield head_name, changed.to(job.dtype)
+        yield head_name, as_stored(head_name, changed, job)
 
 
 def _final_norm(source: Checkpoint, job: Job) -> Norm:
@@ -102,6 +109,21 @@ def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -
             name,
             source.read(name, slice(start, start + step), pinned=device.type == "cuda").to(device),
         )
+
+
+def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
+    """``tensor`` in the dtype in which the result stores it under its full ``name``.
+
+    Raises:
+        QtoolError: values beyond what float16 holds, where the model is cast to it.
+    """
+    cast = tensor.to(job.stored_dtype(name))
+    if cast.dtype == torch.float16 != tensor.dtype and not _only_finite(cast):
+        raise QtoolError(
+            f"{name}: its largest value {float(tensor.abs().max()):.3g} is beyond float16's 65504; "
+            "pass --dtype bfloat16"
+        )
+    return cast
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> None:
