@@ -129,7 +129,7 @@ def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -
 
 def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model()
-    with pytest.raises(QtoolError, match="unknown option 'sample': did you mean samples?"):
+    with pytest.raises(QtoolError, match=r"unknown option 'sample': did you mean samples\?"):
         qtool.quantize(source, "w8a8", sample=4)
     with pytest.raises(QtoolError, match="no scheme: pass --scheme"):
         qtool.quantize(source)

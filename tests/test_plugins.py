@@ -87,7 +87,7 @@ def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             raise ImportError("No module named 'broken'")
 
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
-    with pytest.raises(QtoolError, match="plugin 'broken' .* No module named 'broken'"):
+    with pytest.raises(QtoolError, match=r"plugin 'broken' .* No module named 'broken'"):
         recipes.load("w2a2")
 
 
