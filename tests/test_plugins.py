@@ -1,8 +1,12 @@
 """What another package adds: found by its entry point, and refused where the name is taken."""
 
+import dataclasses
 import importlib.metadata
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,18 +32,18 @@ OWN = Path(__file__).parents[1] / "examples" / "own_scheme"
 
 
 @pytest.fixture(autouse=True)
-def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in (SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS, added.ADDED):
-        for name in table:
-            monkeypatch.setitem(table, name, table[name])
-    copies = [(t, dict(t)) for t in (SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS)]
-    copies.append((added.ADDED, dict(added.ADDED)))
-    families = list(FAMILIES)
+def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it, and no plugin is loaded before it."""
+    tables: tuple[dict[Any, Any], ...] = (
+        *(SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS),
+        added.ADDED,
+    )
+    before, families = [dict(table) for table in tables], list(FAMILIES)
     monkeypatch.setattr(plugins, "_loaded", False)
-    yield  # type: ignore[misc]
-    for table, before in copies:
+    yield
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
-        table.update(before)
+        table.update(entries)
     FAMILIES[:] = families
 
 
@@ -119,9 +123,6 @@ def test_names_that_are_taken_are_refused() -> None:
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
-    import dataclasses
-    import json
-
     column = DigitLayout(name="column-major-8", n="n", k="k", order="k, n")
     qtool.register_layout(column)
     qtool.register_family(dataclasses.replace(FAMILIES[0], model_types=("llama_of_mine",)))
