@@ -150,7 +150,9 @@ def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
 def test_load_by_name_and_by_device_map() -> None:
     assert torch.equal(qtool.load("demo")(IDS).logits, qtool.load(DEMO)(IDS).logits)
     mapped = qtool.load("demo", device_map={"": "cpu"})
-    assert mapped.hf_device_map == {"": "cpu"}
+    assert torch.equal(mapped(IDS).logits, qtool.load("demo")(IDS).logits)
+    with pytest.raises(QtoolError, match="transformers cannot load it"):
+        qtool.load("demo", device_map="nowhere")
 
 
 def test_export_and_import_report_progress(make_model: MakeModel, tmp_path: Path) -> None:

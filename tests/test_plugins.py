@@ -1,7 +1,7 @@
 """What another package adds: found by its entry point, and refused where the name is taken."""
 
 import dataclasses
-import importlib.metadata
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'own-scheme = "own_scheme:register"' in (OWN / "pyproject.toml").read_text()
     (info / "entry_points.txt").write_text(group)
     monkeypatch.syspath_prepend(site)
-    importlib.metadata.MetadataPathFinder.invalidate_caches()
+    importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "own_scheme", raising=False)
 
 
@@ -158,7 +158,7 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert stored["rules"][0]["layout"] == "column-major-8"
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
-    assert set(qtool.export(native, "gptq-of-mine").errors.values()) == {0.0}
+    assert max(qtool.export(native, "gptq-of-mine").errors.values()) < 1e-3  # scales in 16 bit
     qtool.register_kernel("eight", "row-major-8", W8A8)
     qtool.register_kernel("eight", "row-major-8", W8A8)
     assert KERNELS["eight", "row-major-8"] == (W8A8,)
