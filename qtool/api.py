@@ -278,7 +278,7 @@ def evaluate(
 
 
 def all_tasks(data_dir: Name | None = None) -> list[str]:
-    """Every name that :func:`evaluate` knows: texts, then tasks that need no network, then lm-eval's."""
+    """Every task that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
     from qtool.data.corpora import SOURCES
     from qtool.eval import zero_shot
 

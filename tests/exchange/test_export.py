@@ -356,8 +356,9 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
     assert not out.exists() and not out.with_name("q.partial").exists()
     result = CliRunner().invoke(cli, [*arguments, "--scheme", "w4a16", "--format", "gptq"])
     assert result.exit_code == 0, result.output
-    *paths, summary = result.stdout.splitlines()
-    assert paths == [str(out), f"{out}-gptq"]
+    made, following, path, summary = result.stdout.splitlines()
+    assert made.startswith(f"{out}: ") and following.startswith("next: qtool eval")
+    assert path == f"{out}-gptq"
     assert re.fullmatch(
         r"gptq: 14 of 14 linears exact; 0\.\d MB, 1\.0\d times the native checkpoint", summary
     )
