@@ -161,7 +161,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def identity(self) -> dict[str, str]:
-        """What provenance says of a source: its directory, its hub id if it has one, fingerprint."""
+        """What provenance says of a source: directory, hub id if it has one, fingerprint."""
         snapshots = self.directory.parent
         name = snapshots.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
         from_hub = snapshots.name == "snapshots" and name.startswith("models--")

@@ -257,6 +257,8 @@ def _costs(planned: Plan) -> Iterator[str]:
         return
     took += f" (first run {planned.compiling:.0f} s more)"
     yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
+    if planned.job.recipe.windows == CONTINUED and not planned.continued:
+        yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continued:
         yield "calibration windows: begun by the text and continued by the model (--windows given: all of the text)"
     kept = f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {activations.PLACES[planned.place]}"
