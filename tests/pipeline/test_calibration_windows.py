@@ -17,6 +17,7 @@ from qtool.pipeline import commands
 from qtool.pipeline.calibration_windows import Windows, calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import CACHE_SHARE, writing
+from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect
@@ -112,6 +113,12 @@ def test_free_memory_decides_nothing(
         run(make_model(), tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
     assert cut("best", windows="given").facts["tokens"] == cut("paper").facts["tokens"]
+
+
+def test_the_plan_says_that_the_model_does_not_fit() -> None:
+    job = asked("best").job
+    assert "pass --windows given" in as_text(plan(job, device_memory=1e7))
+    assert "pass --windows given" not in as_text(plan(job))
 
 
 def test_windows_are_drawn_once(
