@@ -1,18 +1,19 @@
 """What calibration data may be given as: a name, a file, texts, token ids, a data set.
 
-| given                                     | is                                                   |
-|-------------------------------------------|------------------------------------------------------|
-| ``"wikitext2"``, a name of :mod:`corpora` | the corpus's ``train`` text                          |
-| a path (``.txt .jsonl .parquet`` ...)     | its documents, or chats under ``messages``           |
-| ``["a text", ...]``                       | documents                                            |
-| ``[[1, 2, ...], ...]``, 1-D or 2-D tensor | token ids                                            |
-| ``datasets.Dataset``                      | documents under ``text``, or chats under ``messages`` |
+| given                                     | is                                              |
+|-------------------------------------------|-------------------------------------------------|
+| ``"wikitext2"``, a name of :mod:`corpora` | the corpus's ``train`` text                     |
+| a path (``.txt .jsonl .parquet`` ...)     | its documents, or chats under ``messages``      |
+| ``["a text", ...]``                       | documents                                       |
+| ``[[1, 2, ...], ...]``, 1-D or 2-D tensor | token ids                                       |
+| ``datasets.Dataset``                      | documents (``text``) or chats (``messages``)    |
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,8 +87,8 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
 
 def _named(name: str, data_dir: str | Path | None) -> Documents:
     if name in corpora.SOURCES:
-        read = lambda: corpora.load(name, split=corpora.TRAIN, data_dir=data_dir).documents  # noqa: E731
-        return Documents(name, "", read)
+        load = partial(corpora.load, name, split=corpora.TRAIN, data_dir=data_dir)
+        return Documents(name, "", lambda: load().documents)
     path = corpora.require_file(name)
     return Documents(name, text_files.sha256(path), lambda: text_files.rows(path))
 
@@ -104,7 +105,8 @@ def _data_set(given: Any) -> Documents:
     if column is None or not hasattr(given, "__len__"):
         found = f"the columns {', '.join(names)}" if names else "a stream"
         raise QtoolError(
-            f"calibration data: a data set with a column text or messages is expected, found {found}"
+            "calibration data: a data set with a column text or messages is expected, found "
+            f"{found}"
         )
     return _documents("data set", [row or "" for row in given[column]])
 

@@ -1,11 +1,11 @@
 """Documents and chats out of a file, plain or compressed (.gz, .zst).
 
-| ending              | rows                                                                        |
-|---------------------|-----------------------------------------------------------------------------|
-| .raw                | one a line, a blank line being an empty one: the rows of the hub's WikiText |
-| .jsonl .json        | one a line: its "text", or the chat that is its "messages"                  |
-| .parquet            | one a row: its column "text", or "messages"                                 |
-| .txt, anything else | the whole file is one                                                       |
+| ending              | rows                                                                |
+|---------------------|---------------------------------------------------------------------|
+| .raw                | one a line, blank ones empty: the rows of the hub's WikiText        |
+| .jsonl .json        | one a line: its "text", or the chat that is its "messages"          |
+| .parquet            | one a row: its column "text", or "messages"                         |
+| .txt, anything else | the whole file is one                                               |
 """
 
 import hashlib

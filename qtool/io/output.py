@@ -21,8 +21,9 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, read_header, write, write_json
-from qtool.io.source import INDEX
+from qtool.io.source import BASE_CARD, CARD, INDEX
 
 #: the run's own files, inside the directory it works in
 RUN, JOB, LOCK = ".run", "job.json", "lock"
@@ -98,8 +99,8 @@ class Output:
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
                     raise QtoolError(
-                        f"{self.partial} was begun with another {key} ({difference(before.get(key), value)}); "
-                        "remove it or run as before"
+                        f"{self.partial} was begun with another {key} "
+                        f"({difference(before.get(key), value)}); remove it or run as before"
                     )
         write_json(path, self.identity)
 
@@ -204,9 +205,11 @@ class Output:
                 self.partial.rmdir()
 
     def finish(
-        self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]
+        self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
     ) -> None:
-        """Write index, config, provenance and the side files; give the directory its name.
+        """Write what is not weights, and give the directory its name.
+
+        Beside index, config and provenance: the ``side_files`` under their names, and a model card.
 
         The notes of all shards but the first (the embedding) and the last (the head) are the
         provenance's ``blocks``, unless it has its own.
@@ -222,8 +225,11 @@ class Output:
         write_json(
             self.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
-        for path in side_files:
-            shutil.copyfile(path, self.partial / path.name)
+        for name, path in side_files.items():
+            (self.partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, self.partial / name)
+        card = model_card(provenance, self.partial / BASE_CARD)
+        (self.partial / CARD).write_text(card, encoding="utf-8")
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
         provenance.setdefault(
@@ -244,8 +250,9 @@ class Output:
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether ``directory`` is the whole result of the same job (a run killed just after its last
-    step).
+    """Whether ``directory`` is the whole result of the same job.
+
+    So it is after a run that was killed just after its last step.
     """
     try:
         done = json.loads((directory / "qtool.json").read_text())
@@ -260,8 +267,9 @@ def job_hash(identity: Mapping[str, Any]) -> str:
 
 
 def difference(before: Any, now: Any, where: str = "") -> str:
-    """The first place where two values of plain data differ, and both values: ``methods[0].smooth:
-    {}, now 3``.
+    """The first place where two values of plain data differ, and both values.
+
+    For example ``methods[0].smooth: {}, now 3``.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in (*before, *now):

@@ -70,6 +70,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise QtoolError(f"{path} is missing") from None
+    except OSError as error:
+        raise QtoolError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         raise QtoolError(f"{path.name}: the safetensors header is not valid JSON") from None
     if not isinstance(header, dict):
@@ -121,15 +123,18 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
         shape, offset = (stop - start, *shape[1:]), offset + start * stride
     data = torch.empty(prod(shape) * entry.dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
     view = data.numpy().data
-    with entry.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            got = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
-            if not got:
-                raise QtoolError(
-                    f"{entry.path.name}: the file ended early; it changed while it was read"
-                )
-            done += got
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            done = 0
+            while done < len(view):
+                got = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
+                if not got:
+                    raise QtoolError(
+                        f"{entry.path.name}: the file ended early; it changed while it was read"
+                    )
+                done += got
+    except OSError as error:
+        raise QtoolError(f"{entry.path} cannot be read: {error.strerror}") from error
     return data.view(entry.dtype).reshape(shape)
 
 

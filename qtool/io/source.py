@@ -1,5 +1,6 @@
-"""A checkpoint to read from: where MODEL is, its config, and its tensors by name, loaded when
-asked.
+"""A checkpoint to read from: where MODEL is, its config, and its tensors by name.
+
+Tensors are read when they are asked for.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from qtool.io.safetensors import Entry, read, read_header
 DEMO = Path(__file__).parent.parent / "demo"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: what belongs to a model beside its weights; never code
+#: what belongs to a model beside its weights
 SIDE_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -26,12 +27,23 @@ SIDE_FILES = (
     "*.model",
     "generation_config.json",
     "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "README.md",
 )
+#: endings of code and of pickles, which are never carried
+NEVER_CARRIED = {".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy"}
+#: the model card of a native checkpoint, and the name its source's card is kept under
+CARD, BASE_CARD = "README.md", "README.base.md"
 
 #: where GPTQ checkpoints have their configuration, the older ones only there
 QUANTIZE_CONFIG = "quantize_config.json"
-#: the same weights once more, in forms that other loaders read
-OTHER_WEIGHTS = ["consolidated*", "*/*"]
+#: the same weights once more, in forms and in folders that other loaders read
+OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 
 
 def resolve(model: str, *, weights: bool = True) -> Path:
@@ -64,8 +76,8 @@ def _download(model: str, patterns: list[str]) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise QtoolError(
-            f"{model} is not a local directory and could not be had from the hub ({type(error).__name__}: {reason}); "
-            "pass the path of a downloaded model directory"
+            f"{model} is not a local directory and could not be had from the hub "
+            f"({type(error).__name__}: {reason}); pass the path of a downloaded model directory"
         ) from error
 
 
@@ -93,23 +105,24 @@ class Checkpoint:
         if not index.exists():
             if not (self.directory / SINGLE).exists():
                 raise QtoolError(
-                    f"{self.directory}: no {SINGLE} and no {INDEX}; {_what_is_there(self.directory)}"
+                    f"{self.directory}: no {SINGLE} and no {INDEX}; "
+                    f"{_what_is_there(self.directory)}"
                 )
             return read_header(self.directory / SINGLE)
         weight_map = _json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise QtoolError(f"{index.name}: no weight_map in it")
         shards = {}
-        for shard in sorted({str(shard) for shard in weight_map.values()}):
+        for shard in sorted(set(map(str, weight_map.values()))):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise QtoolError(
                     f"{index.name}: {shard!r} is not a file name inside the model directory"
                 )
             shards[shard] = read_header(self.directory / shard)
         for name, shard in weight_map.items():
-            if name not in shards[shard]:
+            if name not in shards[str(shard)]:
                 raise QtoolError(f"{index.name}: {name} is said to be in {shard}, but is not there")
-        return {name: shards[shard][name] for name, shard in weight_map.items()}
+        return {name: shards[str(shard)][name] for name, shard in weight_map.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -133,8 +146,7 @@ class Checkpoint:
         return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self) -> str:
-        """A hash of the config and of every tensor's name, dtype, shape and place, and the files'
-        sizes.
+        """A hash of the config and of what tensors there are and where they lie.
 
         Cheap (reads no weights); together with the files' modification times it tells a changed
         source.
@@ -154,16 +166,36 @@ class Checkpoint:
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
-    def side_files(self) -> list[Path]:
-        """Tokenizer and generation files, to copy as they are."""
-        return sorted(
-            {p for pattern in SIDE_FILES for p in self.directory.glob(pattern) if p.is_file()}
-        )
+    def identity(self) -> dict[str, str]:
+        """What provenance says of a source: directory, hub id if it has one, fingerprint."""
+        snapshots = self.directory.parent
+        name = snapshots.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
+        from_hub = snapshots.name == "snapshots" and name.startswith("models--")
+        hub = {"hub id": name.removeprefix("models--").replace("--", "/")} if from_hub else {}
+        directory = hub["hub id"].split("/")[-1] if hub else self.directory.name
+        return {"directory": directory, **hub, "fingerprint": self.fingerprint()}
+
+    def side_files(self) -> dict[str, Path]:
+        """What else a result carries, as it is: tokenizer, templates, license, by name there.
+
+        The model card is kept as ``README.base.md``. Code and pickles are left behind.
+        """
+        found = {
+            path.relative_to(self.directory).as_posix(): path
+            for pattern in SIDE_FILES
+            for path in sorted(self.directory.glob(pattern))
+            if path.is_file() and not NEVER_CARRIED.intersection(path.suffixes)
+        }
+        card, base = found.pop(CARD, None), self.directory / BASE_CARD
+        if base.is_file():
+            card = base
+        return found | ({BASE_CARD: card} if card else {})
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of ``config.json``; its ``quantization_config`` may lie beside, as AutoGPTQ wrote
-    it.
+    """The content of ``config.json``.
+
+    Its ``quantization_config`` may lie in a file beside it, as AutoGPTQ wrote it.
 
     Raises:
         QtoolError: missing, not JSON, or without ``model_type``.
@@ -192,7 +224,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise QtoolError(f"{path}: a JSON object expected, found {type(value).__name__}")

@@ -256,7 +256,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
     return {
         "format_version": job.format.version,
-        "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
+        "source": source.identity(),
         "scheme": job.format.scheme,
         "recipe": _methods(job.recipe),
         **_stored(job),

@@ -18,10 +18,12 @@ from qtool.pipeline.calibration_windows import Windows, calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning.memory import CACHE_SHARE, writing
+from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect
 from qtool.runtime.load import load
+from tests.conftest import MakeModel
 from tests.pipeline.test_quantize import files
 
 
@@ -67,48 +69,92 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 30_000_000)
 
 
-def run(out: Path, recipe: str = "best", **options: Any) -> Path:
-    windows = asked(recipe, samples=2, seqlen=16)
-    return quantize(windows.source, windows.job.recipe, out, calibration=windows, **options)
+SMOOTHED = {
+    "scheme": "test",
+    "layers": [{"match": ".*", "scheme": "w8a8"}],
+    "transforms": [{"smooth": {"steps": 1}}],
+    "rounding": "rtn",
+    "windows": "continued",
+}
 
 
-def test_free_memory_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the model does not fit whole, its windows cannot be had: never other ones instead."""
-    no_memory(monkeypatch)
-    with pytest.raises(QtoolError, match=r"takes the whole model, .* GB .*--windows given"):
-        run(tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-    assert cut("best", windows="given").facts["tokens"] == cut("paper").facts["tokens"]
+def run(model: Path, out: Path, **options: Any) -> Path:
+    """A run that calibrates on continued token ids: a model without a tokenizer."""
+    source, recipe = Checkpoint(model), recipes.parse(SMOOTHED, "test")
+    windows = calibration(
+        source,
+        Job.of(source.config, recipe),
+        torch.arange(200),
+        data_dir=None,
+        samples=2,
+        seqlen=16,
+        seed=0,
+        device="cpu",
+    )
+    return quantize(source, recipe, out, calibration=windows, **options)
 
 
-def test_windows_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run reads them: no model that continues, no text, no tokenizer."""
+def stopped(model: Path, out: Path) -> Path:
+    """A run that stops after its first shard; returns where its windows are."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    whole = files(run(tmp_path / "whole"))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "out", progress=stop)
-    no_memory(monkeypatch)
-    for name in ("load", "load_tokenizer", "render"):
-        monkeypatch.setattr(calibration_text, name, lambda *_: pytest.fail("drawn again"))
-    assert files(run(tmp_path / "out", resume=True)) == whole
+        run(model, out, progress=stop)
+    return out.with_name("out.partial") / ".run" / "windows.safetensors"
+
+
+def test_free_memory_decides_nothing(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model does not fit whole, its windows cannot be had: never other ones instead."""
+    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
+    with pytest.raises(QtoolError, match=r"takes the whole model, .* GB .*--windows given"):
+        run(make_model(), tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    assert cut("best", windows="given").facts["tokens"] == cut("paper").facts["tokens"]
+
+
+def test_the_plan_says_that_the_model_does_not_fit() -> None:
+    job = asked("best").job
+    assert "pass --windows given" in as_text(plan(job, device_memory=1e7))
+    assert "pass --windows given" not in as_text(plan(job))
+
+
+def test_windows_are_drawn_once(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run reads them, and loads no model to continue them."""
+    model = make_model()
+    whole = files(run(model, tmp_path / "whole"))
+    stopped(model, tmp_path / "out")
+    monkeypatch.setattr(Windows, "_draw", lambda self: pytest.fail("drawn again"))
+    assert files(run(model, tmp_path / "out", resume=True)) == whole
     facts = json.loads(whole["qtool.json"])["calibration"]
     assert facts["tokens"] and facts["windows"] == "continued" and facts["samples"] == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_damaged_windows_are_drawn_again(damage: str, tmp_path: Path) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    whole = files(run(tmp_path / "whole", "paper"))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "out", "paper", progress=stop)
-    stored = tmp_path / "out.partial" / ".run" / "windows.safetensors"
+def test_damaged_windows_are_drawn_again(
+    damage: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model()
+    whole = files(run(model, tmp_path / "whole"))
+    stored = stopped(model, tmp_path / "out")
     stored.unlink() if damage == "gone" else stored.write_bytes(stored.read_bytes()[:-8])
-    assert files(run(tmp_path / "out", "paper", resume=True)) == whole
+    assert files(run(model, tmp_path / "out", resume=True)) == whole
+
+
+def test_other_calibration_data_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    stopped(model, tmp_path / "out")
+    SMOOTHED["windows"] = "given"
+    try:
+        with pytest.raises(QtoolError, match=r"another calibration data \(windows: \"continued\""):
+            run(model, tmp_path / "out", resume=True)
+    finally:
+        SMOOTHED["windows"] = "continued"
 
 
 def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:

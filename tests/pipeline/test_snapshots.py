@@ -202,6 +202,6 @@ def test_sigkill_in_a_loop(source: Path, tmp_path: Path) -> None:
     while not out.exists():
         attempts += 1
         assert attempts < 50
-        killed_after(moments.randint(50_000, 130_000), lambda: run(source, out, resume=True))
+        killed_after(moments.randint(70_000, 150_000), lambda: run(source, out, resume=True))
     assert attempts > 2
     assert files(run(source, out, resume=True)) == whole

@@ -340,6 +340,8 @@ def _costs(planned: Plan) -> Iterator[str]:
             f"on {device}: {took} (first run {planned.compiling:.0f} s more), peak device memory"
             f"{each} about {bytes_text(planned.device_bytes)}, {host}"
         )
+    if planned.job.recipe.windows == CONTINUED and not planned.continued:
+        yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continued:
         yield (
             "calibration windows: begun by the text and continued by the model "

@@ -49,7 +49,7 @@ class StreamedBlocks:
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterator[tuple[str, Tensor]]:
-        """``(full name, tensor)`` of everything block ``index`` stores, in the order of ``spec``."""
+        """``(full name, tensor)`` of all that block ``index`` stores, in the order of ``spec``."""
         job = self.job
         for name in job.linears(index):
             full = job.full(index, name)
@@ -168,11 +168,10 @@ class BuiltBlocks:
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Transform and round block ``index``: what it stores, in the order of ``spec``; fills
-        ``notes``.
+        """Transform and round block ``index``: what it stores, in the order of ``spec``.
 
         Args:
-            following: the block whose weights are read meanwhile.
+            following: the block whose weights are read meanwhile. notes: are filled.
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
@@ -204,8 +203,9 @@ class BuiltBlocks:
     def _transformed(
         self, index: int, following: int | None, notes: dict[str, Any]
     ) -> tuple[Block, dict[str, LinearFormat]]:
-        """Block ``index`` after all transforms, beside the float model if the rounding looks at it;
-        its formats.
+        """Block ``index`` after all transforms, and the formats of its linears.
+
+        Beside it is the float model's where the rounding looks at it.
         """
         job = self.job
         with stage("read"):
@@ -300,12 +300,14 @@ class BuiltBlocks:
     def _module(
         self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> torch.nn.Module:
-        """Block ``index`` of the skeleton with ``weights`` (names within the block; some on
-        ``meta``) in ``dtype``.
+        """Block ``index`` of the skeleton with ``weights`` in ``dtype``.
+
+        Their names are those within the block; some may be on ``meta``.
         """
         from qtool.models.skeleton import fill
 
-        module: torch.nn.Module = self.model.get_submodule(self.job.family.blocks)[index]  # type: ignore[index]
+        modules = self.model.get_submodule(self.job.family.blocks)
+        module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
         there = {
             n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
@@ -316,9 +318,7 @@ class BuiltBlocks:
 
 
 def _empty(module: torch.nn.Module) -> None:
-    """Give the block's memory back: plain linears where it simulated quantized ones, all on
-    ``meta``.
-    """
+    """Give the block's memory back: all on ``meta``, and its linears plain ones again."""
     for name, child in list(module.named_modules()):
         if isinstance(child, SimulatedLinear):
             n, k = child.weight.shape

@@ -1,6 +1,4 @@
-"""The two ends of a model - embedding; final norm and head - rewritten by the transforms, a few
-rows at a time.
-"""
+"""Embedding, final norm and head, rewritten by the transforms a few rows at a time."""
 
 from collections.abc import Iterator, Mapping
 
@@ -82,8 +80,7 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
 
 
 def require_tied(source: Checkpoint, job: Job) -> None:
-    """Refuse a head that is stored beside the embedding it is said to be, with other values (reads
-    both).
+    """Refuse a stored head that differs from the embedding it is tied to; reads both.
 
     Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
     embedding.
@@ -96,8 +93,9 @@ def require_tied(source: Checkpoint, job: Job) -> None:
         torch.equal(a.to(b), b) for a, b in pairs
     ):
         raise QtoolError(
-            f"{head} is not {embedding}, although config.json ties the two: set tie_word_embeddings to false there if "
-            "the model has a head of its own, or remove that tensor"
+            f"{head} is not {embedding}, although config.json ties the two: set "
+            "tie_word_embeddings to false there if the model has a head of its own, or remove that "
+            "tensor"
         )
 
 
@@ -146,8 +144,9 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 
 
 def _only_finite(tensor: Tensor) -> Tensor:
-    """Whether no element is NaN or Inf, ``[]``: on a CPU by the extremes, which show both in a
-    fraction of the time.
+    """Whether no element is NaN or Inf, ``[]``.
+
+    A CPU looks at the extremes, which show both in a fraction of the time.
     """
     on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
     return torch.isfinite(torch.stack(torch.aminmax(tensor)) if on_cpu else tensor).all()

@@ -1,4 +1,6 @@
-"""The block loop: makes every missing shard and hands it to the writer, whose record makes it count.
+"""The block loop: makes every missing shard and hands it to the writer.
+
+A shard counts once its record is on disk.
 
 Embedding and head, which no block depends on, are written first, beside the first blocks. A resumed
 run starts at the newest block whose inputs are on disk; a block from there on that is written
@@ -80,8 +82,9 @@ class Shards:
             self._make(tokens, activations)
         except torch.OutOfMemoryError as error:
             raise QtoolError(
-                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after {len(self.output.records)} of "
-                f"{len(self.specs)} shards; these are kept: free memory or pass --activations host, then --resume"
+                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after "
+                f"{len(self.output.records)} of {len(self.specs)} shards; these are kept: free "
+                "memory or pass --activations host, then --resume"
             ) from error
 
     def _make(self, tokens: Sequence[Tensor], activations: str) -> None:
@@ -132,8 +135,9 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU and for steps: the same for every number of
-        ranks.
+        """The calibration batches, larger on a GPU and where each is a step of an optimizer.
+
+        They are the same for every number of ranks.
         """
         steps = self.job.rounding.steps
         if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
@@ -182,8 +186,9 @@ class Shards:
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
     ) -> Callable[[], None]:
-        """What writes ``shard``, in another thread: the copy from a GPU waits for ``tensors``, the
-        GPU not for it.
+        """What writes ``shard``, in another thread.
+
+        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()
