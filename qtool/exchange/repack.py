@@ -88,7 +88,7 @@ def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
 def _finish(
     output: Output, source: Checkpoint, foreign: SourceFormat, checkpoint_format: CheckpointFormat
 ) -> None:
-    config = source.config | {"quantization_config": checkpoint_format.to_dict()}
+    config = checkpoint_format.in_config(source.config)
     provenance = {
         "format_version": checkpoint_format.version,
         "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},

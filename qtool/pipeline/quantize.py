@@ -77,7 +77,7 @@ def quantize(
             _require_space(output, specs)
         record = RunRecord(out, output.identity, where, continued=output.continued)
         Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
-        config = job.config | {"quantization_config": job.format.to_dict()}
+        config = job.format.in_config(job.config)
         if job.unties:
             config["tie_word_embeddings"] = False
         record.write()
