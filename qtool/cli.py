@@ -234,6 +234,9 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     help="Of all that is not quantized.",
 )
 @click.option(
+    "--deterministic", is_flag=True, help="The same bits on every device, not what is served."
+)
+@click.option(
     "--save",
     is_flag=True,
     help="Keep each finished task in MODEL's eval.json; use again what is there.",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.eval.deterministic import deterministic
+from qtool.eval.deterministic import deterministic_decoder
 from qtool.runtime.load import load
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     for run in range(args.runs + 1):
         for name, context in (
             ("plain", nullcontext()),
-            ("the same everywhere", deterministic(model)),
+            ("the same everywhere", deterministic_decoder(model)),
         ):
             with context:
                 start = time.perf_counter()

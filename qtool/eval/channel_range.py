@@ -48,7 +48,7 @@ def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
 
 
 def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[ChannelRange]:
-    """One linear of each kind, in the order of the model: where ``before`` has the largest outlier."""
+    """One linear of each kind, where ``before`` has the largest outlier, in the model's order."""
     chosen: dict[str, str] = {}
     for name in before:
         kind = role(name)

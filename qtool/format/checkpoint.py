@@ -76,7 +76,7 @@ class CheckpointFormat:
         }
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a native checkpoint in this format, made from the source's ``config``."""
+        """The config.json of a native checkpoint in this format, of the source's ``config``."""
         return {**config, "quantization_config": self.to_dict(), WEIGHTS_FIELD: NOTICE}
 
     @classmethod

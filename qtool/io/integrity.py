@@ -1,4 +1,4 @@
-"""Whether the shards of a checkpoint are still the bytes that were written: the hashes in qtool.json.
+"""The check that a checkpoint's shards still are the bytes that qtool.json has hashes of.
 
 ``verify`` reports every difference; what reads weights to compute or to convert calls
 :func:`require_intact` first. Shards are hashed side by side, at the rate of the disk or of SHA-256,
@@ -18,8 +18,9 @@ RECORD = "qtool.json"
 
 
 def require_intact(directory: Path) -> None:
-    """Hash every shard of the checkpoint in ``directory`` that qtool wrote; a model without a
-    qtool.json has no recorded hashes and passes.
+    """Check that every shard in ``directory`` is what was written.
+
+    A model without a qtool.json has no recorded hashes and passes.
 
     Raises:
         CheckFailed: naming the first shard that is missing or is not what was written, or a

@@ -238,6 +238,7 @@ def evaluate(
     kv: str | None = None,
     as_export: str | None = None,
     dtype: str | None = None,
+    deterministic: bool = False,
     **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on MODEL, and on the baseline ``compare`` if one is given.
@@ -249,6 +250,7 @@ def evaluate(
         as_export: evaluate MODEL as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
+        deterministic: in the arithmetic that is the same on every device, not as served.
 
     Raises:
         QtoolError: an unknown KV quantizer or format, or one that MODEL cannot have; a format with
@@ -278,7 +280,7 @@ def evaluate(
 
     def run(name: str, kv: str | None = None, as_export: str | None = None) -> Results:
         directory = resolve(name)
-        asked = ask(tasks, load_tokenizer(directory), **options)
+        asked = ask(tasks, load_tokenizer(directory), deterministic=deterministic, **options)
         where: dict[str, Any] = {
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,

@@ -74,14 +74,14 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
 
 
 def packed_linears(checkpoint: Checkpoint) -> list[str]:
-    """Full names of the linears that are stored packed."""
+    """The full names of the linears that are stored packed."""
     return [
         name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
     ]
 
 
 def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
-    """Full names of the linears that ``quantization_config`` says are packed."""
+    """The full names of the linears that ``quantization_config`` says are packed."""
     family = family_of(checkpoint.config["model_type"])
     settings = family.settings(checkpoint.config)
     for block in range(settings.num_hidden_layers):
@@ -180,7 +180,8 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
     expected = reference.multiply(x.cpu(), kernel, torch.int32)
     if not torch.equal(found, expected):
         raise CheckFailed(
-            f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums are wrong"
+            f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums "
+            "are wrong"
         )
 
 
@@ -202,4 +203,5 @@ def _precision(linear_format: LinearFormat) -> str:
     scheme = linear_format.scheme_object
     if scheme.activation.bits == 16:
         return f"int{scheme.code_bits} weights, 16-bit activations, float32 sums"
-    return f"int{scheme.activation.bits} x int{8 if scheme.activation.bits == 8 else scheme.code_bits}, int32 sums"
+    weight_bits = 8 if scheme.activation.bits == 8 else scheme.code_bits
+    return f"int{scheme.activation.bits} x int{weight_bits}, int32 sums"

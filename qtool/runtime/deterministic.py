@@ -2,7 +2,7 @@
 
 A reduction depends on its order, and exp or rsqrt on who wrote it, so a CPU and a GPU differ by a
 last place. Where codes of activations are cut from such numbers one of them falls on the other side
-of a boundary now and then, and from there the token goes another way. Two float64 results lie 1e-16
+of a boundary now and then, and the token's later numbers differ. Two float64 results lie 1e-16
 apart: rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. What IEEE 754
 specifies (:data:`EXACT`) stays as it is: in float64 and rounded it would be the same number.
 """
@@ -29,10 +29,12 @@ R = TypeVar("R")
 EXACT = frozenset(
     name
     for line in (
-        "_to_copy _unsafe_view cat clone constant_pad_nd copy_ embedding empty_like expand fill_ flip full_like gather",
-        "index index_put index_put_ index_select masked_fill masked_fill_ new_empty new_full new_ones new_zeros",
-        "ones_like repeat roll scatter scatter_ slice_scatter sort stack tril tril_ triu triu_ where zero_ zeros_like",
-        "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_ round round_ sign",
+        "_to_copy _unsafe_view cat clone constant_pad_nd copy_ embedding empty_like expand fill_",
+        "flip full_like gather index index_put index_put_ index_select masked_fill masked_fill_",
+        "new_empty new_full new_ones new_zeros ones_like repeat roll scatter scatter_",
+        "slice_scatter sort stack tril tril_ triu triu_ where zero_ zeros_like",
+        "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_",
+        "round round_ sign",
         "eq ge gt isfinite isinf isnan le lt ne",
         "index_add index_add_",  # of distinct rows, as tokens to an expert: there is no order
     )

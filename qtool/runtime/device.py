@@ -16,7 +16,7 @@ def require_device(name: str) -> torch.device:
         raise QtoolError(f"device {name!r}: cpu, cuda or cuda:N is expected")
     if kind == "cuda" and int(number or 0) >= (there := torch.cuda.device_count()):
         raise QtoolError(
-            f"device {name!r}: this machine has {there or 'no'} CUDA device{'s' * (there > 1)} that "
-            f"torch {torch.__version__} can use"
+            f"device {name!r}: torch {torch.__version__} finds {there or 'no'} CUDA "
+            f"device{'s' * (there > 1)} on this machine"
         )
     return torch.device(name)

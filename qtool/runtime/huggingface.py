@@ -38,7 +38,7 @@ class QtoolConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class QtoolQuantizer(HfQuantizer):
-    """Replaces linears by :class:`QuantLinear` before weights load, as the checkpoint's format says.
+    """Replaces linears by :class:`QuantLinear` before weights load, where the format says so.
 
     If the format quantizes the KV cache, the model's cache holds quantized keys and values.
     """
@@ -102,7 +102,7 @@ class QtoolQuantizer(HfQuantizer):
         return [] if self.experts else weight_conversions
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """False: ``save_pretrained`` would drop the notice and the recorded hashes; copy the files."""
+        """False: ``save_pretrained`` would drop the notice and the hashes; copy the files."""
         return False
 
     @property

@@ -58,7 +58,8 @@ def load(
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
             raise QtoolError(
-                f"{path}: {kv} needs calibrated scales, which it does not hold: quantize with --kv {kv}"
+                f"{path}: {kv} needs calibrated scales, which it does not hold: "
+                f"quantize with --kv {kv}"
             )
         quantize_kv(loaded, kv)
     if device_map is None:

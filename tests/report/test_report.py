@@ -267,7 +267,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         ("t", {"limit": 9}),
         ("u", {"limit": 9}),
         ("v", {"seqlen": 64}),
-        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32"}),
+        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32", "deterministic": True}),
     ):
         result = TaskResult(task, "zero_shot", "f", 9, metric)
         saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
@@ -280,7 +280,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     assert [line.replace(common, "...") for line in told] == [
         "qtool eval t u ... --limit 9 --save",
         "qtool eval v ... --seqlen 64 --save",
-        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --save",
+        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --deterministic --save",
     ]
 
 
