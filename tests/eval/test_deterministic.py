@@ -1,4 +1,4 @@
-"""The two arithmetics: as served by default, and the same bits on every device where asked for."""
+"""The two arithmetics: as served by default, and the one that is the same on every device."""
 
 import json
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qtool.eval.deterministic import arithmetic, deterministic_decoder
 from qtool.eval.evaluate import ask, evaluate
-from qtool.eval.perplexity import perplexity
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.kernels.order import in_order
 from qtool.runtime.huggingface import quantized_linears, replace_linears
@@ -20,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
 
 
 def packed(scheme: str) -> torch.nn.Module:
-    """The tiny model with its weights in groups of 32 (per channel: the attention's are 32 wide)."""
+    """The tiny model with its weights in groups of 32, or one a channel (attention is 32 wide)."""
     model = make_model()
     weights = {
         name: module.weight
@@ -75,7 +74,7 @@ def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> 
 
 @torch.no_grad()
 def test_by_default_a_model_runs_as_it_is_served() -> None:
-    """No operation of the forward is exchanged: the logits are those of a plain call, to the bit."""
+    """No operation of the forward is replaced: the logits are a plain call's, to the bit."""
     model, ids = packed("w4a4"), torch.arange(2, 34)[None]
     plain = model(ids).logits
     with arithmetic(model, deterministic=False):
