@@ -13,8 +13,9 @@ from qtool.runtime.kv_cache import QuantCache
 
 @dataclass
 class KVError:
-    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values, as
-    attention reads them.
+    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values.
+
+    X' is what attention reads.
     """
 
     keys: float

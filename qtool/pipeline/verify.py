@@ -1,5 +1,4 @@
-"""Proof that a quantized checkpoint is what it says: file hashes, invariants, packed bytes,
-arithmetic.
+"""Proof that a quantized checkpoint is what it says: hashes, invariants, packed bytes, arithmetic.
 
 For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
 overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the

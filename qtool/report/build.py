@@ -114,8 +114,8 @@ def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: 
     for key in ("model_type", *REQUIRED):
         if baseline.get(key) != config.get(key):
             raise QtoolError(
-                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} here; pass the model "
-                "that was quantized"
+                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} "
+                "here; pass the model that was quantized"
             )
 
 
@@ -158,7 +158,7 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 @torch.no_grad()
 def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
-    """``||V - W|| / ||W||`` of every packed linear V, for a recipe that changes no weight W before it rounds.
+    """``||V - W|| / ||W||`` of every packed linear V, where the recipe only rounds a weight W.
 
     None where the source has no plain weights: an import's is quantized itself.
     """

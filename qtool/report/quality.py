@@ -10,7 +10,8 @@ from qtool.report.html import Html, figure, join, missing, plots, table, tag
 
 def quality(report: Report) -> Html:
     """Results with 95 % intervals, and where each text got harder."""
-    command = f"qtool eval wikitext2 piqa --model {report.directory} --compare {report.baseline or 'BASE'} --save"
+    baseline = report.baseline or "BASE"
+    command = f"qtool eval wikitext2 piqa --model {report.directory} --compare {baseline} --save"
     if not report.quality:
         return missing("No results are kept beside this model. Fill it with", command)
     header = ("task", "metric", "quantized", "baseline", "change", "samples")

@@ -146,8 +146,9 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """``model`` with every QuantLinear replaced, in place, by a plain linear of its dequantized
-    weight.
+    """``model`` with every QuantLinear replaced, in place, by a plain linear.
+
+    The plain weight is the dequantized one, in ``dtype`` (by default the model's).
     """
     for name, module in quantized_linears(model).items():
         linear = nn.Linear(
