@@ -12,7 +12,8 @@ Metrics that are no mean (F1, corpus BLEU, ...) have no items.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from qtool.eval.results import Metric, standard_error
@@ -24,6 +25,7 @@ LOGARITHMS = {
     "byte_perplexity": "log_byte_perplexity",
 }
 Items = dict[str, list[float]]
+Aggregate = Callable[[Sequence[Any]], float]
 
 
 def metrics_and_items(
@@ -58,6 +60,22 @@ def metrics_and_items(
         if found and math.isclose(_mean(found), value, rel_tol=1e-9, abs_tol=1e-12):
             items[label] = found
     return metrics, items
+
+
+def allow_infinite_perplexities(aggregation: dict[str, Aggregate]) -> None:
+    """Let lm-eval's perplexities in a task's ``aggregation`` be infinite.
+
+    lm-eval raises OverflowError above 700 nats, which a long text reaches on a damaged model.
+    """
+    for metric in LOGARITHMS.keys() & aggregation.keys():
+        aggregation[metric] = partial(_or_infinite, aggregation[metric])
+
+
+def _or_infinite(aggregate: Aggregate, logged: Sequence[Any]) -> float:
+    try:
+        return aggregate(logged)
+    except OverflowError:
+        return math.inf
 
 
 def _items(metric: str, logged: Sequence[Any]) -> list[float]:

@@ -34,7 +34,7 @@ from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
 from qtool.eval.deterministic import arithmetic
-from qtool.eval.items import metrics_and_items
+from qtool.eval.items import allow_infinite_perplexities, metrics_and_items
 from qtool.eval.results import TaskResult
 from qtool.io import hub
 
@@ -76,12 +76,17 @@ def fingerprint(tasks: list[Any]) -> str:
     """sha256 of the names, versions and documents of the tasks of :func:`load`."""
     digest = hashlib.sha256()
     with _quiet():
-        for task in tasks:
-            for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
-                digest.update(f"{leaf.task_name} {leaf.VERSION}".encode())
-                for document in leaf.eval_docs:
-                    digest.update(json.dumps(document, default=str).encode())
+        for task in _leaves(tasks):
+            digest.update(f"{task.task_name} {task.VERSION}".encode())
+            for document in task.eval_docs:
+                digest.update(json.dumps(document, default=str).encode())
     return digest.hexdigest()
+
+
+def _leaves(tasks: list[Any]) -> Iterator[Any]:
+    """The tasks, and those of the groups among them."""
+    for task in tasks:
+        yield from task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
 
 def zero_shot(
@@ -106,6 +111,8 @@ def zero_shot(
     """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
+    for task in _leaves(tasks):
+        allow_infinite_perplexities(task.aggregation())
     with _quiet(label), hub.offline(), arithmetic(model, deterministic):
         found = evaluator.simple_evaluate(
             model=_LanguageModel(

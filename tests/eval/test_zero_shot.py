@@ -14,7 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import demo_choice, local_tasks, zero_shot
+from qtool.eval.compare import compare
+from qtool.eval.results import Results
 from qtool.io import hub
+
+from .conftest import make_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -145,6 +149,24 @@ def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
     assert not found.higher_is_better and list(result.metrics) == ["log_perplexity", "acc"]
     assert result.items("log_perplexity") == pytest.approx(nll.tolist(), rel=1e-5)
     assert result.metrics["acc"].value == sum(greedy for _, greedy in scores) / 2
+
+
+def test_a_perplexity_beyond_every_float_is_a_log_perplexity(model, tokenizer, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    rows = [{"context": "a", "continuation": "x" * 28 + letter} for letter in "yz"]
+    path = tmp_path / "tasks" / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    worse = make_model()
+    with torch.no_grad():
+        worse.lm_head.weight.mul_(20)
+    before, after = (run("long", m, tokenizer, tmp_path, questions="q") for m in (model, worse))
+    assert after.metrics["log_perplexity"].value > 710
+    [delta, _] = compare(Results([after]), Results([before]))
+    assert delta.is_log and delta.paired and 0 < delta.stderr < delta.change < 10000
+    rises = [
+        a - b for a, b in zip(*(r.items("log_perplexity") for r in (after, before)), strict=True)
+    ]
+    assert delta.change == pytest.approx(sum(rises) / 2)
 
 
 def test_continuation_that_merges_with_its_context(model, tmp_path):
