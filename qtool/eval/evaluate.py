@@ -85,19 +85,15 @@ def ask(
             from qtool.eval import zero_shot  # lm-eval takes seconds to import
 
             loaded, origin = zero_shot.load(name, tokenizer, data_dir)
+            questions = zero_shot.fingerprint(loaded)
             facts = {
                 "task": name,
-                "sha256": zero_shot.fingerprint(loaded),
+                "sha256": questions,
                 "limit": limit,
                 "lm_eval": version("lm_eval"),
             }
             answer = partial(
-                zero_shot.zero_shot,
-                loaded,
-                origin=origin,
-                questions=facts["sha256"],
-                label=name,
-                **how,
+                zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
             )
         found.append(Asked(name, facts | {"deterministic": deterministic}, answer))
     return found
