@@ -1,4 +1,4 @@
-"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain
+"""What one perplexity on every device costs: a forward as `qtool eval --deterministic` makes it beside the plain
 one.
 
     python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs
