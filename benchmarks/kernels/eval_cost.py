@@ -1,5 +1,4 @@
-"""What one perplexity on every device costs: a forward as `qtool eval --deterministic` makes it beside the plain
-one.
+"""The cost of `qtool eval --deterministic`: a forward in that arithmetic beside the plain one.
 
     python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs
     5]
