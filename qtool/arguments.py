@@ -276,6 +276,9 @@ EVALUATE = _together(
         help="Of all that is not quantized.",
     ),
     click.option(
+        "--deterministic", is_flag=True, help="The same bits on every device, not what is served."
+    ),
+    click.option(
         "--save",
         is_flag=True,
         help="Keep each finished task in MODEL's eval.json; use again what is there.",

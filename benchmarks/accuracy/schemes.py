@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 import qtool
 from qtool import recipes
 from qtool.data import corpora
-from qtool.eval.perplexity import context_length, cut_windows, perplexity, standard_error
+from qtool.eval.perplexity import context_length, cut_windows, perplexity
+from qtool.eval.results import standard_error
 from qtool.io.source import resolve
 from qtool.pipeline.inspect import inspect, total
 from qtool.runtime.load import load, load_tokenizer
@@ -95,7 +96,14 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     """Perplexity, and the divergence from ``base`` if there is one."""
     tokenizer = load_tokenizer(resolve(arguments.model))
     text = corpora.load(arguments.text, split="test").text
-    result = perplexity(text, model, tokenizer, seqlen=arguments.seqlen, limit=arguments.limit)
+    result = perplexity(
+        text,
+        model,
+        tokenizer,
+        seqlen=arguments.seqlen,
+        limit=arguments.limit,
+        deterministic=True,  # one table for every device
+    )
     found = {
         "perplexity": result.perplexity,
         "stderr": result.stderr,

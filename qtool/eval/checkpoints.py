@@ -27,6 +27,7 @@ def evaluate_checkpoints(
     kv: str | None = None,
     as_export: str | None = None,
     dtype: str | None = None,
+    deterministic: bool = False,
     **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
@@ -38,6 +39,7 @@ def evaluate_checkpoints(
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
+        deterministic: in the arithmetic that is the same on every device, not as served.
         options: of :func:`qtool.eval.evaluate.ask`.
 
     Raises:
@@ -64,7 +66,7 @@ def evaluate_checkpoints(
         name: str | PathLike[str], kv: str | None = None, as_export: str | None = None
     ) -> Results:
         directory = directory_of(name)
-        asked = ask(tasks, load_tokenizer(directory), **options)
+        asked = ask(tasks, load_tokenizer(directory), deterministic=deterministic, **options)
         where: dict[str, Any] = {
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,

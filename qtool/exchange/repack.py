@@ -94,7 +94,7 @@ def repack(
 def _finish(
     output: Output, source: Checkpoint, foreign: SourceFormat, checkpoint_format: CheckpointFormat
 ) -> None:
-    config = source.config | {"quantization_config": checkpoint_format.to_dict()}
+    config = checkpoint_format.in_config(source.config)
     provenance = {
         "format_version": checkpoint_format.version,
         "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},

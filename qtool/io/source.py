@@ -62,7 +62,7 @@ def resolve(model: str, *, weights: bool = True) -> Path:
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
-    configs = ["config.json", QUANTIZE_CONFIG]
+    configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
     return _download(model, ["*.safetensors", *configs, INDEX, *SIDE_FILES] if weights else configs)
 
 
@@ -211,6 +211,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
+    config.pop("transformers_weights", None)  # a native checkpoint's notice; no output inherits it
     if config.get("quantization_config", {}) is None:
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG

@@ -219,7 +219,7 @@ def _resumed(output: Output) -> str:
 
 def _config(job: Job) -> dict[str, Any]:
     """The config.json of the result."""
-    config = job.config | {"quantization_config": job.format.to_dict()}
+    config = job.format.in_config(job.config)
     if job.unties:
         config["tie_word_embeddings"] = False
     if job.dtype != job.source_dtype:

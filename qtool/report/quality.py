@@ -2,24 +2,24 @@
 
 from statistics import fmean
 
+from qtool.eval.results import INTERVAL
 from qtool.report import svg
 from qtool.report.data import Quality, Report
 from qtool.report.html import Html, figure, join, missing, plots, table, tag
 
-INTERVAL = 1.96  # standard errors on either side hold 95 %
-
 
 def quality(report: Report) -> Html:
     """Results with 95 % intervals, and where each text got harder."""
-    command = f"qtool eval wikitext2 piqa --model {report.directory} --compare {report.baseline or 'BASE'} --save"
+    baseline = report.baseline or "BASE"
+    command = f"qtool eval wikitext2 piqa --model {report.directory} --compare {baseline} --save"
     if not report.quality:
         return missing("No results are kept beside this model. Fill it with", command)
     header = ("task", "metric", "quantized", "baseline", "change", "samples")
     rows = [(_asked(q), q.metric, *_numbers(q), f"{q.result.samples:,}") for q in report.quality]
     text = (
-        "± is the half-width of a 95 % interval (1.96 standard errors). A perplexity's change is the rise of its "
-        "logarithm in nats a token, paired window by window; an accuracy's interval takes both models as independent, "
-        "which overstates it."
+        "± is the half-width of a 95 % interval (1.96 standard errors). A perplexity's change is "
+        "the rise of its logarithm in nats. Changes are paired, window by window or question by "
+        "question, unless they are marked as unpaired."
     )
     shown = [_rises(q) for q in report.quality if len(q.rises) > 1]
     gap = (
@@ -40,6 +40,7 @@ def _asked(q: Quality) -> Html:
     how = [f"the first {limit:,} only"] if limit else []
     how += [f"windows of {seqlen:,} tokens"] if seqlen else []
     how += [f"KV cache {q.facts['kv']}"] if "kv" in q.facts else []
+    how += ["deterministic arithmetic"] if q.result.deterministic else []
     return join(q.result.task, tag("span", ", ".join(how), class_="quiet") if how else "")
 
 
@@ -54,15 +55,13 @@ def _numbers(q: Quality) -> tuple[str, str, Html]:
     if not q.baseline or not q.change:
         return own, "–", Html("–")
     base, sign = value(q.baseline.value, q.baseline.stderr), "+" if q.change.change >= 0 else "−"
+    unpaired = "" if q.change.paired or q.change.stderr is None else ", unpaired"
     if not q.change.is_log:
-        return (
-            own,
-            base,
-            join(sign, value(abs(q.change.change), q.change.stderr).replace(" %", " points")),
-        )
+        change = value(abs(q.change.change), q.change.stderr).replace(" %", " points")
+        return own, base, join(sign, change, unpaired)
     interval = "" if q.change.stderr is None else f" ± {INTERVAL * q.change.stderr:.4f}"
     ratio = tag("span", f"× {q.change.ratio:.4f}", class_="quiet")
-    return own, base, join(f"{sign}{abs(q.change.change):.4f}{interval} nats", ratio)
+    return own, base, join(f"{sign}{abs(q.change.change):.4f}{interval} nats{unpaired}", ratio)
 
 
 def _rises(q: Quality) -> Html:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.cli import cli
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import Answer
@@ -189,6 +189,9 @@ def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
     words = page_of(quantized).words
     assert "All checks passed" not in words
     assert f"{shard.name}: the file's sha256 is not the one recorded" in words
+    with pytest.raises(CheckFailed, match=rf"{shard.name}: the file's sha256 is not"):
+        report(quantized, None, [], out=None, data_dir=None, device="cpu")
+    assert (quantized / "report.html").exists()
 
 
 def test_the_written_recipe_makes_the_same_format(quantized):
@@ -267,7 +270,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         ("t", {"limit": 9}),
         ("u", {"limit": 9}),
         ("v", {"seqlen": 64}),
-        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32"}),
+        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32", "deterministic": True}),
     ):
         result = TaskResult(task, "zero_shot", "f", 9, metric)
         saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
@@ -280,7 +283,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     assert [line.replace(common, "...") for line in told] == [
         "qtool eval t u ... --limit 9 --save",
         "qtool eval v ... --seqlen 64 --save",
-        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --save",
+        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --deterministic --save",
     ]
 
 
