@@ -17,8 +17,15 @@ from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
 from qtool.errors import QtoolError
 
 #: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
-#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92 and 116, which Paley does not.
-WILLIAMSON = {23: (0x0BB, 0x563, 0x511, 0x736), 29: (0x04F5, 0x2435, 0x27D2, 0x38ED)}
+#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley does
+#: not. For 39 the rows searched were those that multiplying the indices by 16 turns into each other
+#: (the last one into itself), for 43 those that multiplying them by 6 leaves as they are.
+WILLIAMSON = {
+    23: (0x0BB, 0x563, 0x511, 0x736),
+    29: (0x04F5, 0x2435, 0x27D2, 0x38ED),
+    39: (0x543C8, 0x02CB9, 0x6A606, 0x43688),
+    43: (0x01AA63, 0x1BAF06, 0x1392F5, 0x16686F),
+}
 
 #: what a factor costs besides its order: one pass over the data
 PASS_COST = 16
