@@ -206,6 +206,31 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
     torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
 
 
+def sparsegpt(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
+    """SparseGPT's n:m mask by optimal brain surgery, one column and one inverse at a time (section
+    3.3): a column that is done leaves the problem, those after it hold what makes up for it.
+    """
+    weight, keep = weight.clone(), torch.zeros_like(weight, dtype=torch.bool)
+    inverses = [torch.linalg.inv(hessian[k:, k:]) for k in range(len(hessian))]
+    cost = torch.stack([inverse[0, 0] for inverse in inverses])
+    for k, inverse in enumerate(inverses):
+        if k % m == 0:
+            score = weight[:, k : k + m].square() / cost[k : k + m]
+            keep[:, k : k + m].scatter_(1, score.topk(n).indices, True)
+        error = torch.where(keep[:, k], 0.0, weight[:, k]) / inverse[0, 0]
+        weight[:, k:] -= torch.outer(error, inverse[0])
+    return keep
+
+
+@pytest.mark.parametrize("block", [8, 32, 64])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
+def test_the_mask_is_that_of_sparsegpt(n: int, m: int, block: int) -> None:
+    weight, hessian = correlated(32, 64)
+    factor = Factor(hessian.clone(), 0.0)
+    found = prune(weight, factor.feedback, factor.cost, (n, m), block)
+    assert torch.equal(found, sparsegpt(weight, hessian, n, m))
+
+
 def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
     """SparseGPT by hand: of four columns the two of largest t^2 D stay, and later ones hear how far
     each is off.

@@ -2,9 +2,10 @@
 rest.
 
 Frantar and Alistarh 2023 (arXiv 2301.00774), section 3.3. The columns are visited as in GPTQ, m at
-a time; at the first of them the ``n`` with the largest ``t_k^2 D_k`` stay, ``D = diag(R)^2`` of ``H
-= R R^T`` being what an error in column k costs once all later columns have made up for it. The
-later columns then get the feedback of the pruned ones. Only the mask is the result: GPTQ and
+a time; at the first of them the ``n`` with the largest ``t_k^2 D_k`` stay. ``t`` are the m weights
+after they have made up for all columns before; ``D = diag(R)^2`` of ``H = R R^T`` is what an error
+in column k costs once all later columns have made up for it. The later columns then get the
+feedback of the pruned ones. Only the mask is the result: GPTQ and
 coordinate descent round the kept weights of the original target, so pruning and rounding errors are
 made up for together.
 
@@ -35,7 +36,11 @@ def prune(
         inner = feedback[columns, columns]
         for k in range(0, wanted.shape[1], m):
             few = slice(k, k + m)
-            score = wanted[:, few].square() * cost[columns][few]
+            free = wanted[:, few].clone()  # where these columns go while none of them is pruned
+            for j in range(m - 1):
+                moved = target[:, start + k + j] - free[:, j]
+                free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])
+            score = free.square() * cost[columns][few]
             keep[:, columns][:, few].scatter_(1, score.topk(n, 1).indices, True)
             for j in range(k, k + m):
                 column = start + j
