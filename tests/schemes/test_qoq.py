@@ -5,6 +5,7 @@ import torch
 
 from qtool.errors import CheckFailed
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.base import Scheme
 from qtool.schemes.lqq import LiquidQuant
 from qtool.schemes.qoq import QoQ
 from qtool.schemes.qoq_group import ProgressiveQoQ
@@ -20,6 +21,15 @@ def test_per_channel_parameters_follow_the_paper() -> None:
     assert torch.equal(params["s1"], scale)
     assert torch.equal(params["zero"], zero.to(torch.uint8))
     assert torch.equal(QoQ().quantize(weight, params), codes.to(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", [QoQ(), ProgressiveQoQ(), LiquidQuant()], ids=lambda s: s.name)
+def test_a_row_of_zeros_has_scale_one_and_stays_zero(scheme: Scheme) -> None:
+    weight = torch.randn(3, 256)
+    weight[1] = 0
+    params = scheme.fit(weight)
+    assert params["s1"][1] == 1
+    assert scheme.dequantize(scheme.quantize(weight, params), params)[1].eq(0).all()
 
 
 @pytest.mark.parametrize("sign, zero", [(1, 0), (-1, 15)])
