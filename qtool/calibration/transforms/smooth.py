@@ -7,6 +7,7 @@ K]:
 
     X <- X / lambda,  W <- W lambda,   lambda_k = max|X_k|^alpha / max|W_k|^beta
 
+SmoothQuant itself has ``beta = 1 - alpha`` and one alpha for all (``alpha: 0.5``, norms only). Else
 ``(alpha, beta)`` is searched so that the output error of the group is least with the scheme's own
 weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe finds alpha near 0
 best for the output modules (o, down); the search finds that by itself where it is so.
@@ -44,12 +45,14 @@ class Smooth(Transform):
     Args:
         groups: which groups by what their factor folds into: ``norm`` (qkv, gate and up),
             ``heads`` (o), ``product`` (down).
+        alpha: SmoothQuant's migration strength, 0 to 1, taken as it is; None: search.
         steps: grid steps in alpha and in beta, each from 0 to 1.
         tokens: size of the random sample of inputs the error is measured on.
         seed: of that sample.
     """
 
     groups: Sequence[str] = ("norm", "heads", "product")
+    alpha: float | None = None
     steps: int = 5
     tokens: int = 512
     seed: int = 0
@@ -66,6 +69,8 @@ class Smooth(Transform):
         for group in self.groups:
             if group not in FOLDS:
                 raise QtoolError(f"smooth: unknown group {group!r}; {suggest(group, FOLDS)}")
+        if self.alpha is not None and self.alpha > 1:
+            raise QtoolError(f"smooth: alpha {self.alpha}; expected 0 to 1")
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -79,7 +84,7 @@ class Smooth(Transform):
         for group in reversed(chosen):
             seen = inputs.get(group.linears[0])
             if seen is not None and any(name in block.schemes for name in group.linears):
-                factor, found[group.linears[0]] = search(block, group, seen, self.steps)
+                factor, found[group.linears[0]] = search(block, group, seen, self.grid())
                 fold_factor(block, group, factor)
         for name, values in found.items():  # only here is a GPU waited for
             keys = ("alpha", "beta", "error", "error_unsmoothed")
@@ -87,17 +92,26 @@ class Smooth(Transform):
                 zip(keys, values.tolist(), strict=True)
             )
 
+    def grid(self) -> Tensor:
+        """The exponents tried, ``[C, 2]`` float64."""
+        if self.alpha is not None:
+            return torch.tensor([[self.alpha, 1 - self.alpha]], dtype=torch.float64)
+        exponents = torch.arange(self.steps + 1, dtype=torch.float64) / self.steps
+        return torch.cartesian_prod(exponents, exponents)
+
     def work(self, block: BlockShape) -> Work:
-        candidates = (self.steps + 1) ** 2 + 1
+        candidates = len(self.grid()) + 1
         weights, linears = candidates * block.weights, candidates * len(block.quantized)
         return super().work(block) + Work(
             search_weights=weights, search_flops=2 * self.tokens * weights, search_tries=linears
         )
 
 
-def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, Tensor]:
-    """The best ``lambda [K]`` of the grid, and what was found: alpha, beta, its error and that
-    without, float64.
+def search(
+    block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best ``lambda [K]`` of the exponents ``grid [C, 2]``, and ``[4]`` float64: alpha, beta,
+    its error and the error without. A single candidate is taken even if it is the worse.
     """
     share = per_kv_head if group.fold is Fold.HEADS else lambda amax, heads: amax
     weight_amax = (
@@ -110,8 +124,7 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
         if name in block.schemes
     ]
     targets = [inputs.sample @ weight.T for _, weight in problems]
-    exponents = torch.arange(steps + 1, dtype=torch.float64, device=x_amax.device) / steps
-    grid = torch.cartesian_prod(exponents, exponents)  # [C, 2]
+    grid = grid.to(x_amax.device)
     pairs = grid.to(x_amax.dtype)
     factors = smoothing_factor(x_amax, w_amax, pairs[:, :1], pairs[:, 1:])
 
@@ -122,7 +135,7 @@ def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tupl
     errors = ranks.map_scalars(error_of, [None, *factors])
     errors, start = errors[1:], errors[:1]
     least = errors.argmin(0, keepdim=True)  # of equals the first
-    better = errors[least] < start
+    better = (errors[least] < start) | (len(grid) == 1)
     factor = torch.where(better, factors[least], 1.0)[0]
     choice = torch.where(better, grid[least], 0.0)[0]
     return factor, torch.cat([choice, torch.where(better, errors[least], start), start])

@@ -60,6 +60,7 @@ class Distill(Rounding):
             scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
         scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
             a group's width.
+        decay: let both steps fall to 0, in equal parts, until the last iteration; APEX4's stay.
         seed: of the order of the batches.
     """
 
@@ -70,6 +71,7 @@ class Distill(Rounding):
     held_out: float = 0.125
     weight_lr: float = 0.005
     scale_lr: float = 1e-4
+    decay: bool = True
     seed: int = 0
 
     name = "distill"
@@ -121,8 +123,8 @@ class Distill(Rounding):
 
         optimizer = self.optimizer(linears)
         learned = [p for group in optimizer.param_groups for p in group["params"]]
-        steps = max(1, self.epochs * len(taught))
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        iterations, last = max(1, self.epochs * len(taught)), 0.0 if self.decay else 1.0
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=iterations)
         random = torch.Generator().manual_seed(self.seed + block.index)
         curve, best = [judge()], {n: m.rounded() for n, m in linears.items()}
         for _ in range(self.epochs):
