@@ -2,7 +2,7 @@
 
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.norm_fusion import NormFusion

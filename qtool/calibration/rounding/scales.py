@@ -14,7 +14,7 @@ Legend: N output channels, K input channels, G groups.
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.gptq.row_products import product
+from qtool.calibration.precision import product
 from qtool.schemes.base import Params, Scheme, stored_scale
 
 

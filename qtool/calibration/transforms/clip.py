@@ -26,7 +26,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.gptq.tensor_cores import tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks

@@ -27,7 +27,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.gptq.tensor_cores import tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.statistics import Inputs, collect
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.distributed import ranks
@@ -107,9 +107,7 @@ class Smooth(Transform):
         )
 
 
-def search(
-    block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor
-) -> tuple[Tensor, Tensor]:
+def search(block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor) -> tuple[Tensor, Tensor]:
     """The best ``lambda [K]`` of the exponents ``grid [C, 2]``, and ``[4]`` float64: alpha, beta,
     its error and the error without. A single candidate is taken even if it is the worse.
     """

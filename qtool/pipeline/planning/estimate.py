@@ -59,7 +59,7 @@ class Rates:
             + work.search_tries / self.tries
             + work.rounding_flops / self.rounding
             + work.rounding_weights / self.looked
-            + work.rounding_steps / self.steps
+            + work.rounding_panels / self.steps
             + work.packed_weights / self.packed
         )
         return self.start + max(blocks, work.read_bytes / self.read, work.write_bytes / self.write)

@@ -30,7 +30,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import forward, run
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.statistics import own_subset
