@@ -36,7 +36,7 @@ KEYS = frozenset(
     {"scheme", "about", "layers", "kv", "windows", "transforms", "rounding", "variants"}
 )
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
-VARIANT_KEYS = frozenset({"transforms", "rounding", "kv", "windows"})
+VARIANT_KEYS = frozenset({"transforms", "rounding", "kv", "windows", "departures"})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "quantize"
 
 
 def test_detail_names_where_the_time_goes(tmp_path: Path) -> None:
-    sizes = "--shape llama-tiny --layers 2 --samples 2 --seqlen 16 --device cpu".split()
+    sizes = [
+        "--shape",
+        "llama-tiny",
+        "--layers",
+        "2",
+        "--samples",
+        "2",
+        "--seqlen",
+        "16",
+        "--device",
+        "cpu",
+    ]
     command = [sys.executable, str(BENCHMARKS / "detail.py"), str(tmp_path), *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

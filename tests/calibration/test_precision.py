@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from qtool.calibration.precision import ROWS, by_rows, product
 
+from qtool.calibration.precision import ROWS, by_rows, product
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.schemes import get

@@ -51,13 +51,13 @@ class Distill(Rounding):
         start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. GPTQ's dense
             codes are better than what is learned from RTN's and rarely improve; its 2:4 ones do, by
             a fifth.
-        loss: ``cosine`` is APEX4's. It is blind to the length of y, which drifts: ``mse`` came out
-            ahead on every scheme measured.
+        loss: ``cosine`` is APEX4's, blind to the length of y; ``mse`` is OmniQuant's.
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
         weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
-            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
+            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
+            in OmniQuant's learned clipping.
         scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
             a group's width.
         decay: let both steps fall to 0, in equal parts, until the last iteration; APEX4's stay.
