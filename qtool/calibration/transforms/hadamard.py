@@ -68,6 +68,28 @@ class Hadamard:
         return y if self.seed is None else y * random_signs(self.n, self.seed).to(y)
 
 
+def rotation(n: int, *, seed: int | None = 0, keeps_ones: bool = False) -> Hadamard:
+    """The orthogonal ``Q [n, n]`` that spreads outliers: call it on ``x [..., n]`` for ``x Q``.
+
+    Args:
+        seed: of the random signs; None: all plus.
+        keeps_ones: ``ones Q = ones``, as LayerNorm needs.
+
+    Raises:
+        QtoolError: for an odd n above 1.
+
+    >>> q = rotation(96)
+    >>> x, w = torch.randn(4, 96), torch.randn(8, 96)
+    >>> torch.allclose(q(x) @ q(w).T, x @ w.T, atol=1e-4)
+    True
+    >>> outlier = torch.zeros(96)
+    >>> outlier[3] = 96.0
+    >>> torch.allclose(q(outlier).abs(), torch.full((96,), 96**0.5))
+    True
+    """
+    return Hadamard(n, seed, keeps_ones)
+
+
 def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
     """``x (H1 kron H2 kron ...)`` for ``x [..., d1 d2 ...]``."""
     y = x.unflatten(-1, orders)

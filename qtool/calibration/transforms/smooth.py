@@ -96,8 +96,7 @@ class Smooth(Transform):
         """The exponents tried, ``[C, 2]`` float64."""
         if self.alpha is not None:
             return torch.tensor([[self.alpha, 1 - self.alpha]], dtype=torch.float64)
-        exponents = torch.arange(self.steps + 1, dtype=torch.float64) / self.steps
-        return torch.cartesian_prod(exponents, exponents)
+        return exponent_grid(self.steps)
 
     def work(self, block: BlockShape) -> Work:
         candidates = len(self.grid()) + 1
@@ -108,27 +107,74 @@ class Smooth(Transform):
 
 
 def search(block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """The best ``lambda [K]`` of the exponents ``grid [C, 2]``, and ``[4]`` float64: alpha, beta,
-    its error and the error without. A single candidate is taken even if it is the worse.
-    """
-    share = per_kv_head if group.fold is Fold.HEADS else lambda amax, heads: amax
-    weight_amax = (
-        torch.stack([block.weight(name).abs().amax(0) for name in group.linears]).amax(0).float()
+    """:func:`smooth_factors` of a group of linears; query heads of one kv head share a factor."""
+    weights = {name: block.weight(name) for name in group.linears}
+    w_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0).float()
+    x_amax = inputs.amax
+    if group.fold is Fold.HEADS:
+        x_amax, w_amax = (per_kv_head(amax, block.heads) for amax in (x_amax, w_amax))
+    quantized = [name for name in weights if name in block.schemes]
+    return smooth_factors(
+        [weights[name] for name in quantized],
+        inputs.sample,
+        [block.schemes[name] for name in quantized],
+        grid=grid,
+        x_amax=x_amax,
+        w_amax=w_amax,
     )
-    x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
-    problems = [
-        (block.schemes[name], block.weight(name).float())
-        for name in group.linears
-        if name in block.schemes
-    ]
-    targets = [inputs.sample @ weight.T for _, weight in problems]
-    grid = grid.to(x_amax.device)
+
+
+def exponent_grid(steps: int) -> Tensor:
+    """All pairs ``[C, 2]`` float64 of exponents alpha and beta from 0 to 1 in ``steps`` steps."""
+    exponents = torch.arange(steps + 1, dtype=torch.float64) / steps
+    return torch.cartesian_prod(exponents, exponents)
+
+
+@torch.no_grad()
+def smooth_factors(
+    weights: Sequence[Tensor],
+    inputs: Tensor,
+    schemes: Sequence[Scheme],
+    *,
+    grid: Tensor | None = None,
+    x_amax: Tensor | None = None,
+    w_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best factors ``lambda [K]`` of linears that read one input, and what was found.
+
+    Args:
+        weights: of the linears, each ``[N, K]``; with ``schemes``, one each.
+        inputs: a sample ``X [T, K]`` float32 that the output error is measured on.
+        grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
+            taken even where no smoothing is better.
+        x_amax, w_amax: ``[K]`` of the formula; None: the largest of ``inputs`` and ``weights``.
+
+    Returns:
+        ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
+        ``X / lambda`` and ``W lambda`` quantized, and the error without.
+
+    >>> from qtool import schemes
+    >>> random = torch.Generator().manual_seed(0)
+    >>> weight = torch.randn(32, 128, generator=random)
+    >>> inputs = torch.randn(64, 128, generator=random)
+    >>> inputs[:, 5] *= 50  # an outlier channel
+    >>> factor, (alpha, beta, error, before) = smooth_factors([weight], inputs, [schemes.get("w8a8")])
+    >>> int(factor.argmax()), bool(error < before / 4)
+    (5, True)
+    """
+    grid = (exponent_grid(5) if grid is None else grid).to(inputs.device)
+    if x_amax is None:
+        x_amax = inputs.abs().amax(0)
+    if w_amax is None:
+        w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     pairs = grid.to(x_amax.dtype)
     factors = smoothing_factor(x_amax, w_amax, pairs[:, :1], pairs[:, 1:])
+    problems = [(s, weight.float()) for s, weight in zip(schemes, weights, strict=True)]
+    targets = [inputs @ weight.T for _, weight in problems]
 
     def error_of(factor: Tensor | None) -> Tensor:
         with tensor_cores():
-            return output_error(inputs.sample, problems, targets, factor)
+            return output_error(inputs, problems, targets, factor)
 
     errors = ranks.map_scalars(error_of, [None, *factors])
     errors, start = errors[1:], errors[:1]
@@ -159,9 +205,7 @@ def output_error(
     targets: Sequence[Tensor],
     factor: Tensor | None,
 ) -> Tensor:
-    """Mean squared error ``[]`` of the group's outputs when ``x [T, K]`` and the weights ``[N, K]``
-    are quantized.
-    """
+    """Mean squared error ``[]`` of all outputs when ``x [T, K]`` and weights are quantized."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     smoothed = x if factor is None else x / factor
     for (scheme, weight), target in zip(problems, targets, strict=True):

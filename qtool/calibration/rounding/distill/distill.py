@@ -76,7 +76,7 @@ class Distill(Rounding):
 
     name = "distill"
     needs_data = True
-    steps = True
+    iterates = True
     positive = ("samples",)
 
     def __post_init__(self) -> None:
