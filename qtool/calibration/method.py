@@ -130,7 +130,7 @@ class Rounding(Method):
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        """Codes and parameters of every linear in ``block.schemes``; may install them as it goes."""
+        """Codes and parameters of all linears in ``block.schemes``; may install them as it goes."""
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

@@ -1,8 +1,8 @@
 """Matrix products whose rows and precision do not depend on the hardware's choices.
 
 Two things a GPU does by itself are held still here. Its library chooses an algorithm by the shape,
-and with it the order of a sum: :func:`product` multiplies as many rows at a time as fill the GPU, so
-that a row is the same whether one rank has all rows or each of several has some. And its tensor
+and with it the order of a sum: :func:`product` multiplies as many rows at a time as fill the GPU,
+so that a row is the same whether one rank has all rows or each of several has some. And its tensor
 cores multiply float32 with mantissas of 10 bits: :func:`tensor_cores` allows that, and
 :func:`precise_matmul` makes up for it in three products.
 """

@@ -25,7 +25,7 @@ def float_scale(params: Params) -> str:
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:
-    """``params`` with the best scales for ``codes [N, K]``, target ``T [N, K]`` and ``H [K, K]``."""
+    """``params`` with the best scales for ``codes [N, K]``, ``T [N, K]`` and ``H [K, K]``."""
     name = float_scale(params)
     scale = params[name]
     values = scheme.dequantize(codes, params)

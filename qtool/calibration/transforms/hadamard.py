@@ -17,9 +17,9 @@ from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
 from qtool.errors import QtoolError
 
 #: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
-#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley does
-#: not. For 39 the rows searched were those that multiplying the indices by 16 turns into each other
-#: (the last one into itself), for 43 those that multiplying them by 6 leaves as they are.
+#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley
+#: does not. For 39 the rows searched were those that multiplying the indices by 16 turns into each
+#: other (the last one into itself), for 43 those that multiplying them by 6 leaves as they are.
 WILLIAMSON = {
     23: (0x0BB, 0x563, 0x511, 0x736),
     29: (0x04F5, 0x2435, 0x27D2, 0x38ED),
@@ -112,7 +112,8 @@ def largest_order(n: int) -> int:
     """
     if n > 1 and n % 2:
         raise QtoolError(
-            f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none divides {n}"
+            f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none "
+            f"divides {n}"
         )
     return next(d for d in range(n, 0, -1) if n % d == 0 and _cheapest(d) is not None)
 
@@ -127,7 +128,8 @@ def factors(n: int) -> tuple[int, ...]:
     found = _cheapest(n)
     if found is None:
         raise QtoolError(
-            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and their Kronecker products)"
+            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and "
+            "their Kronecker products)"
         )
     return found
 

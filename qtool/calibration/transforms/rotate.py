@@ -3,8 +3,9 @@
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
 and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
 
-    residual stream   x <- x Q:   embedding <- E Q,   readers  W <- W Q,   writers  W <- Q^T W, b <- b Q
-    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P (a head's rows),   W_o <- W_o P (its columns)
+    residual stream   x <- x Q:   embedding <- E Q,  readers W <- W Q,  writers W <- Q^T W, b <- b Q
+    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
+                                  W_o <- W_o P                    (its columns)
 
 All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before)
 commutes with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean
@@ -63,9 +64,9 @@ class Rotate(Transform):
         self.keeps_mean = self.keeps_mean or family.layer_norm
         if self.residual and family.post_norms:
             raise QtoolError(
-                f"rotate: the residual stream of a {family.name} model cannot be rotated: the weight of "
-                f"{family.post_norms[0]} acts on what is written to it, and no linear behind could take it; "
-                "set {rotate: {residual: false}}"
+                f"rotate: the residual stream of a {family.name} model cannot be rotated: the "
+                f"weight of {family.post_norms[0]} acts on what is written to it, and no linear "
+                "behind could take it; set {rotate: {residual: false}}"
             )
 
     @torch.no_grad()
@@ -110,7 +111,8 @@ class Rotate(Transform):
         norm = block.get(name)
         if not (block.weight(name) == 1 - block.family.norm_offset).all():
             raise QtoolError(
-                f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first"
+                f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come "
+                "first"
             )
         if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
             raise QtoolError(

@@ -158,7 +158,8 @@ def smooth_factors(
     >>> weight = torch.randn(32, 128, generator=random)
     >>> inputs = torch.randn(64, 128, generator=random)
     >>> inputs[:, 5] *= 50  # an outlier channel
-    >>> factor, (alpha, beta, error, before) = smooth_factors([weight], inputs, [schemes.get("w8a8")])
+    >>> scheme = schemes.get("w8a8")
+    >>> factor, (alpha, beta, error, before) = smooth_factors([weight], inputs, [scheme])
     >>> int(factor.argmax()), bool(error < before / 4)
     (5, True)
     """

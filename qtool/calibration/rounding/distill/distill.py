@@ -5,7 +5,7 @@ APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, g
 teacher see the same input, the output of the quantized blocks before; the teacher is the float
 block after all transforms. Per token of block output y:
 
-    loss = 1 - cos(y_student, y_teacher)        or        |y_student - y_teacher|^2 / mean |y_teacher|^2
+    loss = 1 - cos(y_student, y_teacher)    or    |y_student - y_teacher|^2 / mean |y_teacher|^2
 
 Adam learns every linear's weight, float scale and, where the scheme has zero points, both clipping
 bounds through the straight-through estimator of

@@ -84,7 +84,7 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can round ``weight``; without triton a GPU uses torch's operations."""
+    """Whether the fused kernel can round ``weight``; a GPU without triton uses torch's."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 

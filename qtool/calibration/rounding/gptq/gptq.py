@@ -253,7 +253,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
 
 
 def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
-    """The order ``[K]`` of the columns by ``importance [K]``; those pruned together stay together."""
+    """The columns ``[K]`` by falling ``importance``; those pruned together stay together."""
     size = scheme.sparsity[1] if scheme.sparsity else 1
     columns = torch.arange(len(importance), device=importance.device).view(-1, size)
     if act_order:

@@ -43,7 +43,7 @@ class Hessian:
         return made
 
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
-        """Add the inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
+        """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
         h, *drift = self._sums
         with stage("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
