@@ -62,6 +62,21 @@ def test_only_the_groups_asked_for(llama, blocks):
         Smooth(groups=("head",))
 
 
+def test_smoothquants_alpha_is_taken_as_it_is(llama, blocks):
+    block, batches = blocks(llama, get("w8a8"))[0]
+    group = next(group for group in block.family.folds() if group.fold is Fold.NORM)
+    seen = collect(block, batches, [group.linears[0]], 8)[group.linears[0]]
+    before = [block.weight(name).clone() for name in group.linears]
+    w_amax = torch.cat(before).abs().amax(0)
+    Smooth(groups=("norm",), alpha=0.5).apply(block, batches)
+    factor = smoothing_factor(seen.amax, w_amax, 0.5, 0.5)
+    for name, weight in zip(group.linears, before, strict=True):
+        torch.testing.assert_close(block.weight(name), weight * factor)
+    assert {note["alpha"] for note in block.notes["smooth"].values()} == {0.5}
+    with pytest.raises(QtoolError, match="expected 0 to 1"):
+        Smooth(alpha=1.5)
+
+
 def test_a_block_without_quantized_linears_is_left_alone(llama, blocks):
     block, batches = blocks(llama)[0]
     block.schemes.clear()
