@@ -182,7 +182,6 @@ def test_one_group_size_for_all_or_a_format_that_mixes(
 
 def test_layers_in_16_bit(make_model: MakeModel, tmp_path: Path) -> None:
     directory = native(make_model(), rule(None, match="layers.0.mlp.down_proj"), rule("w4a16", 128))
-    refused(directory, "marlin", "layers.0.mlp.down_proj is in 16 bit: marlin has no ignore list")
     out = export(directory, "gptq", tmp_path / "gptq").directory
     dynamic = json.loads((out / "config.json").read_text())["quantization_config"]["dynamic"]
     (pattern,) = dynamic
@@ -193,6 +192,17 @@ def test_layers_in_16_bit(make_model: MakeModel, tmp_path: Path) -> None:
         "modules_to_not_convert"
     ]
     assert skipped == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "name"),
+    [("w4a16", 128, "marlin"), ("w4a16", None, "qqq"), ("w4a8-qoq-g128", 128, "qserve")],
+)
+def test_formats_without_an_ignore_list_refuse_layers_in_16_bit(
+    scheme: str, size: int | None, name: str, make_model: MakeModel
+) -> None:
+    directory = native(make_model(), rule(None, match="layers.1.mlp.down_proj"), rule(scheme, size))
+    refused(directory, name, f"layers.1.mlp.down_proj is in 16 bit: {name} has no ignore list")
 
 
 def test_nothing_quantized(make_model: MakeModel) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq import rounding
 from qtool.errors import QtoolError
 from qtool.io import safetensors
 from qtool.io.output import difference
@@ -74,7 +74,7 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
     out = tmp_path / "out"
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     with monkeypatch.context() as patch:
-        patch.setattr(Gptq, "solve_all", failing_at(call, error, Gptq.solve_all))
+        patch.setattr(rounding, "solve", failing_at(call, error, rounding.solve))
         with pytest.raises(
             QtoolError,
             match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume",

@@ -23,8 +23,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import inputs_of, observe, run
 from qtool.calibration.rounding.distill.distill import STEP_TOKENS
-from qtool.calibration.rounding.gptq.gptq import Gptq
-from qtool.calibration.rounding.gptq.problem import stages
+from qtool.calibration.rounding.gptq.rounding import Gptq, successive
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -175,7 +174,7 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
     batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))
     block = Block(0, model.model.layers[0], family, model.config, {})
     block.weight("mlp.gate").zero_()
-    firsts = [[group.linears[0] for group in stage] for stage in stages(family.groups)]
+    firsts = [[group.linears[0] for group in same] for same in successive(family.groups)]
     assert [len(names) for names in firsts] == [1, 1, 4, 4, 1, 1]
     runs = [
         counted(lambda n=n: observe(block, batches, dict.fromkeys(n, lambda x: None)))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.errors import QtoolError
 from qtool.io import output
 from qtool.io.source import Checkpoint

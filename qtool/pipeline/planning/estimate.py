@@ -67,7 +67,7 @@ class Rates:
         rounding = (
             work.rounding_flops / self.rounding
             + work.rounding_weights / self.looked
-            + work.rounding_steps / self.steps
+            + work.rounding_panels / self.steps
         )
         blocks = shared / gpus + rounding * (REPEATED_ROUNDING + (1 - REPEATED_ROUNDING) / gpus)
         written = work.write_bytes / self.write / gpus  # every rank reads all of the source

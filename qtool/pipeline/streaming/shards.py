@@ -139,7 +139,7 @@ class Shards:
 
         They are the same for every number of ranks.
         """
-        steps = self.job.rounding.steps
+        steps = self.job.rounding.iterates
         if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
         if steps:

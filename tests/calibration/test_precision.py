@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.precision import ROWS, by_rows, product
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.row_products import ROWS, by_rows, product
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.schemes import get
 from tests.calibration.conftest import solve
 
