@@ -12,9 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.models.family import Family
+from qtool.models.gated_mlp import MLP_NORM, gated_mlp, gated_shapes
 from qtool.models.llama import DOWN, GATE, OUT, UP, Q
-from qtool.models.moe import EXPERT, MLP_NORM, gated_mlp, gated_shapes
 from qtool.models.parts import Attention, Experts, Fold, LinearGroup
+from qtool.models.qwen_moe import EXPERT
 
 NEED = "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents"
 Q_A, Q_B, KV_A, KV_B = (
