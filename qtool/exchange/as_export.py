@@ -70,7 +70,9 @@ def load_as_export(
     target, config = require_runs(format), read_config(Path(directory))
     native = native_format(config)
     formats = exported_formats(target, native, config).values()
-    dequantize |= any(target.ways[found.scheme].form is asymmetric_4 for found in formats if found)
+    dequantize |= any(
+        target.of_scheme[found.scheme].form is asymmetric_4 for found in formats if found
+    )
     model = load(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():
         model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))

@@ -1,17 +1,20 @@
-"""Import: a GPTQ, AWQ, AutoRound or compressed-tensors W4A16 checkpoint becomes a native one, code
+"""Import: a GPTQ, AWQ, AutoRound or compressed-tensors 4-bit checkpoint becomes a native one, code
 for code.
 
-Nothing is quantized: codes and scales are moved into one of our layouts. That needs our grid, ``(c
-- 8) * s`` in groups of consecutive inputs; anything else is refused, before any work, with the
-reason. The result is a native w4a16 checkpoint: it verifies, runs, and can be exported to every
-format that takes w4a16. A killed import continues where it was when it is run again.
+Nothing is quantized: codes, scales and zero points are moved into one of our layouts. What no
+scheme of ours holds is refused, before any work, with the reason:
+
+    w = (c - 8) * s, groups of input channels or the channel    w4a16
+    w = (c - z) * s, one group a channel                        w4a8-qoq, so 8-bit activations
+    groups of channels that are not neighbours (act order)      the same, behind an input permutation
+
+QoQ in groups holds no zero points of others: its scales are an integer up to 16 times the
+channel's. The result verifies, runs, and can be exported to every format that takes its scheme.
 """
 
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,83 +23,174 @@ from torch import Tensor
 
 import qtool
 from qtool import recipes
-from qtool.errors import CheckFailed, NoSpace, QtoolError
-from qtool.exchange.foreign import SourceFormat, describe, is_quantized, require_consecutive
+from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
+from qtool.exchange.source_format import INSTEAD, SourceFormat
+from qtool.exchange.sources import describe
 from qtool.exchange.target import ANY, size_text
 from qtool.format import CheckpointFormat, LinearFormat, Rule
-from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import check_source
-from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.streaming.embedding_and_head import finite
 from qtool.pipeline.tile_fit import ROW_MAJOR
+from qtool.schemes import Params
 
-SCHEME = "w4a16"
+SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
+PERMUTATION = "permutation"
 
 
-def repack(source: Checkpoint, out: Path, layout: str | None = None) -> Path:
-    """Repack ``source`` into the native directory ``out``.
+@dataclass(frozen=True)
+class Imported:
+    """A native checkpoint made of a foreign one, and a sentence for each thing that differs."""
+
+    directory: Path
+    notes: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.directory), *self.notes])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How the weight ``[n, k]`` of a linear is quantized.
+
+    Attributes:
+        group_size: None is the whole channel. scales: their dtype.
+        zero_points: one of them is not 8.
+        order: the input channels by group, ``[k]``; None if they lie so already.
+    """
+
+    n: int
+    k: int
+    group_size: int | None
+    scales: str
+    zero_points: bool
+    order: Tensor | None
+
+
+def import_checkpoint(
+    source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
+) -> Imported:
+    """Make the native checkpoint ``out`` of the quantized ``source``, every weight as it is.
 
     Args:
         layout: of every linear; by default the one that quantizing chooses, row-major where its
             tile does not fit.
+        progress: called after each shard with (done, total, notes).
 
     Raises:
-        QtoolError: not a format that can be read, not our grid, or not the layout's tile (before
-            any work).
-        CheckFailed: a scale that is not finite or is zero.
+        QtoolError: not a format that can be read, not a grid of ours, or not the layout's tile
+            (before any work).
+        CheckFailed: a damaged file, or a scale that no scheme allows.
     """
-    foreign = describe(source.config)
-    linears = _linears(source, foreign)
-    plain = _plain(source, foreign, linears)
-    formats = {
-        name: _format(source, foreign, name, shape, layout) for name, shape in linears.items()
-    }
-    work = _Import(source, foreign, linears, formats, plain)
-    checkpoint_format = CheckpointFormat(SCHEME, _rules(source, work.formats))
-    shards = work.shards()
-    identity = {
-        "source model": source.fingerprint(),
-        "import": {
-            "format": foreign.name,
-            "layouts": dict(Counter(made.layout for made in formats.values())),
-        },
-        "qtool version": qtool.__version__,
-    }
-    output = Output(out, identity, len(shards), resume=True)
-    if output.finished:
-        return out
-    with closing(output):
-        record = RunRecord(out, output.identity, torch.device("cpu"), continued=output.continued)
+    work = _Import(source, layout)
+    convert(work, out, progress)
+    return Imported(out, work.notes)
+
+
+class _Import(Conversion):
+    """A foreign checkpoint on its way into the native format."""
+
+    def __init__(self, source: Checkpoint, layout: str | None) -> None:
+        self.source, self.foreign = source, describe(source.config)
+        shapes = _linears(source, self.foreign)
+        self.plain = _plain(source, self.foreign, shapes)
+        self.grids = {n: _grid(source, self.foreign, n, shape) for n, shape in shapes.items()}
+        zero_points = any(grid.zero_points for grid in self.grids.values())
+        self.formats = {
+            name: _format(name, grid, zero_points, layout) for name, grid in self.grids.items()
+        }
+        scattered = [name for name, grid in self.grids.items() if grid.order is not None]
+        blocks = family_of(source.config["model_type"]).blocks
+        within = (name.removeprefix(f"{blocks}.").partition(".")[2] for name in scattered)
+        schemes = Counter(made.scheme for made in self.formats.values())
+        self.native = CheckpointFormat(
+            schemes.most_common(1)[0][0],
+            _rules(source, self.formats),
+            tuple(dict.fromkeys(within)),
+        )
+        self.notes = [
+            f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "
+            "same, activations have 16 bits there and 8 here"
+        ] * (ZERO_POINTS in schemes)
+        self.identity = {
+            "source model": source.fingerprint(),
+            "import": {
+                "format": self.foreign.name,
+                "layouts": dict(Counter(made.layout for made in self.formats.values())),
+            },
+            "qtool version": qtool.__version__,
+        }
+
+    def owner(self, name: str) -> str | None:
+        module, _, part = name.rpartition(".")
+        if module in self.formats and part in self.foreign.parts:
+            return module
+        return name if name in self.plain else None
+
+    def specs(self, owner: str) -> Tensors:
+        if owner not in self.formats:
+            entry = self.source.entry(owner)
+            yield owner, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            return
+        grid = self.grids[owner]
+        for part, tensor in self.formats[owner].tensors(grid.n, grid.k).items():
+            yield f"{owner}.{part}", tensor
+        if self.native.is_permuted(owner):
+            order = torch.empty(grid.k, dtype=torch.int32, device="meta")
+            yield f"{owner}.{PERMUTATION}", order
+
+    def tensors(self, owner: str, notes: Json) -> Tensors:
+        if owner not in self.formats:
+            yield owner, finite(owner, self.source.read(owner))
+            return
+        grid, made = self.grids[owner], self.formats[owner]
+        codes, params = self._read(owner)
+        if grid.order is not None:
+            codes = codes[:, grid.order]
         try:
-            for number, names in enumerate(shards, 1):
-                if number not in output.records:
-                    output.put(number, dict(work.specs(names)), work.tensors(names), {})
-                    record.shard_written()
-        except NoSpace:
-            raise
-        except QtoolError:
-            shutil.rmtree(output.partial)  # refused for its content: nothing to continue
-            record.path.unlink()
-            raise
-        _finish(output, source, foreign, checkpoint_format)
-    return out
+            made.scheme_object.check(codes, params)
+        except CheckFailed as error:
+            raise CheckFailed(f"{owner}: {error}") from error
+        for part, tensor in made.pack(codes, params).items():
+            yield f"{owner}.{part}", tensor
+        if self.native.is_permuted(owner):
+            order = torch.arange(grid.k) if grid.order is None else grid.order
+            yield f"{owner}.{PERMUTATION}", order.to(torch.int32)
 
+    def _read(self, name: str) -> tuple[Tensor, Params]:
+        """The codes ``[N, K]`` of a linear, in the model's order, and its scheme's parameters."""
+        grid, foreign = self.grids[name], self.foreign
+        stored = {
+            part: self.source.read(f"{name}.{part}")
+            for part in foreign.parts
+            if part not in foreign.optional or f"{name}.{part}" in self.source
+        }
+        affine = foreign.read(stored, grid.n, grid.k)
+        if self.formats[name].scheme == SYMMETRIC:
+            return affine.codes, {"scale": affine.scale.contiguous()}
+        zero = torch.full((grid.n, 1), 8, dtype=torch.uint8) if affine.zero is None else affine.zero
+        return affine.codes, {
+            "s1": affine.scale[:, 0].contiguous(),
+            "zero": zero[:, 0].contiguous(),
+        }
 
-def _finish(
-    output: Output, source: Checkpoint, foreign: SourceFormat, checkpoint_format: CheckpointFormat
-) -> None:
-    config = source.config | {"quantization_config": checkpoint_format.to_dict()}
-    provenance = {
-        "format_version": checkpoint_format.version,
-        "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
-        "scheme": SCHEME,
-        "imported from": {"format": foreign.name, "config": source.config["quantization_config"]},
-        "versions": {"qtool": qtool.__version__},
-    }
-    output.finish(config, provenance, source.side_files())
+    def metadata(self) -> Metadata:
+        config = self.source.config | {"quantization_config": self.native.to_dict()}
+        foreign = self.source.config["quantization_config"]
+        provenance = {
+            "format_version": self.native.version,
+            "source": {
+                "directory": self.source.directory.name,
+                "fingerprint": self.source.fingerprint(),
+            },
+            "scheme": self.native.scheme,
+            "imported from": {"format": self.foreign.name, "config": foreign},
+            "versions": {"qtool": qtool.__version__},
+        }
+        return Metadata(config, provenance, {})
 
 
 def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
@@ -104,7 +198,7 @@ def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, 
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)
-    quantized = {name for tensor in source.entries if (name := is_quantized(foreign, tensor))}
+    quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
     for block in range(int(source.config["num_hidden_layers"])):
         family = model.at(namespace, block)
         known = set(family.linears())
@@ -115,7 +209,8 @@ def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, 
                 linears[name] = (shape[0], shape[1])
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
-            f"{strange[0]} is quantized, but is not a linear of a {model.name} block; qtool keeps it plain"
+            f"{strange[0]} is quantized, but is not a linear of a {model.name} block; "
+            "qtool keeps it plain"
         )
     if not linears:
         raise QtoolError(
@@ -136,11 +231,11 @@ def _plain(
         QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
     """
     model = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    job = Job.of(model, recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, SCHEME))
-    shapes, parts = check_source(source, job, linears), {part.rstrip("?") for part in foreign.parts}
+    job = Job.of(model, recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, SYMMETRIC))
+    shapes = check_source(source, job, linears)
     for name in source.entries:
         linear, _, part = name.rpartition(".")
-        strange = linear in linears and part not in parts and name not in shapes
+        strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
             raise QtoolError(
                 f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
@@ -148,19 +243,18 @@ def _plain(
     return set(shapes)
 
 
-def _format(
-    source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int], layout: str | None
-) -> LinearFormat:
-    """The native format of a linear, from its scales, zero points and group index.
+def _grid(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int]) -> _Grid:
+    """The grid of a linear, from its scales, zero points and group index.
 
     Raises:
-        QtoolError: a grid that is not ours, or a shape that ``layout`` cannot hold.
+        QtoolError: tensors of other shapes than the model's, or a grid that no scheme of ours has.
     """
     n, k = shape
     codes = source.entry(f"{name}.{foreign.weight}")
     if codes.dtype != torch.int32 or codes.nbytes * 2 != n * k:
         raise QtoolError(
-            f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; int32 words of {n} x {k} codes expected"
+            f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; "
+            f"int32 words of {n} x {k} codes expected"
         )
     scales = source.entry(f"{name}.{foreign.scales}")
     rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
@@ -174,49 +268,67 @@ def _format(
         raise QtoolError(
             f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))}"
         )
-    if (
-        index := next((i for i in ("g_idx", "weight_g_idx") if f"{name}.{i}" in source), None)
-    ) is not None:
-        require_consecutive(name, source.read(f"{name}.{index}"), groups)
+    order = None
+    if foreign.group_index and f"{name}.{foreign.group_index}" in source:
+        order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)
+    bad = 0
     if f"{name}.{foreign.zeros}" in source:
         zero = foreign.read_zeros(source.read(f"{name}.{foreign.zeros}"), n, groups)
-        if bad := int((zero != 8).sum()):
-            raise QtoolError(
-                f"{name}: {bad} of {zero.numel()} zero points are not 8; {SCHEME} is symmetric, and no scheme of "
-                "qtool has zero points under 16-bit activations: quantize the original model"
-            )
-    dtype = str(scales.dtype).removeprefix("torch.")
-    if layout is not None:
-        return _in_layout(name, size, layout, dtype, n, k)
+        bad = int((zero != 8).sum())
+    if bad and size is not None:
+        raise QtoolError(
+            f"{name}: {bad} of {n * groups} zero points are not 8, in groups of {size}: {SYMMETRIC} "
+            f"has no zero points and {ZERO_POINTS} has one a channel, so that only rounding anew "
+            f"could bring it in; {INSTEAD}"
+        )
+    return _Grid(n, k, size, str(scales.dtype).removeprefix("torch."), bad > 0, order)
+
+
+def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:
+    """The input channels by group, int64 ``[k]``; None where they lie so already.
+
+    Raises:
+        QtoolError: no index of ``groups`` groups of equal size.
+    """
+    index = group_of.long()
+    legal = index.shape == (k,) and bool(((index >= 0) & (index < groups)).all())
+    if not legal or bool((index.bincount(minlength=groups) != k // groups).any()):
+        raise QtoolError(
+            f"{name}: its group index does not give each of {groups} groups {k // groups} of {k} "
+            f"input channels; {INSTEAD}"
+        )
+    order = index.argsort(stable=True)
+    return None if bool((index[1:] >= index[:-1]).all()) else order
+
+
+def _format(name: str, grid: _Grid, zero_points: bool, layout: str | None) -> LinearFormat:
+    """The native format of a linear; one scale a channel is QoQ's if any linear has zero points.
+
+    Raises:
+        QtoolError: ``layout`` cannot hold its shape.
+    """
+    scheme = ZERO_POINTS if zero_points and grid.group_size is None else SYMMETRIC
+    default = recipes.load(scheme).layers[0].layout or ROW_MAJOR[4]
+    made = LinearFormat(scheme, grid.group_size, layout or default, grid.scales)
     try:
-        return _in_layout(name, size, recipes.load(SCHEME).layers[0].layout, dtype, n, k)
+        made.require(name, grid.n, grid.k)
     except QtoolError:
-        return _in_layout(name, size, ROW_MAJOR[4], dtype, n, k)
-
-
-def _in_layout(
-    name: str, size: int | None, layout: str | None, dtype: str, n: int, k: int
-) -> LinearFormat:
-    made = LinearFormat(SCHEME, size, layout or ROW_MAJOR[4], dtype)
-    made.require(name, n, k)
+        if layout is not None:
+            raise
+        made = LinearFormat(scheme, grid.group_size, ROW_MAJOR[4], grid.scales)
+        made.require(name, grid.n, grid.k)
     return made
 
 
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
-    """One rule if all linears are alike; else the plain ones and each format by name."""
+    """One rule if all linears are alike; else the rarer formats by the names of their linears."""
     family = family_of(source.config["model_type"])
-    settings, blocks = (
-        family.settings(source.config),
-        range(int(source.config["num_hidden_layers"])),
-    )
-    every = [
-        f"{family.blocks}.{block}.{x}"
-        for block in blocks
-        for x in family.at(settings, block).linears()
-    ]
+    settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}
-    for name in every:
-        kinds.setdefault(formats.get(name), []).append(name)
+    for block in range(int(source.config["num_hidden_layers"])):
+        for linear in family.at(settings, block).linears():
+            name = f"{family.blocks}.{block}.{linear}"
+            kinds.setdefault(formats.get(name), []).append(name)
     most = max(kinds, key=lambda kind: len(kinds[kind]))
     named = [
         Rule(f"^({'|'.join(map(re.escape, names))})$", kind)
@@ -224,56 +336,3 @@ def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rul
         if kind != most
     ]
     return (*named, Rule(".*", most))
-
-
-@dataclass
-class _Import:
-    source: Checkpoint
-    foreign: SourceFormat
-    linears: Mapping[str, tuple[int, int]]
-    formats: Mapping[str, LinearFormat]
-    plain: set[str]
-
-    def shards(self) -> list[list[str]]:
-        """Names of linears and of other tensors, by the source's files."""
-        shards: dict[Path, dict[str, None]] = {}
-        placed: set[str] = set()
-        parts = {part.rstrip("?") for part in self.foreign.parts}
-        for name, entry in self.source.entries.items():
-            module, _, part = name.rpartition(".")
-            owner = module if module in self.formats and part in parts else name
-            if owner not in placed and (owner in self.formats or owner in self.plain):
-                placed.add(owner)
-                shards.setdefault(entry.path, {})[owner] = None
-        return [list(names) for _, names in sorted(shards.items())]
-
-    def specs(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a shard, on ``meta``."""
-        for name in names:
-            if name in self.formats:
-                for part, tensor in self.formats[name].tensors(*self.linears[name]).items():
-                    yield f"{name}.{part}", tensor
-            else:
-                entry = self.source.entry(name)
-                yield name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a shard, in the order of :meth:`specs`."""
-        for name in names:
-            if name not in self.formats:
-                yield name, finite(name, self.source.read(name))
-                continue
-            (n, k), linear_format = self.linears[name], self.formats[name]
-            stored = {}
-            for part in self.foreign.parts:
-                full = f"{name}.{part.rstrip('?')}"
-                if not part.endswith("?") or full in self.source:
-                    stored[part.rstrip("?")] = self.source.read(full)
-            affine = self.foreign.read(stored, n, k)
-            params = {"scale": affine.scale.contiguous()}
-            try:
-                linear_format.scheme_object.check(affine.codes, params)
-            except CheckFailed as error:
-                raise CheckFailed(f"{name}: {error}") from error
-            for part, tensor in linear_format.pack(affine.codes, params).items():
-                yield f"{name}.{part}", tensor

@@ -66,6 +66,10 @@ class Target(ABC):
         """Why loaders cannot run routed experts in this format; nothing if they can."""
         return ""
 
+    def cautions_experts(self, found: LinearFormat) -> str:
+        """What loaders cannot do with routed experts in this format; nothing if all can."""
+        return ""
+
     def takes_gathered(self, found: LinearFormat) -> bool:
         """Whether a linear with a permuted input can be put back in order: one scale a channel in
         the file.

@@ -207,9 +207,12 @@ def repack(model: str, out: Path, layout: str | None = None) -> Path:
     """Import the quantized MODEL (a directory or a hub id) in ``layout``; returns the output
     directory.
     """
-    from qtool.exchange.repack import repack as run
+    from qtool.exchange.import_ import import_checkpoint
 
-    return run(Checkpoint(resolve(model)), out, layout)
+    imported = import_checkpoint(Checkpoint(resolve(model)), out, layout)
+    for note in imported.notes:
+        print(note, file=sys.stderr)
+    return imported.directory
 
 
 def _says_nothing_new(recipe: Recipe, calib: str | None, wishes: Mapping[str, Any]) -> bool:
