@@ -17,6 +17,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.errors import QtoolError, suggest
+from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
@@ -68,11 +69,7 @@ class Job:
                 order of methods, or a linear whose shape the scheme or layout cannot hold.
         """
         if "quantization_config" in config:
-            method = config["quantization_config"].get("quant_method")
-            raise QtoolError(
-                f"the model is quantized already (quant_method {method!r}); pass the original checkpoint, or, if it is "
-                "symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, repack it with `qtool import`"
-            )
+            raise QtoolError(already_quantized(config))
         family = family_of(config["model_type"], planning=planning)
         recipe = for_family(recipe, family)
         settings = family.settings(config)
