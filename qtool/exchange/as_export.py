@@ -1,9 +1,9 @@
 """What transformers runs from a compressed-tensors export, out of the native checkpoint: the same
 numbers, to the bit.
 
-The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8 bits follow the
-compressed-tensors library, in the model's dtype too, where the specified rule (and vLLM's kernels) take
-``max|x| / 127`` in float32 and add integers:
+The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8
+bits follow the compressed-tensors library, in the model's dtype too, where the specified rule (and
+vLLM's kernels) take ``max|x| / 127`` in float32 and add integers:
 
     s = max|x| / 127.5        Q = clamp(rne(x / s), -128, 127)        x' = Q s
 

@@ -261,7 +261,8 @@ COMPRESSED_TENSORS = (
     ),
     CompressedTensors(
         "compressed-tensors-w8a8",
-        "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, SGLang, transformers",
+        "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, "
+        "SGLang, transformers",
         _formats(INT_8, TOKEN_INT8, int_8),
     ),
     CompressedTensors(
@@ -308,7 +309,8 @@ def source_format(config: Config) -> SourceFormat:
         )
     if config.get("kv_cache_scheme"):
         raise QtoolError(
-            "compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV cache"
+            "compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV "
+            "cache"
         )
     return SourceFormat(
         "compressed-tensors",

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, NoSpace, QtoolError
+from qtool.exchange.target import as_dtype
 from qtool.io.output import Output
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
 from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.streaming.embedding_and_head import finite
 
 Tensors = Iterator[tuple[str, Tensor]]
 Json = dict[str, Any]
@@ -44,26 +46,30 @@ class Conversion(ABC):
 
     Attributes:
         identity: facts by name that must be equal for a killed conversion to be continued.
+        dtype: of what is not a linear's; None leaves it as it is.
     """
 
     source: Checkpoint
     identity: Json
+    dtype: torch.dtype | None = None
 
     @abstractmethod
     def owner(self, name: str) -> str | None:
         """What tensor ``name`` is converted with: its linear, or itself; None leaves it out."""
 
-    @abstractmethod
     def specs(self, owner: str) -> Tensors:
-        """The names and tensors that ``owner`` becomes, on ``meta``."""
+        """The names and tensors that ``owner`` becomes, on ``meta``; here itself."""
+        entry = self.source.entry(owner)
+        yield owner, torch.empty(entry.shape, dtype=self.dtype or entry.dtype, device="meta")
 
-    @abstractmethod
     def tensors(self, owner: str, notes: Json) -> Tensors:
         """The same with their content; ``notes`` of the shard may be added to.
 
         Raises:
             QtoolError: the content cannot be converted.
         """
+        tensor = finite(owner, self.source.read(owner))
+        yield owner, tensor if self.dtype is None else as_dtype(tensor, self.dtype, owner)
 
     @abstractmethod
     def metadata(self) -> Metadata:

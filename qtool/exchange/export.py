@@ -17,7 +17,7 @@ from qtool.errors import CheckFailed
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import exported_formats
-from qtool.exchange.target import Target, as_dtype, native_activations
+from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.models import Family, Heads, family_of
@@ -98,7 +98,7 @@ class _Export(Conversion):
     """A native checkpoint on its way into ``target``."""
 
     def __init__(self, source: Checkpoint, target: Target, tensor_parallel: int) -> None:
-        self.source, self.target = source, target
+        self.source, self.target, self.dtype = source, target, target.dtype
         native = native_format(source.config)
         self.family = family_of(source.config["model_type"])
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
@@ -124,9 +124,7 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "meta")
         else:
-            entry = self.source.entry(owner)
-            dtype = self.target.dtype or entry.dtype
-            yield owner, torch.empty(entry.shape, dtype=dtype, device="meta")
+            yield from super().specs(owner)
 
     @torch.no_grad()
     def tensors(self, owner: str, notes: Json) -> Tensors:
@@ -148,8 +146,7 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "cpu")
         else:
-            tensor, dtype = self.source.read(owner), self.target.dtype
-            yield owner, tensor if dtype is None else as_dtype(tensor, dtype, owner)
+            yield from super().tensors(owner, notes)
 
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         for part, tensor in self.target.tensors(self.formats[name], codes, params).items():

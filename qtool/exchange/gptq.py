@@ -3,7 +3,8 @@
 Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
 
     qweight int32 [K / 8, N]   nibble k % 8 of word k // 8 holds c
-    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq) or z (gptq_v2)
+    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq)
+                               or z (gptq_v2)
     scales  16 bit [G, N]      g_idx int32 [K], k // g
 
 In an export z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and

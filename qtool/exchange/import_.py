@@ -4,9 +4,9 @@ for code.
 Nothing is quantized: codes, scales and zero points are moved into one of our layouts. What no
 scheme of ours holds is refused, before any work, with the reason:
 
-    w = (c - 8) * s, groups of input channels or the channel    w4a16
-    w = (c - z) * s, one group a channel                        w4a8-qoq, so 8-bit activations
-    groups of channels that are not neighbours (act order)      the same, behind an input permutation
+    w = (c - 8) * s, groups of input channels or the channel   w4a16
+    w = (c - z) * s, one group a channel                       w4a8-qoq, so 8-bit activations
+    groups of channels that are not neighbours (act order)     the same, its input permuted
 
 QoQ in groups holds no zero points of others: its scales are an integer up to 16 times the
 channel's. The result verifies, runs, and can be exported to every format that takes its scheme.
@@ -25,19 +25,16 @@ import qtool
 from qtool import recipes
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
-from qtool.exchange.source_format import INSTEAD, SourceFormat
+from qtool.exchange.source_format import SYMMETRIC, ZERO_POINTS, Grid, SourceFormat, grid_of
 from qtool.exchange.sources import describe
-from qtool.exchange.target import ANY, size_text
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import check_source
-from qtool.pipeline.streaming.embedding_and_head import finite
 from qtool.pipeline.tile_fit import ROW_MAJOR
 from qtool.schemes import Params
 
-SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
 PERMUTATION = "permutation"
 
 
@@ -50,24 +47,6 @@ class Imported:
 
     def __str__(self) -> str:
         return "\n".join([str(self.directory), *self.notes])
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """How the weight ``[n, k]`` of a linear is quantized.
-
-    Attributes:
-        group_size: None is the whole channel. scales: their dtype.
-        zero_points: one of them is not 8.
-        order: the input channels by group, ``[k]``; None if they lie so already.
-    """
-
-    n: int
-    k: int
-    group_size: int | None
-    scales: str
-    zero_points: bool
-    order: Tensor | None
 
 
 def import_checkpoint(
@@ -97,7 +76,7 @@ class _Import(Conversion):
         self.source, self.foreign = source, describe(source.config)
         shapes = _linears(source, self.foreign)
         self.plain = _plain(source, self.foreign, shapes)
-        self.grids = {n: _grid(source, self.foreign, n, shape) for n, shape in shapes.items()}
+        self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
         zero_points = any(grid.zero_points for grid in self.grids.values())
         self.formats = {
             name: _format(name, grid, zero_points, layout) for name, grid in self.grids.items()
@@ -132,8 +111,7 @@ class _Import(Conversion):
 
     def specs(self, owner: str) -> Tensors:
         if owner not in self.formats:
-            entry = self.source.entry(owner)
-            yield owner, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            yield from super().specs(owner)
             return
         grid = self.grids[owner]
         for part, tensor in self.formats[owner].tensors(grid.n, grid.k).items():
@@ -144,7 +122,7 @@ class _Import(Conversion):
 
     def tensors(self, owner: str, notes: Json) -> Tensors:
         if owner not in self.formats:
-            yield owner, finite(owner, self.source.read(owner))
+            yield from super().tensors(owner, notes)
             return
         grid, made = self.grids[owner], self.formats[owner]
         codes, params = self._read(owner)
@@ -243,65 +221,7 @@ def _plain(
     return set(shapes)
 
 
-def _grid(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int]) -> _Grid:
-    """The grid of a linear, from its scales, zero points and group index.
-
-    Raises:
-        QtoolError: tensors of other shapes than the model's, or a grid that no scheme of ours has.
-    """
-    n, k = shape
-    codes = source.entry(f"{name}.{foreign.weight}")
-    if codes.dtype != torch.int32 or codes.nbytes * 2 != n * k:
-        raise QtoolError(
-            f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; "
-            f"int32 words of {n} x {k} codes expected"
-        )
-    scales = source.entry(f"{name}.{foreign.scales}")
-    rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
-    groups, outputs = (rows, columns) if foreign.transposed else (columns, rows)
-    if outputs != n or not groups or k % groups:
-        raise QtoolError(
-            f"{name}.{foreign.scales}: shape {list(scales.shape)} is not that of a weight [{n}, {k}]"
-        )
-    size = None if groups == 1 else k // groups
-    if size not in ANY:
-        raise QtoolError(
-            f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))}"
-        )
-    order = None
-    if foreign.group_index and f"{name}.{foreign.group_index}" in source:
-        order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)
-    bad = 0
-    if f"{name}.{foreign.zeros}" in source:
-        zero = foreign.read_zeros(source.read(f"{name}.{foreign.zeros}"), n, groups)
-        bad = int((zero != 8).sum())
-    if bad and size is not None:
-        raise QtoolError(
-            f"{name}: {bad} of {n * groups} zero points are not 8, in groups of {size}: {SYMMETRIC} "
-            f"has no zero points and {ZERO_POINTS} has one a channel, so that only rounding anew "
-            f"could bring it in; {INSTEAD}"
-        )
-    return _Grid(n, k, size, str(scales.dtype).removeprefix("torch."), bad > 0, order)
-
-
-def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:
-    """The input channels by group, int64 ``[k]``; None where they lie so already.
-
-    Raises:
-        QtoolError: no index of ``groups`` groups of equal size.
-    """
-    index = group_of.long()
-    legal = index.shape == (k,) and bool(((index >= 0) & (index < groups)).all())
-    if not legal or bool((index.bincount(minlength=groups) != k // groups).any()):
-        raise QtoolError(
-            f"{name}: its group index does not give each of {groups} groups {k // groups} of {k} "
-            f"input channels; {INSTEAD}"
-        )
-    order = index.argsort(stable=True)
-    return None if bool((index[1:] >= index[:-1]).all()) else order
-
-
-def _format(name: str, grid: _Grid, zero_points: bool, layout: str | None) -> LinearFormat:
+def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> LinearFormat:
     """The native format of a linear; one scale a channel is QoQ's if any linear has zero points.
 
     Raises:

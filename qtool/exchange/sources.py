@@ -1,4 +1,6 @@
-"""Every quantized format that `qtool import` reads, by ``quant_method``, and what to do with others."""
+"""Every quantized format that ``qtool import`` reads, by ``quant_method``, and what to do with
+others.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,7 +56,10 @@ def already_quantized(config: Mapping[str, Any]) -> str:
         described = describe(config)
     except QtoolError as error:
         return f"{found}: pass the original checkpoint ({error})"
-    return f"{found}: pass the original checkpoint, or repack this {described.name} with `qtool import`"
+    return (
+        f"{found}: pass the original checkpoint, or repack this {described.name} with "
+        "`qtool import`"
+    )
 
 
 def _dequantize_first(quantization: Config) -> str:

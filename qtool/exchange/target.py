@@ -54,8 +54,8 @@ class Target(ABC):
         if n % rows or k % columns or k % (found.group_size or 1):
             columns = max(columns, found.group_size or 1)
             raise QtoolError(
-                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of {columns}, "
-                f"found [{n}, {k}]"
+                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of "
+                f"{columns}, found [{n}, {k}]"
             )
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
@@ -175,7 +175,8 @@ def scale_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
     cast = as_dtype(scale, dtype, "scales")
     if not cast.is_meta and not bool((cast != 0).all()):
         raise CheckFailed(
-            f"scales: {int((cast == 0).sum())} are too small for {str(dtype).removeprefix('torch.')}"
+            f"scales: {int((cast == 0).sum())} are too small for "
+            f"{str(dtype).removeprefix('torch.')}"
         )
     return cast
 
@@ -196,8 +197,9 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
     for name in fused[1:]:
         if kind_of(formats[name]) != kind_of(first):
             raise QtoolError(
-                f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: serving stacks run the two "
-                "as one linear, so they must be stored alike; use one rule for both in the recipe"
+                f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: "
+                "serving stacks run the two as one linear, so they must be stored alike; use one "
+                "rule for both in the recipe"
             )
 
 

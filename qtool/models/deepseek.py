@@ -17,7 +17,10 @@ from qtool.models.llama import DOWN, GATE, OUT, UP, Q
 from qtool.models.parts import Attention, Experts, Fold, LinearGroup
 from qtool.models.qwen_moe import EXPERT
 
-NEED = "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents"
+NEED = (
+    "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of "
+    "latents"
+)
 Q_A, Q_B, KV_A, KV_B = (
     f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 )

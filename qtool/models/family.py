@@ -187,7 +187,7 @@ class Family:
         return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block, from config.json alone."""
+        """Shape of every tensor of a block, by its name within the block; reads no weights."""
         dims = self.dimensions(config)
         known = {
             words: _shape(words, dims) for words in set(self.tensors.values())

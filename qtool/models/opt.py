@@ -22,13 +22,15 @@ def _choose(config: Any, block: int) -> Family:
     """
     if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
         raise QtoolError(
-            f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size {config.hidden_size} projects "
-            "its embeddings (project_in, project_out); supported are OPT models whose two sizes are equal"
+            f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size "
+            f"{config.hidden_size} projects its embeddings (project_in, project_out); supported "
+            "are OPT models whose two sizes are equal"
         )
     for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if not getattr(config, key, True):
             raise QtoolError(
-                f"OPT with {key} false is not supported: its norms come after what they would fold into"
+                f"OPT with {key} false is not supported: its norms come after what they would fold "
+                "into"
             )
     return OPT_RELU if getattr(config, "activation_function", "relu") == "relu" else OPT_OTHER
 

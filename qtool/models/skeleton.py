@@ -40,8 +40,9 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 def _rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
-    weight, epsilon = norm.weight, norm.variance_epsilon
-    return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)  # type: ignore[union-attr, arg-type]
+    weight: Any = norm.weight
+    epsilon: Any = norm.variance_epsilon
+    return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
@@ -87,8 +88,9 @@ CACHE_ARGUMENTS = frozenset(
 @contextmanager
 def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
     """Replace the blocks by recorders: one forward gives the arguments of every block."""
-    blocks, final_norm = model.get_submodule(family.blocks), model.get_submodule(family.final_norm)
-    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])  # type: ignore[attr-defined]
+    blocks: Any = model.get_submodule(family.blocks)
+    final_norm = model.get_submodule(family.final_norm)
+    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])
     model.set_submodule(family.blocks, recorders)
     model.set_submodule(family.final_norm, nn.Identity())
     try:

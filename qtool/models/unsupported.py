@@ -1,4 +1,4 @@
-"""Why a model type has no family here, and what to do: read off transformers' own lists of types."""
+"""Why a model type has no family here, and what to do, by transformers' own lists of types."""
 
 from qtool.models.deepseek import DEEPSEEK
 

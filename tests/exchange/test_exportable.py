@@ -21,6 +21,7 @@ from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.targets import TARGETS, register_export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job, native_format
+from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule
@@ -95,6 +96,26 @@ def test_a_plan_is_told_what_the_export_is_told(
     assert before == outcome(native_format(done), done)
     headless = "the head is not the embedding any more" in str(before)
     assert headless == (variant == "gemma" and job.unties)
+    last = as_text(plan(job)).splitlines()[-1]
+    told = before if isinstance(before, list) else [f"none, {before}"]
+    assert last == f"export formats: {', '.join(told)}"
+
+
+def test_quantize_refuses_the_export_before_it_calibrates(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Gemma 1 rotated: the sentence comes before a tokenizer is looked for, which is not there."""
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe.write_text(
+        "transforms: [norm-fusion, rotate]\nrounding: gptq\n"
+        "layers: [{match: '.*', scheme: w4a16, group_size: 64}]"
+    )
+    arguments = ["quantize", str(make_model("gemma", dtype=torch.float16)), "--out", str(out)]
+    arguments += ["--scheme", "w4a16", "--recipe", str(recipe), "--format", "gptq"]
+    result = CliRunner().invoke(cli, arguments)
+    assert isinstance(result.exception, QtoolError)
+    assert "the head is not the embedding any more" in str(result.exception)
+    assert not list(tmp_path.glob("out*"))
 
 
 def outcome(checkpoint_format: Any, config: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from qtool.errors import QtoolError
+from qtool.exchange.exportable import formats_that_take
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import H200, seconds
@@ -244,8 +246,26 @@ def as_text(planned: Plan) -> str:
             f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "
             f"({planned.source_bytes / planned.output_bytes:.2f}x smaller) in {len(planned.shard_bytes)} shards",
             *_costs(planned),
+            *([] if job.family.unsupported else [_exports(job)]),
         ]
     )
+
+
+def exports(job: Job) -> list[str]:
+    """Names of the formats that the result can be exported to.
+
+    Raises:
+        QtoolError: there is none for such a model, and why.
+    """
+    untied = {"tie_word_embeddings": False} if job.unties else {}
+    return formats_that_take(job.format, job.config | untied)
+
+
+def _exports(job: Job) -> str:
+    try:
+        return f"export formats: {', '.join(exports(job)) or 'none takes it'}"
+    except QtoolError as error:
+        return f"export formats: none, {error}"
 
 
 def _costs(planned: Plan) -> Iterator[str]:
