@@ -81,14 +81,11 @@ class _Import(Conversion):
         self.formats = {
             name: _format(name, grid, zero_points, layout) for name, grid in self.grids.items()
         }
-        scattered = [name for name, grid in self.grids.items() if grid.order is not None]
-        blocks = family_of(source.config["model_type"]).blocks
-        within = (name.removeprefix(f"{blocks}.").partition(".")[2] for name in scattered)
         schemes = Counter(made.scheme for made in self.formats.values())
         self.native = CheckpointFormat(
             schemes.most_common(1)[0][0],
             _rules(source, self.formats),
-            tuple(dict.fromkeys(within)),
+            _permuted(source, self.grids),
         )
         self.notes = [
             f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "
@@ -219,6 +216,22 @@ def _plain(
                 f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
             )
     return set(shapes)
+
+
+def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
+    """Names within a block of the linears that store an input permutation.
+
+    They are those whose groups are scattered in some block, and all that read the same input,
+    because serving stacks run these as one linear.
+    """
+    model = family_of(source.config["model_type"])
+    settings = model.settings(source.config)
+    permuted: dict[str, None] = {}
+    for name in (name for name, grid in grids.items() if grid.order is not None):
+        block, _, linear = name.removeprefix(f"{model.blocks}.").partition(".")
+        group = model.at(settings, int(block)).group_of(linear)
+        permuted |= dict.fromkeys(group.linears)
+    return tuple(permuted)
 
 
 def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> LinearFormat:

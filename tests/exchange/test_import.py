@@ -232,9 +232,9 @@ def test_quantize_reads_it_too(gptq: Path) -> None:
         run = CliRunner().invoke(
             cli, ["quantize", str(gptq), *extra, "--out", str(out.with_name("no"))]
         )
-        assert isinstance(run.exception, QtoolError) and "repack it with `qtool import`" in str(
-            run.exception
-        )
+        assert isinstance(
+            run.exception, QtoolError
+        ) and "repack this GPTQ (gptq) with `qtool import`" in str(run.exception)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
@@ -416,5 +416,5 @@ def test_tensors_that_the_model_does_not_have(name: str, value: float, gptq: Pat
 
 
 def test_quantize_names_import(gptq: Path) -> None:
-    with pytest.raises(QtoolError, match="repack it with `qtool import`"):
+    with pytest.raises(QtoolError, match=r"repack this GPTQ \(gptq\) with `qtool import`"):
         quantize(Checkpoint(gptq), recipes.load("w4a16"), gptq.with_name("q"))

@@ -96,6 +96,15 @@ def test_a_compressed_tensors_group_index(make_model: MakeModel, tmp_path: Path)
     assert torch.equal(linears(back)[DOWN].dequantize(), expected)
 
 
+def test_linears_that_are_fused_are_permuted_together(gptq: Path) -> None:
+    """vLLM's plugin runs q, k and v as one linear, whose parts all have a permutation or none."""
+    change_tensor(gptq, "model.layers.0.self_attn.k_proj.g_idx", lambda t: t.flip(0))
+    back = import_checkpoint(Checkpoint(gptq), gptq.with_name("back")).directory
+    permuted = Checkpoint(back).config["quantization_config"]["permuted"]
+    assert permuted == [f"self_attn.{x}_proj" for x in "qkv"]
+    assert not [row.problem for row in verify(back) if row.problem]
+
+
 def test_act_order_that_is_said_but_not_so(gptq: Path) -> None:
     change_config(gptq, desc_act=True)
     back = import_checkpoint(Checkpoint(gptq), gptq.with_name("ok")).directory
