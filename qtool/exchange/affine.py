@@ -1,5 +1,4 @@
-"""What foreign formats store of a linear: ``w = (codes - zero) * scale``, and how our schemes are
-that.
+"""Our schemes in the form that foreign formats store: ``w = (codes - zero) * scale``.
 
 Three forms cover every format of this room. No form rounds a code. Only where a scale is the
 product of two of ours is it rounded (to the dtype they are stored in), and every export says what

@@ -70,9 +70,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """How a scheme is expressed: the form of its weights, its group sizes, the activations it will
-    run under.
-    """
+    """How a scheme is expressed: form of its weights, group sizes, activations beside them."""
 
     form: Form
     group_sizes: tuple[int | None, ...]
@@ -167,9 +165,7 @@ class CompressedTensors(Target):
         }
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """fp8 e4m3, one scale a tensor: the calibrated maximum (127 steps of kv8's largest scale)
-        is 448.
-        """
+        """One fp8 scale a tensor: the calibrated maximum, 127 steps of kv8's, becomes 448."""
         to_fp8 = 127 / E4M3_MAX
         return {
             "k_scale": k_scale.max().reshape(1) * to_fp8,
@@ -178,16 +174,12 @@ class CompressedTensors(Target):
 
 
 class W4A8Fp8(CompressedTensors):
-    """4-bit groups of 128 under fp8 activations: CUTLASS on Hopper turns the weights into fp8 when
-    it loads them.
-    """
+    """4-bit groups of 128 under fp8 activations, which CUTLASS loads as fp8 weights (Hopper)."""
 
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
     ) -> Tensor:
-        """What vLLM multiplies: scales in fp8 relative to their channel, each of their sixteen
-        multiples in fp8.
-        """
+        """What vLLM multiplies: fp8 scales relative to their channel, and fp8 multiples of them."""
         affine = read(tensors, n, k)
         scale = affine.scale.float()
         channel = scale.abs().amax(1, keepdim=True) / E4M3_MAX

@@ -1,6 +1,4 @@
-"""Whether a checkpoint can be written in a format, decided from config.json: also before it is
-quantized at all.
-"""
+"""Whether a checkpoint can be exported: decided from config.json, also before quantizing."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -131,9 +129,7 @@ def _formats(
 
 
 def _fused(family: Family) -> list[list[str]]:
-    """The linears of a block that loaders put together: q, k and v; gate and up; not all that read
-    one norm.
-    """
+    """The linears of a block that loaders run as one: q, k and v; gate and up."""
     attention, linears = family.attention, set(family.linears())
     together = [[attention.q, attention.k, attention.v]]
     together += [[group.gate, group.source] for group in family.groups if group.gate]
@@ -143,9 +139,7 @@ def _fused(family: Family) -> list[list[str]]:
 def _require_experts(
     target: Target, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
 ) -> None:
-    """Refuse experts that ``target``'s loaders cannot run, or not as one stack: all of a block are
-    one module there.
-    """
+    """Refuse experts that loaders cannot run, or not as the one stack that a block has there."""
     names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
     if not names:
         return

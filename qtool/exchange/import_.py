@@ -1,5 +1,4 @@
-"""Import: a GPTQ, AWQ, AutoRound or compressed-tensors 4-bit checkpoint becomes a native one, code
-for code.
+"""Make a native checkpoint of a GPTQ, AWQ, AutoRound or compressed-tensors 4-bit one.
 
 Nothing is quantized: codes, scales and zero points are moved into one of our layouts. What no
 scheme of ours holds is refused, before any work, with the reason:
@@ -9,7 +8,8 @@ scheme of ours holds is refused, before any work, with the reason:
     groups of channels that are not neighbours (act order)     the same, its input permuted
 
 QoQ in groups holds no zero points of others: its scales are an integer up to 16 times the
-channel's. The result verifies, runs, and can be exported to every format that takes its scheme.
+channel's. The result verifies, runs, and can be exported where its scheme can, unless it permutes
+inputs in groups.
 """
 
 import re
@@ -197,8 +197,7 @@ def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, 
 def _plain(
     source: Checkpoint, foreign: SourceFormat, linears: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """The names of all tensors but the quantized linears'; all of them are there, and nothing else
-    that matters.
+    """The names of all tensors but the quantized linears', after a check that none is lost.
 
     GPTQ's tools wrote biases of zeros for linears that have none: those are left out.
 

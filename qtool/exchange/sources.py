@@ -1,6 +1,4 @@
-"""Every quantized format that ``qtool import`` reads, by ``quant_method``, and what to do with
-others.
-"""
+"""The quantized formats that can be imported, by ``quant_method``; what to do with others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

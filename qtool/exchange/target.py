@@ -1,6 +1,4 @@
-"""What a foreign format is: pure functions between codes with parameters and the tensors another
-loader reads.
-"""
+"""What a format to export to is: pure functions from codes to the tensors of another loader."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -71,9 +69,7 @@ class Target(ABC):
         return ""
 
     def takes_gathered(self, found: LinearFormat) -> bool:
-        """Whether a linear with a permuted input can be put back in order: one scale a channel in
-        the file.
-        """
+        """Whether a permuted linear can be put back in order: the file has one scale a channel."""
         return found.group_size is None
 
     def activations(self, scheme: str) -> str:
@@ -98,14 +94,10 @@ class Target(ABC):
 
     @abstractmethod
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json for every linear of the blocks (None: in 16
-        bit).
-        """
+        """The ``quantization_config`` of config.json; a format None is a linear in 16 bit."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """What an attention module stores for kv8's scales ``[H, D]``; nothing if the format has no
-        place for them.
-        """
+        """What attention stores for kv8's scales ``[H, D]``; nothing if the format has no place."""
         return {}
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -139,9 +131,7 @@ def only(formats: Formats) -> LinearFormat:
 
 
 def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
-    """Scheme and group size: all that a file can tell of a linear, whatever layout its codes were
-    in here.
-    """
+    """Scheme and group size of a linear: all of its format that a foreign file shows."""
     return (found.scheme, found.group_size) if found else None
 
 
@@ -187,8 +177,7 @@ def half(scale: Tensor) -> Tensor:
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
-    """Refuse linears that serving stacks run as one (q, k, v; gate, up; all experts) but are not
-    stored alike.
+    """Refuse linears that run as one (q, k, v; gate, up; experts) but are not stored alike.
 
     Raises:
         QtoolError: naming two that differ.

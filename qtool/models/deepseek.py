@@ -1,5 +1,4 @@
-"""DeepSeek V2 and V3, to be planned: attention over low-rank queries, keys and values (MLA), then
-an MLP or experts.
+"""DeepSeek V2 and V3, to be planned: low-rank attention (MLA), then an MLP or experts.
 
 Shapes only. V2-Lite has one full query projection instead of two of low rank; the first blocks are
 dense.
@@ -36,9 +35,7 @@ class LatentAttention(Family):
     """A family whose queries and keys have other channels a head than its values."""
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """As of any family; ``head_dim`` is the mean of both, so that attention's operations come
-        out right.
-        """
+        """config.json as an object; ``head_dim`` is the mean of both, as cost estimates want."""
         settings = super().settings(config)
         wide = getattr(settings, "qk_nope_head_dim", 0) + getattr(settings, "qk_rope_head_dim", 0)
         settings.head_dim = (wide + getattr(settings, "v_head_dim", 0)) // 2

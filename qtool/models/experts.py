@@ -56,9 +56,7 @@ class SeparateExperts(nn.ModuleList):
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Replace the stacked experts of a transformers ``model``, in place; names become the
-    checkpoint's.
-    """
+    """Replace ``model``'s stacked experts in place; their names become the checkpoint's."""
     config: Any = model.config
     family = family_of(config.get_text_config(decoder=True).model_type)
     if (names := family.experts) is None:

@@ -31,9 +31,7 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of six; rounds once,
-    at the end.
-    """
+    """Run each plain RMSNorm of ``model`` as one kernel instead of six, which rounds once."""
     for norm in model.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
             norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
@@ -46,9 +44,7 @@ def _rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it); some may
-    be on ``meta``.
-    """
+    """Give ``module`` the tensors of ``weights``, by name within it; some may be on ``meta``."""
     module.load_state_dict(weights, strict=True, assign=True)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
