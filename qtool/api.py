@@ -282,7 +282,7 @@ def all_tasks(data_dir: Name | None = None) -> list[str]:
     from qtool.data.corpora import SOURCES
     from qtool.eval import zero_shot
 
-    return [*SOURCES, *zero_shot.all_tasks(data_dir)]
+    return [*SOURCES, *zero_shot.all_tasks(None if data_dir is None else Path(data_dir))]
 
 
 def export(

@@ -85,14 +85,9 @@ def register_family(family: "Family") -> None:
     Raises:
         QtoolError: one of its model types is covered already.
     """
-    from qtool.models import FAMILIES
+    from qtool import models
 
-    if any(family is other for other in FAMILIES):
-        return
-    for other in FAMILIES:
-        if taken := set(family.model_types) & set(other.model_types):
-            raise QtoolError(f"{other.name} covers the model type {sorted(taken)[0]!r} already")
-    FAMILIES.append(family)
+    models.register_family(family)
 
 
 def register_method(method: "type[Transform] | type[Rounding]") -> None:
@@ -118,9 +113,9 @@ def register_export(target: "Target") -> None:
     Raises:
         QtoolError: the name is taken.
     """
-    from qtool.exchange.targets import TARGETS
+    from qtool.exchange import targets
 
-    plugins.add(TARGETS, target.name, target, "format")
+    targets.register_export(target)
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

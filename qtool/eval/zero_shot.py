@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
@@ -219,4 +218,6 @@ def _quiet(label: str | None = None) -> Iterator[None]:
 def _bar(label: str | None, *args: Any, disable: bool = False, **options: Any) -> Any:
     """One of lm-eval's bars with a task's ``label`` on it, or hidden without one."""
     hidden = disable or label is None or not progress.shows_bars()
-    return tqdm(*args, **options | {"desc": label, "unit": "request", "leave": False, "disable": hidden})
+    return tqdm(
+        *args, **options | {"desc": label, "unit": "request", "leave": False, "disable": hidden}
+    )

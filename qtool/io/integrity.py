@@ -32,11 +32,31 @@ def require_intact(directory: Path) -> None:
         raise CheckFailed(f"{directory / name}: {problem}")
 
 
+def recorded_hashes(directory: Path) -> dict[str, str]:
+    """sha256 of each shard as it was written, by name; empty where nothing recorded them."""
+    try:
+        return dict(json.loads((directory / RECORD).read_text())["shards"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def require_file_intact(path: Path, recorded: str | None) -> None:
+    """Check that the file ``path`` has the sha256 ``recorded``; None passes.
+
+    Raises:
+        CheckFailed: naming the file.
+    """
+    if recorded is not None and _sha256(path) != recorded:
+        raise CheckFailed(
+            f"{path}: its sha256 is not the one that qtool.json recorded when it was written; "
+            "the file is damaged: quantize again, or copy it again from where it is whole"
+        )
+
+
 def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
     """``(file, problem)`` for every shard whose sha256 is not the recorded one, in order."""
-    try:
-        recorded = dict(json.loads((directory / RECORD).read_text())["shards"])
-    except (OSError, ValueError, KeyError, TypeError):
+    recorded = recorded_hashes(directory)
+    if not recorded:
         yield RECORD, "missing or damaged: the shards' hashes cannot be checked"
         return
     with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1) or 1) as pool:

@@ -26,12 +26,14 @@ import qtool
 model, tokenizer = qtool.load("{name}"), qtool.load_tokenizer("{name}")
 ```
 
-`import qtool` is needed: without it transformers does not know `quant_method: qtool`.
+Run `import qtool.transformers` before `AutoModelForCausalLM.from_pretrained`; transformers alone
+refuses this checkpoint and says so. lm-eval's own command line:
+`python -m qtool.lm_eval run --model hf --model_args pretrained={name},dtype=auto --tasks ...`.
 
 ## Serve
 
-`qtool export {name} --format compressed-tensors --out {name}-vllm` writes what vLLM serves; `qtool
-export -h` lists the other formats.
+`vllm serve {name}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
+that other stacks read.
 
 ## How it was made
 

@@ -60,6 +60,8 @@ def resolve(model: str, *, weights: bool = True) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf":
+        raise QtoolError(_gguf(path))
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
     configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
@@ -206,6 +208,8 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise QtoolError(
                 f"{directory} is an adapter (LoRA), not a model; merge it into its base model first"
             )
+        if files := sorted(directory.glob("*.gguf")):
+            raise QtoolError(_gguf(files[0]))
         raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
     config = _json(path)
     if not isinstance(config.get("model_type"), str):
@@ -238,4 +242,15 @@ def _what_is_there(directory: Path) -> str:
     pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pth")]
     if pickles:
         return f"{pickles[0]} is a pickle, which qtool never reads: convert it to safetensors first"
+    if files := sorted(directory.glob("*.gguf")):
+        return _gguf(files[0])
     return "only safetensors checkpoints are read"
+
+
+def _gguf(path: Path) -> str:
+    """What to do with a GGUF file."""
+    return (
+        f"{path.name} is GGUF, llama.cpp's format, which qtool does not read: take the model's "
+        "original safetensors, or convert it: transformers' from_pretrained(DIR, "
+        f"gguf_file={path.name!r}), then save_pretrained"
+    )

@@ -89,9 +89,7 @@ class Family:
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
-        """The family as block ``block`` of a model of ``config`` looks; the same object for blocks
-        alike.
-        """
+        """The family as block ``block`` looks; the same object for blocks alike."""
         family = self.choose(config, block) if self.choose else self
         if not family.experts:
             return family
@@ -120,9 +118,7 @@ class Family:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The embedding and, where there are any, the learned positions: what the residual stream
-        begins with.
-        """
+        """The tables that the residual stream begins with: embedding, and learned positions."""
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
@@ -171,9 +167,7 @@ class Family:
         return next(group for group in self.groups if linear in group.linears)
 
     def folds(self) -> Iterator[LinearGroup]:
-        """The groups, those behind one norm together with everything else that reads it: what a
-        factor folds into.
-        """
+        """The groups that share a factor on their input: all that reads one norm is one of them."""
         merged: dict[str, LinearGroup] = {}
         for group in self.groups:
             key = group.source if group.reads_residual else group.linears[0]
@@ -202,7 +196,7 @@ class Family:
         return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block by its name within the block."""
+        """Shape of every tensor of a block, by its name within the block; reads no weights."""
         dims = self.dimensions(config)
         known = {
             words: _shape(words, dims) for words in set(self.tensors.values())
@@ -222,9 +216,7 @@ class Family:
         return _shape(self.tensors[tensor], self.dimensions(config))
 
     def dimensions(self, config: Any) -> dict[str, int]:
-        """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the
-        family's own.
-        """
+        """Sizes by word: hidden, q, kv, dim (of a head), inter, vocab and the family's own."""
         heads = Heads.of(config)
         return {
             "hidden": config.hidden_size,

@@ -18,6 +18,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.errors import QtoolError
+from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
@@ -80,7 +81,8 @@ class Job:
                 order of methods, a layer rule that matches no linear, or a linear whose shape the
                 scheme or layout cannot hold.
         """
-        _require_unquantized(config)
+        if "quantization_config" in config:
+            raise QtoolError(already_quantized(config))
         family = family_of(config["model_type"], planning=planning)
         family.require_sizes(family.settings(config))
         source_dtype = source_dtype or DTYPES.get(
@@ -306,16 +308,6 @@ class Job:
 
     def _meta(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.stored_dtype(name), device="meta")
-
-
-def _require_unquantized(config: dict[str, Any]) -> None:
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
-        raise QtoolError(
-            f"the model is quantized already (quant_method {method!r}); pass the original "
-            "checkpoint, or, if it is symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, "
-            "repack it with `qtool import`"
-        )
 
 
 def _require_all_fit(job: Job) -> None:

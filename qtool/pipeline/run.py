@@ -2,7 +2,6 @@
 carried out.
 """
 
-import logging
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from qtool.recipes import Recipe
 
 if TYPE_CHECKING:
     from qtool.pipeline.quantize import Calibration
-
-log = logging.getLogger("qtool")
 
 
 def run(
@@ -55,7 +52,7 @@ def run(
         return repack(model, out, options.layout, progress=progress)
     job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
     for note in (*job.recipe.adaptations, *_unused(job, options, text)):
-        _say(note)
+        ranks.log(note)
     if export_format is not None:
         from qtool.exchange import targets
         from qtool.exchange.exportable import exported_formats
@@ -89,13 +86,16 @@ def repack(
     progress: Progress | None = None,
 ) -> Quantized:
     """Import the quantized ``model`` (a directory or a hub id) into ``out``, in ``layout``."""
-    from qtool.exchange.repack import repack
+    from qtool.exchange.import_ import import_checkpoint
     from qtool.pipeline.quantize import require_apart
 
     directory = directory_of(model)
     require_apart(out, directory)
     source = Checkpoint(directory)
-    return summarize(repack(source, out, layout, progress=progress), source, fspath(model))
+    imported = import_checkpoint(source, out, layout, progress=progress)
+    for note in imported.notes:
+        ranks.log(note)
+    return summarize(imported.directory, source, fspath(model))
 
 
 def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
@@ -120,9 +120,6 @@ def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:
     name = f"recipe {job.recipe.scheme}/{job.recipe.variant}"
     if not job.needs_data:
         return [f"{name} looks at no activations: {', '.join(asked)} not used"] if asked else []
-    context = job.config.get("max_position_embeddings") or options.seqlen
-    if context < options.seqlen != SEQLEN:
-        return [f"--seqlen {options.seqlen} is above the model's context: windows of {context}"]
     return []
 
 
@@ -141,8 +138,3 @@ def _calibration(
         seed=options.seed,
         device=device,
     )
-
-
-def _say(note: str) -> None:
-    if ranks.rank() == 0:
-        log.warning(note)

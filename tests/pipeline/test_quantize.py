@@ -145,9 +145,7 @@ def test_plan_predicts_the_bytes(
     assert planned.output_bytes == sum(t.nbytes for shard in declared for t in shard.values())
 
 
-def test_transformers_loads_it_after_one_import(
-    make_model: MakeModel, tmp_path: Path
-) -> None:
+def test_transformers_loads_it_after_one_import(make_model: MakeModel, tmp_path: Path) -> None:
     out = run(make_model(), "w4a8-lqq", tmp_path / "out")
     code = (
         "import qtool.transformers\nfrom transformers import AutoModelForCausalLM\n"

@@ -21,7 +21,7 @@ from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import Answer
 from qtool.exchange.export import export
-from qtool.exchange.repack import repack
+from qtool.exchange.import_ import import_checkpoint
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
@@ -172,9 +172,8 @@ def test_a_cache_s_float32_tensors_do_not_speak_for_the_rest(make_model, tmp_pat
 
 def test_an_imported_model_says_so(base, tmp_path):
     native = quantize(Checkpoint(base), recipes.load("w4a16"), tmp_path / "native")
-    back = repack(
-        Checkpoint(export(native, "gptq", tmp_path / "foreign").directory), tmp_path / "back"
-    )
+    foreign = export(native, "gptq", tmp_path / "foreign").directory
+    back = import_checkpoint(Checkpoint(foreign), tmp_path / "back").directory
     words = page_of(back).words
     assert "Imported code for code from GPTQ (gptq); nothing was quantized here." in words
     assert f"qtool import foreign --out {back} --layout marlin" in words

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qtool.errors import QtoolError
+from qtool.exchange.exportable import formats_that_take
 from qtool.pipeline.job import Job, dtype_name
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
@@ -279,6 +280,7 @@ def as_text(planned: Plan) -> str:
             f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "
             f"({ratio:.2f}x smaller) in {len(planned.shard_bytes)} shards",
             *_costs(planned),
+            *([] if unsupported else [_exports(job)]),
         ]
     )
 
@@ -321,6 +323,23 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
         alike.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
     for (name, _), found in alike.items():
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
+
+
+def exports(job: Job) -> list[str]:
+    """Names of the formats that the result can be exported to.
+
+    Raises:
+        QtoolError: there is none for such a model, and why.
+    """
+    untied = {"tie_word_embeddings": False} if job.unties else {}
+    return formats_that_take(job.format, job.config | untied)
+
+
+def _exports(job: Job) -> str:
+    try:
+        return f"export formats: {', '.join(exports(job)) or 'none takes it'}"
+    except QtoolError as error:
+        return f"export formats: none, {error}"
 
 
 def _costs(planned: Plan) -> Iterator[str]:

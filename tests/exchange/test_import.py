@@ -16,7 +16,7 @@ from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.exchange.export import export
-from qtool.exchange.repack import repack
+from qtool.exchange.import_ import import_checkpoint
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
@@ -50,9 +50,14 @@ def change_config(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def imported(directory: Path, out: Path, layout: str | None = None) -> Path:
+    return import_checkpoint(Checkpoint(directory), out, layout).directory
+
+
 def change_tensor(
     directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
+    (directory / "qtool.json").unlink(missing_ok=True)  # a foreign file has no recorded hashes
     path = Checkpoint(directory).entry(name).path
     held = load_file(path)
     save_file(held | {name: change(held[name]).contiguous()}, path, {"format": "pt"})
@@ -66,7 +71,7 @@ def test_there_and_back(
 ) -> None:
     ours = native(make_model(variant, dtype=torch.bfloat16), w4a16(size))
     foreign = export(ours, name, tmp_path / "foreign").directory
-    back = repack(Checkpoint(foreign), tmp_path / "back", "row-major")
+    back = imported(foreign, tmp_path / "back", "row-major")
     expected, found = tensors(ours), tensors(back)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
@@ -80,13 +85,13 @@ def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_pat
     foreign = export(
         native(make_model(dtype=torch.float16), w4a16(128)), "gptq", tmp_path / "foreign"
     ).directory
-    expected = tensors(repack(Checkpoint(foreign), tmp_path / "expected"))
+    expected = tensors(imported(foreign, tmp_path / "expected"))
     config = json.loads((foreign / "config.json").read_text())
     del config["quantization_config"]
     (foreign / "config.json").write_text(json.dumps(config))
     told = {"bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "sym": True}
     (foreign / "quantize_config.json").write_text(json.dumps(told))
-    found = tensors(repack(Checkpoint(foreign), tmp_path / "found"))
+    found = tensors(imported(foreign, tmp_path / "found"))
     assert found.keys() == expected.keys() and all(
         torch.equal(found[name], t) for name, t in expected.items()
     )
@@ -94,7 +99,7 @@ def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_pat
         quantize(Checkpoint(foreign), recipes.load("w4a16"), tmp_path / "again")
     (foreign / "quantize_config.json").unlink()
     with pytest.raises(QtoolError, match="has no quantization_config"):
-        repack(Checkpoint(foreign), tmp_path / "none")
+        imported(foreign, tmp_path / "none")
 
 
 def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path)
         if name.endswith(".scales")
     ]:
         change_tensor(foreign, f"{linear}.scales", lambda t: (t.float() * 1.001).half())
-    back = repack(Checkpoint(foreign), tmp_path / "back", "row-major")
+    back = imported(foreign, tmp_path / "back", "row-major")
     assert torch.equal(
         Checkpoint(back).read(f"{up}.scale").t(), Checkpoint(foreign).read(f"{up}.scales")
     )
@@ -126,17 +131,14 @@ def test_an_export_reports_the_linears_of_every_shard(gptq: Path, tmp_path: Path
     for path in gptq.glob("*.safetensors*"):
         path.unlink()
     save_file(held, gptq / "model.safetensors", {"format": "pt"})
-    assert (
-        len(export(repack(Checkpoint(gptq), tmp_path / "one"), "awq", tmp_path / "awq").errors)
-        == 14
-    )
+    assert len(export(imported(gptq, tmp_path / "one"), "awq", tmp_path / "awq").errors) == 14
 
 
 def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) -> None:
     rules = {"match": r"layers\.0\..*o_proj", "scheme": None}, w4a16(32, "down_proj"), w4a16(128)
     ours = native(make_model(dtype=torch.bfloat16), *rules)
     foreign = export(ours, "compressed-tensors", tmp_path / "foreign").directory
-    back = repack(Checkpoint(foreign), tmp_path / "back")
+    back = imported(foreign, tmp_path / "back")
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
     assert len(list(verify(back))) == 13
     assert weight_errors(Checkpoint(back), Checkpoint(foreign)) is None  # a report has none to show
@@ -154,7 +156,7 @@ def test_every_layout_holds_the_same_weights(
 ) -> None:
     ours = native(make_model(dtype=torch.bfloat16), w4a16(128))
     foreign = export(ours, "gptq", tmp_path / "foreign").directory
-    back = repack(Checkpoint(foreign), tmp_path / "back", layout)
+    back = imported(foreign, tmp_path / "back", layout)
     assert layouts(back) == {layout or "marlin"}
     assert not [row.problem for row in verify(back) if row.problem]
     expected, found = weights(ours), weights(back)
@@ -169,7 +171,7 @@ def test_what_a_layout_cannot_hold(make_model: MakeModel, tmp_path: Path) -> Non
         make_model(num_key_value_heads=1, dtype=torch.bfloat16), w4a16(32)
     )  # k and v have 32 outputs, MARLIN's tile 64
     foreign = export(small, "gptq", tmp_path / "foreign").directory
-    back = repack(Checkpoint(foreign), tmp_path / "back")
+    back = imported(foreign, tmp_path / "back")
     assert layouts(back) == {"row-major", "marlin"}
     assert torch.equal(load(back)(IDS).logits, load(small)(IDS).logits)
     for layout, message in {
@@ -178,7 +180,7 @@ def test_what_a_layout_cannot_hold(make_model: MakeModel, tmp_path: Path) -> Non
         "x": "unknown",
     }.items():
         with pytest.raises(QtoolError, match=message):
-            repack(Checkpoint(foreign), tmp_path / "refused", layout)
+            imported(foreign, tmp_path / "refused", layout)
     assert not list(tmp_path.glob("refused*"))
 
 
@@ -213,7 +215,7 @@ def test_scales_below_zero_stay(packing: str | None, make_model: MakeModel, tmp_
     for linear in flipped:
         change_tensor(foreign, f"{linear}.scales", torch.neg)
         expected[linear] = -expected[linear]
-    back = repack(Checkpoint(foreign), tmp_path / "back")
+    back = imported(foreign, tmp_path / "back")
     found = weights(back)
     assert all(torch.equal(found[linear], weight) for linear, weight in expected.items())
     assert not [row.problem for row in verify(back) if row.problem]
@@ -225,22 +227,20 @@ def test_quantize_reads_it_too(gptq: Path) -> None:
     out = gptq.with_name("direct")
     run = CliRunner().invoke(cli, ["quantize", str(gptq), "--scheme", "w4a16", "--out", str(out)])
     assert run.exit_code == 0, run.output
-    assert (
-        tensors(out).keys() == tensors(repack(Checkpoint(gptq), gptq.with_name("imported"))).keys()
-    )
+    assert tensors(out).keys() == tensors(imported(gptq, gptq.with_name("imported"))).keys()
     for extra in (["--scheme", "w4a8-lqq"], ["--scheme", "w4a16", "--group-size", "64"]):
         run = CliRunner().invoke(
             cli, ["quantize", str(gptq), *extra, "--out", str(out.with_name("no"))]
         )
-        assert isinstance(run.exception, QtoolError) and "repack it with `qtool import`" in str(
-            run.exception
-        )
+        assert isinstance(
+            run.exception, QtoolError
+        ) and "repack this GPTQ (gptq) with `qtool import`" in str(run.exception)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
 def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, killed, put = (
-        repack(Checkpoint(gptq), gptq.with_name("whole")),
+        imported(gptq, gptq.with_name("whole")),
         gptq.with_name("killed"),
         Output.put,
     )
@@ -252,10 +252,10 @@ def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Output, "put", once)
     with pytest.raises((KeyboardInterrupt, NoSpace)):
-        repack(Checkpoint(gptq), killed)
+        imported(gptq, killed)
     monkeypatch.undo()
     assert killed.with_name("killed.partial").exists()
-    repack(Checkpoint(gptq), killed)
+    imported(gptq, killed)
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == {
         p.name: p.read_bytes() for p in killed.iterdir()
     }
@@ -271,7 +271,7 @@ def gptq(make_model: MakeModel, tmp_path: Path) -> Path:
 def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError) -> None:
     out = directory.with_name("refused")
     with pytest.raises(error, match=message):
-        repack(Checkpoint(directory), out)
+        imported(directory, out)
     assert not out.exists() and not out.with_name("refused.partial").exists()
 
 
@@ -279,7 +279,6 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
     ("changes", "message"),
     [
         ({"bits": 8}, "GPTQ with bits=8 cannot be imported, only bits=4"),
-        ({"sym": False}, "sym=false has zero points; w4a16 has none"),
         ({"lm_head": True}, "lm_head is quantized"),
         (
             {"checkpoint_format": "marlin"},
@@ -312,27 +311,6 @@ def test_configs_that_do_not_fit(changes: dict[str, Any], message: str, gptq: Pa
     refused(gptq, message)
 
 
-def test_act_order(gptq: Path) -> None:
-    change_config(gptq, desc_act=True)
-    assert repack(Checkpoint(gptq), gptq.with_name("ok"))  # said, but not so: its index is k // g
-    change_tensor(gptq, "model.layers.1.mlp.down_proj.g_idx", lambda t: t.flip(0))
-    refused(gptq, r"layers.1.mlp.down_proj: its columns were reordered \(desc_act=true\)")
-
-
-def test_zero_points(gptq: Path, make_model: MakeModel, tmp_path: Path) -> None:
-    change_tensor(
-        gptq,
-        "model.layers.0.self_attn.q_proj.qzeros",
-        lambda t: t.index_fill(0, torch.tensor([0]), 0),
-    )
-    refused(gptq, r"q_proj: 128 of 512 zero points are not 8; w4a16 is symmetric")
-    ours = native(
-        make_model(name="q", dtype=torch.bfloat16),
-        {"match": ".*", "scheme": "w4a8-qoq-g128", "group_size": 128},
-    )
-    refused(export(ours, "awq", tmp_path / "awq").directory, "zero points are not 8")
-
-
 def test_a_bad_scale(gptq: Path) -> None:
     change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", torch.zeros_like)
     refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and not 0", CheckFailed)
@@ -345,7 +323,7 @@ def test_other_group_sizes(gptq: Path) -> None:
     for part in ("scales", "qzeros"):
         change_tensor(gptq, f"model.layers.0.self_attn.q_proj.{part}", wider)
     change_tensor(gptq, "model.layers.0.self_attn.q_proj.g_idx", lambda t: t // 2)
-    back = repack(Checkpoint(gptq), gptq.with_name("back"))  # 64 in one linear, 32 in the others
+    back = imported(gptq, gptq.with_name("back"))  # 64 in one linear, 32 in the others
     assert not [row.problem for row in verify(back) if row.problem]
     for part in ("scales", "qzeros"):
         change_tensor(gptq, f"model.layers.0.mlp.down_proj.{part}", lambda t: t[:2])
@@ -367,7 +345,6 @@ def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Pat
         "int-quantized with 8-bit int weights cannot be imported",
     )
     refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized too")
-    refused(made("w4a8-qoq", "compressed-tensors-w4a16"), "zero points are not 8")
     transformed = made("w4a16", "compressed-tensors")
     change_config(transformed, transform_config={"config_groups": {}, "x": 1})
     refused(transformed, "transform_config")
@@ -379,6 +356,7 @@ def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Pat
 
 def test_missing_tensor_and_plain_model(gptq: Path, make_model: MakeModel) -> None:
     path = Checkpoint(gptq).entry("model.layers.0.mlp.up_proj.scales").path
+    (gptq / "qtool.json").unlink()
     index = json.loads((gptq / "model.safetensors.index.json").read_text())
     held = load_file(path)
     del (
@@ -412,7 +390,7 @@ def test_damaged_tensors(
 ) -> None:
     change_tensor(gptq, name, change)
     with pytest.raises(QtoolError, match=message):
-        repack(Checkpoint(gptq), gptq.with_name("out"))
+        imported(gptq, gptq.with_name("out"))
     assert not list(gptq.parent.glob("out*"))
 
 
@@ -425,17 +403,18 @@ def test_tensors_that_the_model_does_not_have(name: str, value: float, gptq: Pat
     be lost.
     """
     path = Checkpoint(gptq).entry(f"{QKV}.qweight").path
+    (gptq / "qtool.json").unlink()
     save_file(load_file(path) | {name: torch.full((128,), value)}, path, {"format": "pt"})
     index = json.loads((gptq / "model.safetensors.index.json").read_text())
     index["weight_map"][name] = path.name
     (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
     if "odd" in name or ("bias" in name and value):
         with pytest.raises(QtoolError, match=f"{name}: not a tensor of a Llama model"):
-            repack(Checkpoint(gptq), gptq.with_name("out"))
+            imported(gptq, gptq.with_name("out"))
     else:
-        assert name not in tensors(repack(Checkpoint(gptq), gptq.with_name("out")))
+        assert name not in tensors(imported(gptq, gptq.with_name("out")))
 
 
 def test_quantize_names_import(gptq: Path) -> None:
-    with pytest.raises(QtoolError, match="repack it with `qtool import`"):
+    with pytest.raises(QtoolError, match=r"repack this GPTQ \(gptq\) with `qtool import`"):
         quantize(Checkpoint(gptq), recipes.load("w4a16"), gptq.with_name("q"))

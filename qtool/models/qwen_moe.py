@@ -1,59 +1,21 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's attention, a router and a gated MLP for each expert.
+"""Qwen2-MoE and Qwen3-MoE: Qwen's attention, a router and a gated MLP for each expert.
 
 Router and shared-expert gate read the same norm as the experts and stay in 16 bit. Qwen2-MoE has
-one more expert that sees every token. Some blocks of a Qwen MoE may be dense: config.json names
-them.
+one more expert that sees every token. Some blocks may be dense: config.json names them.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from qtool.models.llama import LLAMA, QWEN3, K, Q, V
-from qtool.models.parts import Experts, Fold, LinearGroup
-
-MLP_NORM = "post_attention_layernorm"
-ATTENTION_TENSORS = {
-    name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")
-}
-
-
-def gated_mlp(gate: str, up: str, down: str) -> tuple[LinearGroup, LinearGroup]:
-    """The two groups of a gated MLP behind the MLP norm."""
-    return (
-        LinearGroup((gate, up), MLP_NORM, Fold.NORM),
-        LinearGroup((down,), up, Fold.PRODUCT, writes_residual=True, gate=gate),
-    )
-
-
-def gated_shapes(gate: str, up: str, down: str, width: str) -> dict[str, str]:
-    """The tensors of a gated MLP whose inner size is called ``width``."""
-    return {
-        f"{gate}.weight": f"{width} hidden",
-        f"{up}.weight": f"{width} hidden",
-        f"{down}.weight": f"hidden {width}",
-    }
-
-
-def _count(config: Any) -> int:
-    return int(getattr(config, "num_local_experts", None) or config.num_experts)
-
-
-W1, W3, W2 = (f"block_sparse_moe.experts.*.w{i}" for i in (1, 3, 2))
-MIXTRAL = replace(
-    LLAMA,
-    name="Mixtral",
-    model_types=("mixtral",),
-    groups=(*LLAMA.groups[:2], *gated_mlp(W1, W3, W2)),
-    tensors={
-        **ATTENTION_TENSORS,
-        "block_sparse_moe.gate.weight": "experts hidden",
-        **gated_shapes(W1, W3, W2, "inter"),
-    },
-    biased_if={},
-    readers={MLP_NORM: ("block_sparse_moe.gate",)},
-    experts=Experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
-    sizes={"experts": _count},
+from qtool.models.gated_mlp import (
+    ATTENTION_TENSORS,
+    MLP_NORM,
+    expert_count,
+    gated_mlp,
+    gated_shapes,
 )
+from qtool.models.llama import LLAMA, QWEN3, K, Q, V
+from qtool.models.parts import Experts
 
 EXPERT = "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj", "mlp.experts.*.down_proj"
 SHARED = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"
@@ -75,7 +37,7 @@ QWEN3_SPARSE = replace(
     },
     readers={MLP_NORM: ("mlp.gate",)},
     experts=Experts(),
-    sizes={"experts": _count, "expert": lambda config: config.moe_intermediate_size},
+    sizes={"experts": expert_count, "expert": lambda config: config.moe_intermediate_size},
 )
 QWEN3_MOE = replace(
     QWEN3_SPARSE,
