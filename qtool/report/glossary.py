@@ -2,7 +2,6 @@
 
 from qtool import recipes
 from qtool.report.data import Report
-from qtool.report.html import Html, facts
 
 METHODS = {
     "norm-fusion": "a norm's weight is multiplied into the linears that read it",
@@ -43,19 +42,14 @@ ALWAYS = {
 }
 
 
-def words(report: Report) -> Html:
-    """The scheme, methods, KV quantizer, its stored tensors and metrics of ``report``, each with
-    its sentence.
-    """
+def entries(report: Report) -> list[tuple[str, str]]:
+    """The words of ``report`` (scheme, methods, KV cache, metrics), each with its sentence."""
     scheme, kv = report.quantization.get("scheme"), report.quantization.get("kv")
-    rows = [(name, about) for name, _, about in recipes.overview() if name == scheme]
-    rows += [(name, METHODS[name]) for name, _ in report.methods if name in METHODS]
-    rows += [(name, KV[name]) for name in (kv,) if name in KV]
+    found = [(name, about) for name, _, about in recipes.overview() if name == scheme]
+    found += [(name, METHODS[name]) for name, _ in report.methods if name in METHODS]
+    found += [(name, KV[name]) for name in (kv,) if name in KV]
     roles = {size.role.rpartition(".")[2] for size in report.sizes}
-    rows += [(name, about) for name, about in STORED.items() if name in roles]
-    rows += [
-        (name, METRICS[name])
-        for name in dict.fromkeys(q.metric for q in report.quality)
-        if name in METRICS
-    ]
-    return facts([*rows, *ALWAYS.items()])
+    found += [(name, about) for name, about in STORED.items() if name in roles]
+    metrics = dict.fromkeys(q.metric for q in report.quality)
+    found += [(name, METRICS[name]) for name in metrics if name in METRICS]
+    return [*found, *ALWAYS.items()]
