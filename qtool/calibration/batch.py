@@ -1,4 +1,4 @@
-"""What flows through the blocks: batches of hidden states, and those that enter the first block.
+"""Batches of hidden states that flow through the blocks.
 
 Legend: B sequences in a batch, S tokens, H hidden size.
 """
@@ -43,8 +43,9 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """This rank's share of the calibration batches; ``shapes``: ``(B, S)`` of those of all ranks,
-    in order.
+    """This rank's share of the calibration batches.
+
+    ``shapes``: ``(B, S)`` of the batches of all ranks, in order.
     """
 
     def __init__(self, own: Iterable[Batch], shapes: Iterable[tuple[int, int]]) -> None:
@@ -53,8 +54,9 @@ class Batches(list[Batch]):
 
 
 def _sequences(value: Any, part: slice, size: int) -> Any:
-    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to
-    ``part``.
+    """``value`` with the tensors in it cut to some sequences.
+
+    A tensor is cut if it has one entry for each of ``size`` sequences.
     """
     if isinstance(value, Tensor):
         return value[part] if value.dim() and len(value) == size else value

@@ -1,5 +1,7 @@
-"""Forwards of a block: its outputs, the inputs of its linears, and the float block that runs beside
-it.
+"""Forwards of a block: its outputs, the inputs of its linears, the float block beside it.
+
+A batch that the device's memory cannot take is run in halves, and the block's notes say so. A
+forward that only observes ends where the last of the observed linears is reached.
 
 A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is
 only looked at ends where the last of the linears is reached.
@@ -62,7 +64,7 @@ def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | N
 
 
 def propagate(block: Block, batches: Sequence[Batch]) -> None:
-    """Replace every batch's hidden states by the block's output, in place.
+    """Replace the hidden states of all batches by the block's output, in place.
 
     Raises:
         QtoolError: NaN or Inf in it, of which no later block could make anything.
@@ -88,8 +90,7 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
 
 @dataclass
 class Reference:
-    """The float model beside the quantized path: a block that stays float, and what enters it
-    there.
+    """The float model beside the quantized path: a block that stays float, and its inputs.
 
     Attributes:
         block: transformed like the one to be rounded.

@@ -1,4 +1,4 @@
-"""Whether a recipe's options are of the kind that the fields of a method's dataclass declare."""
+"""Checks that a recipe's options are of the types that a method's dataclass declares."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,7 @@ from qtool.errors import QtoolError, suggest
 
 
 def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
-    """Refuse options that ``method`` does not have, and values that are not of the kind its field
-    declares.
+    """Refuse options that ``method`` does not have, and values of another type than declared.
 
     Raises:
         QtoolError: naming the option, its value and what would be accepted.
@@ -39,7 +38,7 @@ def _is(kind: Any, value: Any) -> bool:
 
 
 def _said(kind: Any, bound: str) -> str:
-    """``kind`` as a person reads it; numbers are within ``bound``."""
+    """``kind`` in words; numbers are within ``bound``."""
     if isinstance(kind, UnionType):
         return " or ".join(_said(one, bound) for one in get_args(kind))
     if get_origin(kind) is Sequence:

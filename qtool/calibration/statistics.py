@@ -1,5 +1,6 @@
-"""What transforms look at: the largest input of every channel and a bounded random sample of
-tokens.
+"""Statistics of linears' inputs: the largest of each channel, and a random sample of tokens.
+
+Each rank observes its own batches; the results are the same on all of them.
 
 Every rank looks at its own batches; what is found is the same on all of them.
 """
@@ -84,8 +85,9 @@ def _positions(total: int, tokens: int, seed: int) -> Tensor:
 def collect(
     block: Block, batches: Sequence[Batch], linears: Iterable[str], tokens: int, seed: int = 0
 ) -> dict[str, Inputs]:
-    """Run ``block`` once; the inputs of ``linears``, sampled at the same ``tokens`` random
-    positions.
+    """The inputs of ``linears`` in one run of ``block``, sampled at ``tokens`` random positions.
+
+    The positions are the same for all linears.
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
@@ -128,9 +130,7 @@ def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
-    """Whether ``tokens`` of ``total`` are enough to judge ``linears`` by; if not, the block's notes
-    name them.
-    """
+    """Whether ``tokens`` of ``total`` are enough to judge ``linears``; if not, notes say so."""
     if tokens >= min(LEAST_TOKENS, total):
         return True
     note = block.notes.setdefault("rounded by weight alone, tokens seen", {})
@@ -144,7 +144,7 @@ def count_tokens(batches: Sequence[Batch]) -> int:
 
 
 def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
-    """``(B, S)`` of all ranks' batches, in order: known of :class:`Batches`, else asked for."""
+    """``(B, S)`` of all ranks' batches, in order; gathered unless :class:`Batches` has them."""
     if isinstance(batches, Batches):
         return batches.shapes
     return ranks.all_gather_batches(
@@ -153,7 +153,7 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """This rank's of the first batches, as many as hold ``sequences`` sequences."""
+    """This rank's share of the first batches that hold ``sequences`` sequences."""
     count = held = 0
     for size, _ in batch_shapes(batches):
         if held >= sequences:
@@ -163,10 +163,9 @@ def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole
-    block.
+    """The first batches that hold ``sequences`` sequences, for objectives that run the whole block.
 
-    Every rank gets them all: it is the candidates of a search that are shared out.
+    All ranks get all of them: the candidates of a search are what is shared out.
     """
     own = own_subset(batches, sequences)
     return (

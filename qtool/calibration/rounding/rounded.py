@@ -9,8 +9,9 @@ from qtool.schemes.base import Params, Scheme
 
 @dataclass
 class Rounded:
-    """The outcome of rounding one linear: codes ``[N, K]``, the scheme's parameters, ``||W - V|| /
-    ||W||`` if known.
+    """The outcome of rounding one linear: codes ``[N, K]`` and the scheme's parameters.
+
+    ``weight_error`` is ``||W - V|| / ||W||`` if it was computed.
     """
 
     codes: Tensor

@@ -75,9 +75,7 @@ def round_to_nearest(
 
 
 def _square(x: Tensor) -> float:
-    """The sum of squares of ``x [n, K]``, row by row: no bit of it depends on the number of
-    threads.
-    """
+    """The sum of squares of ``x [n, K]``, with the same bits for any number of threads."""
     return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
 
 

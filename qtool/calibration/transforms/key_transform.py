@@ -1,5 +1,4 @@
-"""What keys and queries may go through, offline, without attention noticing; and the choice of it
-for 4-bit keys.
+"""A factor and a rotation of each pair of key channels, fitted so that keys survive 4 bits.
 
 RoPE turns the channels i and j = i + R/2 of a head together, by angles that commute with any turn
 and any scaling of that pair. So each pair of each kv head may have a factor and a phase (QServe
@@ -31,8 +30,9 @@ STEP_SIZE = 0.1  # of Adam, in units of log lambda and radians
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]``; C of them where both
-    begin with C.
+    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]`` of keys and queries.
+
+    C transforms at once have C as the first dimension of both.
     """
 
     factor: Tensor
@@ -60,8 +60,7 @@ def turned(x: Tensor, phase: Tensor) -> Tensor:
 
 
 def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
-    """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in each
-    head.
+    """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in a head.
 
     ``shared``: one lambda for all heads.
     """
@@ -87,8 +86,7 @@ def fit(
     turns: bool,
     steps: int,
 ) -> KeyTransform:
-    """C transforms of little predicted error, found by Adam from ``start [Hkv, D]`` and each of
-    ``phases``.
+    """Transforms of small predicted error, found by Adam from each of C starts.
 
     Args:
         keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
@@ -121,8 +119,9 @@ def fit(
 
 
 def predicted_error(transform: KeyTransform, keys: Tensor, power: Tensor) -> Tensor:
-    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head ``[Hkv]`` (or ``[C, Hkv]``), for centred
-    keys; above 0.
+    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head, ``[Hkv]`` or ``[C, Hkv]``, above 0.
+
+    ``keys`` are centred.
     """
     key = transform.keys(keys)
     spread = (key.amax(-1) - key.amin(-1)).square().mean(-1)

@@ -1,4 +1,4 @@
-"""Queries as keys meet them: how much an error of each key channel counts.
+"""The power of queries after RoPE: how much an error of each key channel counts.
 
 A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE,
 of which a cache knows the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers
@@ -26,8 +26,9 @@ LEAST = 1e-3
 
 @dataclass
 class Queries:
-    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE, summed over the query
-    heads of a kv head.
+    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE.
+
+    It is summed over the query heads of a kv head.
     """
 
     moment: Tensor
@@ -38,8 +39,9 @@ class Queries:
         return self.moment.diagonal(dim1=1, dim2=2)
 
     def importance(self, transform: KeyTransform | None = None) -> Tensor:
-        """What squared errors of the channels of (transformed) keys count, ``[Hkv, D]``, mean 1 in
-        each head.
+        """Weight ``[Hkv, D]`` of a squared error in each key channel, mean 1 in a head.
+
+        With a ``transform`` it is that of the transformed keys.
         """
         power = self.power
         if transform is not None:

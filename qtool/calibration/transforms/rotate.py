@@ -1,4 +1,4 @@
-"""Rotation: outliers of the residual stream and of the value heads are spread over all channels.
+"""Rotation spreads outliers of the residual stream and of the value heads over all channels.
 
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
 and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:

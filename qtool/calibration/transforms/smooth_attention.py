@@ -35,7 +35,7 @@ from qtool.schemes.kv import KV4
 
 
 class KeyObserver:
-    """Stands in for the KV cache: what attention hands to it are the keys after RoPE.
+    """Collects the keys after RoPE that attention hands over, in the place of a KV cache.
 
     Attributes:
         amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
@@ -64,8 +64,9 @@ class KeyObserver:
 
 @dataclass
 class Keys:
-    """Of all ranks' keys after RoPE: ``amax`` and ``mean [Hkv, D]``, a random ``sample [Hkv, T,
-    D]``, float32.
+    """Statistics of all ranks' keys after RoPE, float32.
+
+    ``amax`` and ``mean`` are ``[Hkv, D]``, ``sample`` is random ``[Hkv, T, D]``.
     """
 
     amax: Tensor
@@ -76,9 +77,7 @@ class Keys:
 def observe_keys(
     block: Block, batches: Sequence[Batch], tokens: int = 0, seed: int = 0
 ) -> Keys | None:
-    """Run ``block`` once and see its keys, about ``tokens`` of them in the sample; None if there
-    are none.
-    """
+    """The keys of one run of ``block``, about ``tokens`` of them in the sample; or None."""
     total, seen = count_tokens(batches), []
     for batch in batches:
         observer = KeyObserver(tokens / total, seed)
@@ -94,9 +93,7 @@ def observe_keys(
 
 
 class SmoothedKV4:
-    """Stands in for a KV cache of 4-bit keys that went through ``transform`` before; ``mean [Hkv,
-    D]`` of the keys.
-    """
+    """A KV cache of 4-bit keys that went through ``transform``; ``mean [Hkv, D]`` of the keys."""
 
     def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
         self.transform = transform
@@ -190,8 +187,9 @@ class SmoothAttention(Transform):
 
 
 def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) -> KeyTransform:
-    """Of C ``transforms`` the one for each head that 4 bits of ``keys [Hkv, T, D]``, less their
-    mean, serve best.
+    """The one of C ``transforms`` for each head whose 4-bit keys change the scores least.
+
+    ``keys [Hkv, T, D]`` are less their mean.
     """
     candidates = list(map(KeyTransform, transforms.factor, transforms.phase))
 
@@ -213,8 +211,9 @@ def key_errors(
     mean: Tensor,
     queries: Queries,
 ) -> dict[str, float]:
-    """Squared block-output error of 4-bit keys under each transform; ``mean [Hkv, D]`` is the
-    keys'.
+    """Squared block-output error of 4-bit keys under each transform, by name.
+
+    ``mean [Hkv, D]`` is that of the keys.
     """
     exact = [run(block, batch) for batch in batches]
 
@@ -231,8 +230,9 @@ def key_errors(
 
 
 def fold(block: Block, transform: KeyTransform) -> None:
-    """Keys and queries of ``block`` transformed, in place; norms after the projections take factors
-    alone.
+    """Transform the keys and queries of ``block``, in place.
+
+    Norms after the projections take factors alone.
     """
     attention, heads = block.family.attention, block.heads
     group = heads.query // heads.kv

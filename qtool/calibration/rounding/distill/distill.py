@@ -1,5 +1,4 @@
-"""Block distillation: weights and scales of one block learned until it answers as the float block
-does.
+"""Block distillation: a block's weights and scales learn to give the float block's output.
 
 APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: student and
 teacher see the same input, the output of the quantized blocks before; the teacher is the float
@@ -154,11 +153,11 @@ class Distill(Rounding):
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        """A copy that learns, its gradient and Adam's two moments, codes and values; or what the
-        start holds.
+        """Device bytes at the worst moment: learning, or the rounding it starts from.
 
-        The float block's outputs for all tokens too, and what a step keeps for its gradients:
-        inputs and outputs of all linears, the block's output three times in float32.
+        Learning holds a copy of the block, its gradient and Adam's two moments, codes and values.
+        The float block's outputs for all tokens come on top, and what an iteration keeps for its
+        gradients: inputs and outputs of all linears, and the block's output three times in float32.
         """
         weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
@@ -166,8 +165,9 @@ class Distill(Rounding):
         return weights + block.tokens * block.config.hidden_size * block.itemsize + step
 
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
-        """What :meth:`distance` is relative to, by batch: of this rank's share ``[b, S, H]`` of it
-        and all others'.
+        """The denominators of :meth:`distance`, one a batch, summed over all ranks.
+
+        ``targets`` are this rank's shares ``[b, S, H]``, None where it has none.
         """
 
         def size(target: Tensor | None) -> float:
@@ -222,9 +222,7 @@ class Distill(Rounding):
 
 
 def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
-    """This rank's sequences of every batch, in the order of the batches; None of one that has fewer
-    than ranks.
-    """
+    """This rank's sequences of each batch, in order; None where a batch has fewer than ranks."""
     if ranks.size() == 1:
         return list(batches)
     own: list[Batch | None] = []

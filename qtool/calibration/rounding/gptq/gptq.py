@@ -213,14 +213,14 @@ class State:
     codes: Tensor
 
     def solution(self, problem: Problem) -> Solution:
-        """What became of it."""
+        """The codes and parameters found, in the order of the weight."""
         weight, power = problem.weight, problem.hessian.power
         lost = power(weight - problem.scheme.dequantize(self.codes, self.params))
         return Solution(self.codes, self.params, self.damping, lost, power(weight))
 
 
 def prepare(problem: Problem, options: GptqOptions) -> State:
-    """All that comes before the columns: their order, the target, the grid and the feedback."""
+    """The state before the first column: visiting order, target, grid and feedback."""
     scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
     order = visiting_order(hessian.h.diagonal(), scheme, options.act_order)
     back = torch.argsort(order)
@@ -310,7 +310,7 @@ class Factor:
         return self._reversed.flip(0, 1)
 
     def forget(self) -> None:
-        """Free the damped Hessian: two more of its size are alive while the feedback is made."""
+        """Free the damped Hessian, since making the feedback needs the room of two more."""
         self._reversed = self._reversed.new_empty(0)
 
     @property

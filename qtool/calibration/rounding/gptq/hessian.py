@@ -61,12 +61,12 @@ class Hessian:
             start = stop
 
     def step(self) -> None:
-        """After each batch: add up what the ranks counted in it."""
+        """Add up what the ranks counted in one batch; call it after each."""
         for part in self._sums:
             part.step()
 
     def complete(self) -> "Hessian":
-        """Itself, whole on every rank: call it once, after the last :meth:`step`."""
+        """The same object with whole sums on all ranks; call it once, after the last batch."""
         k, (total, *drift) = self.panels[-1][0].stop, (part.result() for part in self._sums)
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:

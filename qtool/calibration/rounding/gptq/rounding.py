@@ -190,7 +190,7 @@ class Gptq(GptqOptions, Rounding):
         return Solution.stacked(ranks.all_gather(own), block.schemes[stack.names[0]])
 
     def work(self, block: BlockShape) -> Work:
-        """What it does to a block.
+        """The work on one block.
 
         The inputs of a group come from forwards that end there, the float block's too; those of all
         experts from one.
@@ -238,7 +238,7 @@ class Gptq(GptqOptions, Rounding):
 
 
 def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one after another; those of experts that have the same part come together."""
+    """The groups one after another; equal parts of all experts come together."""
 
     def role(group: LinearGroup) -> object:
         return group.fold if group.routed else group.linears
@@ -289,7 +289,7 @@ def at_once(n: int, k: int) -> int:
 
 
 def others_bytes(count: int, n: int, k: int) -> int:
-    """What ``count`` problems hold beyond one that is solved.
+    """Bytes that ``count`` problems hold beyond one that is solved.
 
     Hessians and codes of all, and what is solved together with the one.
     """
