@@ -219,8 +219,8 @@ def verify(
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
     from qtool.io.source import Checkpoint
-    from qtool.pipeline.verify import packed_linears
     from qtool.pipeline.verify import verify as verified
+    from qtool.runtime.read_linear import packed_linears
 
     directory = _native(model)
     if engine is not None:
@@ -469,8 +469,8 @@ def _native(model: Name) -> Path:
     Raises:
         QtoolError: it is not quantized, or not by qtool.
     """
+    from qtool.format import native_format
     from qtool.io.source import read_config
-    from qtool.pipeline.job import native_format
     from qtool.pipeline.run import directory_of
 
     directory = directory_of(model)

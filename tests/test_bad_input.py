@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import qtool.cli
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.io.finite import all_finite
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.streaming.embedding_and_head import all_finite
 from tests.conftest import MakeModel
 
 

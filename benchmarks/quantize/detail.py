@@ -29,9 +29,9 @@ from qtool.calibration.timing import Stages, stage
 from qtool.calibration.transforms import clip, smooth
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
+from qtool.io.run_record import beside
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.run_record import beside
 from qtool.pipeline.streaming import blocks, shards
 from qtool.schemes.base import Scheme
 

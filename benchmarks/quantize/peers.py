@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
 from qtool.table import render
 
 TOOLS = ("qtool", "llm-compressor")

@@ -178,9 +178,9 @@ def activation_bits(directory: Path) -> int:
 
 def own_activation_bits(native: Path) -> int:
     """Of a native checkpoint's quantized linears."""
+    from qtool.format import native_format
     from qtool.io.source import Checkpoint
-    from qtool.pipeline.job import native_format
-    from qtool.pipeline.verify import packed_linears
+    from qtool.runtime.read_linear import packed_linears
 
     checkpoint = Checkpoint(native)
     formats = (native_format(checkpoint.config).of(name) for name in packed_linears(checkpoint))

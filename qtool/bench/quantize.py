@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from qtool.bench.ceilings import Ceilings, measure
+from qtool.io.run_record import beside
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import Plan, plan
 from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
-from qtool.pipeline.run_record import beside
 from qtool.pipeline.streaming.shards import Progress
 from qtool.recipes import Recipe
 from qtool.table import render

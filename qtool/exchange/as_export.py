@@ -26,9 +26,9 @@ from qtool.exchange.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.target import TOKEN_INT8, Target
+from qtool.format import native_format
 from qtool.io.source import read_config
 from qtool.models import family_of
-from qtool.pipeline.job import native_format
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear

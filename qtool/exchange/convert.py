@@ -19,12 +19,12 @@ from torch import Tensor
 
 from qtool.errors import NoSpace, QtoolError
 from qtool.exchange.target import as_dtype
+from qtool.io.finite import finite
 from qtool.io.integrity import recorded_hashes, require_file_intact
 from qtool.io.output import Output
+from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
-from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.streaming.embedding_and_head import finite
 from qtool.progress import Progress
 
 Tensors = Iterator[tuple[str, Tensor]]

@@ -11,6 +11,7 @@ from qtool.format.checkpoint import (
     WEIGHTS_FIELD,
     CheckpointFormat,
     Rule,
+    native_format,
 )
 from qtool.format.linear import SLAB_ROWS, LinearFormat
 
@@ -23,4 +24,5 @@ __all__ = [
     "CheckpointFormat",
     "LinearFormat",
     "Rule",
+    "native_format",
 ]

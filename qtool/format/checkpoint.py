@@ -104,6 +104,17 @@ class CheckpointFormat:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
 
 
+def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
+    """The format of a native checkpoint.
+
+    Raises:
+        QtoolError: the model is not quantized, or not by qtool.
+    """
+    if "quantization_config" not in config:
+        raise QtoolError("the model is not quantized: config.json has no quantization_config")
+    return CheckpointFormat.from_dict(config["quantization_config"])
+
+
 def _rule(rule: dict[str, Any]) -> Rule:
     match = rule.pop("match")
     return Rule(match, LinearFormat(**rule) if rule["scheme"] else None)

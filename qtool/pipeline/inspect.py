@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
-from qtool.pipeline.verify import linear_shape, packed_linears
+from qtool.runtime.read_linear import linear_shape, packed_linears
 from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.table import render
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,15 @@ from torch import Tensor
 import qtool
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
+from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
+from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
-from qtool.io.source_names import adopt
-from qtool.pipeline.job import DTYPES, Job, dtype_name
-from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.streaming.embedding_and_head import require_tied
+from qtool.models.architecture import DTYPES, dtype_name
+from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Progress, Shards
 from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe
-
-#: of a buffer that old checkpoints hold and every loader computes itself
-ROTARY = "rotary_emb.inv_freq"
 
 
 class Calibration:
@@ -140,7 +137,7 @@ def job_of(
     unknown = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in source.entries.items()
-        if name not in shapes and not _is_second_head(name, job)
+        if name not in shapes and not is_second_head(name, job)
     }
     others = {} if cast else {name: source.entry(name).dtype for name in shapes}
     others = {name: other for name, other in others.items() if other != job.dtype}
@@ -152,53 +149,6 @@ def source_dtype(source: Checkpoint) -> torch.dtype:
     dtype = next(iter(source.entries.values())).dtype
     embeddings = [e.dtype for name, e in source.entries.items() if "embed" in name]
     return embeddings[0] if embeddings else dtype
-
-
-def check_source(
-    source: Checkpoint, job: Job, packed: Collection[str] = (), *, keep_unknown: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model is there with the declared shape and a float dtype, and no unknown
-    one.
-
-    Args:
-        packed: linears that are quantized there, whose own tensors the caller checks.
-        keep_unknown: unknown tensors are no mistake.
-
-    Returns:
-        The shapes of what was found, by name.
-
-    Raises:
-        QtoolError: naming the first tensor that is not as it must be.
-    """
-    adopt(source, job)
-    expected = {
-        name: shape
-        for name, shape in job.source_shapes().items()
-        if name.removesuffix(".weight") not in packed
-    }
-    for name, shape in expected.items():
-        entry = source.entry(name)
-        if entry.shape != shape:
-            raise QtoolError(
-                f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
-            )
-        if entry.dtype not in DTYPES.values():
-            raise QtoolError(
-                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is "
-                "expected"
-            )
-    for name in source.entries:
-        known = name in expected or _is_second_head(name, job) or name.endswith(ROTARY)
-        if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
-            way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
-            raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; {way_on}")
-    require_tied(source, job)
-    return expected
-
-
-def _is_second_head(name: str, job: Job) -> bool:
-    """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
-    return job.tied and name == f"{job.family.head}.weight"
 
 
 def require_apart(out: Path, source: Path) -> None:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.planning.plan import duration
-from qtool.pipeline.run_record import peak_host_bytes, read_run
 
 #: rounding that notes an error of each linear: what of, and the note's key
 NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}

@@ -14,10 +14,8 @@ from dataclasses import replace
 
 from qtool import layouts, recipes
 from qtool.errors import QtoolError
+from qtool.layouts.row_major import BY_BITS
 from qtool.recipes import LayerRule, Recipe
-
-#: the layout that takes any shape, by the bits of a code
-ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
@@ -42,10 +40,10 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     for rule in recipe.layers:
         if roles := misfits.get(rule):
             bits = layouts.get(str(rule.layout)).bits
-            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=ROW_MAJOR[bits]))
+            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=BY_BITS[bits].name))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
             said.append(
-                f"layout {ROW_MAJOR[bits]} for {listed}: "
+                f"layout {BY_BITS[bits].name} for {listed}: "
                 f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)

@@ -13,13 +13,14 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
 from qtool.eval.checkpoints import evaluate_checkpoints
+from qtool.format import native_format
+from qtool.io.run_record import read_run
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
 from qtool.pipeline.inspect import Row, inspect
-from qtool.pipeline.job import native_format
-from qtool.pipeline.run_record import read_run
-from qtool.pipeline.verify import Verified, load_linear, packed_linears, verify
+from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, provenance, quality, recorded_errors
+from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
 #: transforms that leave every weight as the source has it, so that a rounded weight can be held

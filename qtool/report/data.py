@@ -97,7 +97,7 @@ class Report:
     """Everything a page shows.
 
     ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
-    ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them. ``windows``: ``(count,
+    ``run``: time and memory, as ``qtool.io.run_record`` wrote them. ``windows``: ``(count,
     tokens)`` measured on.
     """
 

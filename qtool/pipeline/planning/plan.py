@@ -15,7 +15,8 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.exchange.exportable import formats_that_take
-from qtool.pipeline.job import Job, dtype_name
+from qtool.models.architecture import dtype_name
+from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations

@@ -25,17 +25,13 @@ from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import Stages, stage
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
+from qtool.io.finite import all_finite, finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
-from qtool.pipeline.streaming.embedding_and_head import (
-    all_finite,
-    as_stored,
-    finite,
-    table_rows,
-)
+from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.packed_kv import NEUTRAL
 

@@ -23,11 +23,11 @@ from qtool.calibration.timing import Stages, recording, stage
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.output import RUN, Output
+from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.streaming import embedding_and_head as edges
 from qtool.pipeline.streaming.activations import (
     Activations,

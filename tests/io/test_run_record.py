@@ -1,0 +1,139 @@
+"""The run record: beside the checkpoint, never in it; a resumed run adds up; a stranger's record is
+not believed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.io.output import Output
+from qtool.io.run_record import RunRecord, beside, job_hash, read_run
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from tests.conftest import MakeModel
+
+CPU = torch.device("cpu")
+
+
+def run(source: Path, out: Path, **options: object) -> Path:
+    return quantize(Checkpoint(source), recipes.load("w4a16"), out, **options)  # type: ignore[arg-type]
+
+
+def job(directory: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((directory / "qtool.json").read_text())["job"]
+    return found
+
+
+def test_weights_that_never_leave_the_cpu_are_recorded_so(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Round to nearest streams on the CPU whatever device was asked for: here one that is not
+    there.
+    """
+    out = run(make_model(), tmp_path / "out", device="cuda:7")
+    assert read_run(out, job(out))["device"] == "cpu"
+
+
+def interrupted(source: Path, out: Path) -> None:
+    """A run that stops after its second shard."""
+
+    def stop(done: int, total: int, notes: object) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(source, out, progress=stop)
+
+
+def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source, out, killed = make_model(), tmp_path / "out", tmp_path / "killed"
+    run(source, out)
+    interrupted(source, killed)
+    run(source, killed, resume=True)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in killed.iterdir()
+    }
+    assert not [p.name for p in out.iterdir() if "run" in p.name]
+    assert beside(out).is_file() and beside(killed).is_file()
+
+
+def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(num_hidden_layers=8), tmp_path / "out"
+    interrupted(source, out)
+    first = json.loads(beside(out).read_text())["sessions"]
+    run(source, out, resume=True)
+    found = read_run(out, job(out))
+    assert found["sessions"][:-1] == first
+    before, after = (session["shards"] for session in found["sessions"])
+    assert (
+        before >= 2 and after >= 1
+    )  # what waited for the disk when the run stopped was written, but not counted
+    assert found["seconds"] == sum(session["seconds"] for session in found["sessions"]) > 0
+    assert (
+        found["peak_host_bytes"] >= 1e7
+        and found["peak_device_bytes"] == 0
+        and found["device"] == "cpu"
+    )
+
+
+def test_a_run_that_begins_anew_forgets_the_old_one(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(), tmp_path / "out"
+    for _ in range(2):
+        run(source, out, resume=True)
+        assert len(read_run(out, job(out))["sessions"]) == 1
+        shutil.rmtree(out)
+
+
+def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) -> None:
+    out, moved = run(make_model(), tmp_path / "out"), tmp_path / "moved"
+    found = read_run(out, job(out))
+    out.rename(moved)
+    assert found and read_run(moved, job(moved)) == {}
+    shutil.copy(beside(out), moved / "run.json")
+    assert read_run(moved, job(moved)) == found
+    (moved / "run.json").rename(beside(moved))
+    assert read_run(moved, job(moved)) == found
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format_version": 1, "job": 1}'])
+def test_a_damaged_or_foreign_record_is_none(damage: str, tmp_path: Path) -> None:
+    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
+    assert read_run(tmp_path / "out", {"a": 1}) and not read_run(tmp_path / "out", {"a": 2})
+    beside(tmp_path / "out").write_text(damage)
+    assert read_run(tmp_path / "out", {"a": 1}) == {}
+
+
+def test_stages_add_up_over_sessions(tmp_path: Path) -> None:
+    for continued in (False, True):
+        record = RunRecord(tmp_path / "out", {}, CPU, continued=continued)
+        for name in ("read", "round", "read"):
+            with record.stage(name):
+                pass
+        record.write()
+    found = read_run(tmp_path / "out", {})
+    assert list(found["stages"]) == ["read", "round"]
+    for name, seconds in found["stages"].items():
+        assert seconds == pytest.approx(
+            sum(session["stages"][name] for session in found["sessions"])
+        )
+
+
+def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
+    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
+    assert RunRecord(tmp_path / "out", {"a": 2}, CPU, continued=True).earlier == []
+    assert job_hash({"a": 1, "b": 2}) == job_hash({"b": 2, "a": 1})
+
+
+def test_a_refused_run_leaves_no_record(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(), tmp_path / "out"
+    Output(out, {"source model": "another"}, 4, resume=False).lock.close()
+    with pytest.raises(QtoolError, match="begun with another"):
+        run(source, out, resume=True)
+    assert not beside(out).exists()
