@@ -89,8 +89,13 @@ def boxes(axes: Axes, texts: list[str], y: float = 0.5, colour: str = BLUE) -> N
         left = i * step + 0.01
         axes.add_patch(
             FancyBboxPatch(
-                (left, y - 0.13), step - 0.05, 0.26, boxstyle="round,pad=0.005",
-                facecolor="white", edgecolor=colour, linewidth=1.5,
+                (left, y - 0.13),
+                step - 0.05,
+                0.26,
+                boxstyle="round,pad=0.005",
+                facecolor="white",
+                edgecolor=colour,
+                linewidth=1.5,
             )  # fmt: skip
         )
         axes.text(left + (step - 0.05) / 2, y, text, ha="center", va="center", fontsize=8)

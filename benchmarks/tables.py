@@ -32,9 +32,7 @@ def results(name: str) -> Any:
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; columns whose cells begin with a digit or a sign are right-aligned."""
-    numeric = [
-        all(re.match(r"[-+±]?\d|-?$", row[i]) for row in rows) for i in range(len(head))
-    ]
+    numeric = [all(re.match(r"[-+±]?\d|-?$", row[i]) for row in rows) for i in range(len(head))]
     rule = ["---:" if right else "---" for right in numeric]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
 
@@ -82,7 +80,8 @@ def departures() -> str:
 def formats() -> str:
     """The export formats by name."""
     return markdown(
-        ["format", "what it is"], [[f"`{target.name}`", target.about] for target in TARGETS.values()]
+        ["format", "what it is"],
+        [[f"`{target.name}`", target.about] for target in TARGETS.values()],
     )
 
 

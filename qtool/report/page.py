@@ -4,6 +4,7 @@
 checkpoint's names are anyone's.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
@@ -92,7 +93,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
     return [*found, ("all checks passed", True)]
 
 
-def total(sizes: list[Size]) -> Size:
+def total(sizes: Sequence[Size]) -> Size:
     """All of ``sizes`` as one row."""
     return Size(
         "everything",

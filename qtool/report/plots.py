@@ -7,12 +7,14 @@ matplotlib knows no page: it is given marker colours, which become CSS variables
 import io
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 #: marker colours by what the page calls them
 TEXT, AFTER, BEFORE, GRID, QUIET = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -23,7 +25,7 @@ VARIABLES = {
     GRID: "var(--grid)",
     QUIET: "var(--quiet)",
 }
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qtool",
     "font.size": 8,
@@ -57,7 +59,7 @@ def strip(
         axes.plot(list(points), list(points.values()), "o", color=AFTER, ms=3.5)
         if mean is not None:
             axes.axhline(mean, color=TEXT, ls="--", lw=1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(*limits)
         return _svg(axes, title)
 
