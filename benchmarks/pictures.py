@@ -13,9 +13,9 @@ import numpy
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "qtool"
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

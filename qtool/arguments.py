@@ -1,4 +1,4 @@
-"""What several commands take: kinds of arguments that click does not know, and shared options."""
+"""Argument types and options that several commands share."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines in a log, nothing where it is silenced."""
+"""Progress of long work: a bar on a terminal, plain lines in a log."""
 
 import sys
 import time

@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stored(directory: Path, base: PreTrainedModel) -> PreTrainedModel:
-    """What a tool stored, in float32. GPTQ files are dequantized here, to do without their kernels."""
+    """A tool's stored model in float32; GPTQ files are dequantized here, without their kernels."""
     directory = next(
         directory.rglob("config.json")
     ).parent  # AutoRound makes a folder of its own below

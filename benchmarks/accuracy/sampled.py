@@ -71,7 +71,8 @@ def main() -> None:
     full = measured(base, windows)
     print(f"full precision: perplexity {full['perplexity']:.3f}\n")
     print(
-        "| scheme | recipe | cache | rise | KL, nats | the cache adds |\n|---|---|---|---:|---:|---:|"
+        "| scheme | recipe | cache | rise | KL, nats | the cache adds "
+        "|\n|---|---|---|---:|---:|---:|"
     )
     for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
         for recipe in arguments.recipes.split(","):

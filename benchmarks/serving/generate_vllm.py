@@ -91,7 +91,10 @@ def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
         for d in (getattr(torch, dtype), torch.float32)
     )
     distance = (found - exact).abs()
-    return f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    return (
+        f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at "
+        f"most {distance.max():.4f}"
+    )
 
 
 def serve(export: str, request: Path, compiled: bool) -> None:
@@ -229,7 +232,10 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
     )
     x, y = torch.tensor(first["scores"]), torch.tensor(second["scores"])
     distance = (x - y).abs()
-    scores = f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    scores = (
+        f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most "
+        f"{distance.max():.4f}"
+    )
     return f"{count - len(gaps)} of {count} continuations equal{parted}; log-probability {scores}"
 
 

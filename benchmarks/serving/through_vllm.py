@@ -199,7 +199,10 @@ def main(native: Path, exports: list[Path]) -> None:
         assert seen == expected.keys(), (
             f"{directory}: vLLM has no module of {min(expected.keys() - seen)}"
         )
-        line = f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; {', '.join(sorted(kernels))}"
+        line = (
+            f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; "
+            f"{', '.join(sorted(kernels))}"
+        )
         print(f"{directory.name}: {line}", flush=True)
 
 

@@ -1,5 +1,4 @@
-"""Measuring the GEMMs: shapes, floors, CUDA graphs over rotated weights, the matmuls of the
-installed torch.
+"""Measures GEMMs by CUDA graphs over rotated weights, beside torch's own matmuls.
 
 Every time is in microseconds, the median over graph replays; a graph holds one launch per weight
 copy, and the copies together exceed the L2 cache, as a model's layers do.
@@ -90,9 +89,7 @@ def copies(bytes_each: float) -> int:
 
 
 def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:
-    """Random weights ``[n, k]`` of a scheme whose GEMM is csrc/hopper/gemm.cuh, as many as are
-    rotated; level 2 is legal.
-    """
+    """Random weights ``[n, k]`` of a scheme, as many as are rotated; level 2 is legal."""
 
     def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, shape, dtype=dtype, device="cuda")
@@ -142,8 +139,9 @@ def kernel_calls(
 
 
 def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], object]]:
-    """torch's own matmul of the shape: ``bf16``, ``fp8`` (one scale a tensor) or ``int8`` (sums
-    only).
+    """torch's own matmul of the shape as ``bf16``, ``fp8`` or ``int8``.
+
+    fp8 has one scale a tensor, int8 gives bare sums.
     """
     calls: list[Callable[[], object]] = []
     rows = max(m, 32) if kind == "int8" else m  # _int_mm refuses fewer than 17 rows
@@ -183,9 +181,7 @@ Source = tuple[str, str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Column:
-    """A kernel in the table: scheme and group size, and the stored bits of a weight, scales
-    included.
-    """
+    """A kernel in the table: scheme, group size, and stored bits of a weight, scales included."""
 
     scheme: str
     group_size: int | None
@@ -218,9 +214,7 @@ class Column:
 
 @dataclass(frozen=True)
 class HalfColumn:
-    """The same for bf16 tokens and bf16 scales: W4A16, dense or 2:4 sparse. Nothing quantizes its
-    input.
-    """
+    """The same for bf16 tokens and scales: W4A16, dense or 2:4 sparse."""
 
     sparse: bool
     group_size: int | None
@@ -329,8 +323,9 @@ REFERENCES = ("bf16", "fp8", "int8")
 
 @dataclass(frozen=True)
 class Measurement:
-    """One linear at one number of tokens: microseconds by column, and of quantizing its input for
-    the first one.
+    """One linear at one number of tokens: microseconds by column.
+
+    ``quantize_us``: of quantizing its input for the first column.
     """
 
     model: str
@@ -368,8 +363,9 @@ def gemm_table(
     tokens: Iterable[int] = TOKENS,
     columns: Sequence[str] = DEFAULT_COLUMNS,
 ) -> list[Measurement]:
-    """Measure ``columns`` on every layer of ``models`` (names in :data:`MODELS`) and every number
-    of tokens.
+    """Measure ``columns`` on the layers of ``models`` at each number of tokens.
+
+    ``models`` are names in :data:`MODELS`.
     """
     results = []
     for model in models:
@@ -393,8 +389,9 @@ def gemm_table(
 
 
 def markdown(results: Sequence[Measurement]) -> str:
-    """Sums over each model's layers, one row per number of tokens: microseconds; "vs" divides by
-    the first column.
+    """A table of sums over each model's layers, one row a number of tokens, in microseconds.
+
+    "vs" divides by the first column.
     """
     names = [name for name in results[0].us if name in COLUMNS]
     head = ["model", "M", "floor"]

@@ -1,4 +1,4 @@
-"""Measuring attention over the packed cache beside torch's SDPA on a 16-bit one, in microseconds."""
+"""Measures attention over the packed KV cache beside torch's SDPA on a 16-bit one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -48,12 +48,14 @@ class Shape:
         numbers = [int(part) for part in text.split("x") if part.isdigit()]
         if len(numbers) != 5 or text.count("x") != 4 or not all(numbers):
             raise QtoolError(
-                f"{text!r} is no shape: sequences x tokens x kv heads x query heads x head dimension"
+                f"{text!r} is no shape: sequences x tokens x kv heads x query heads x head "
+                "dimension"
             )
         shape = cls(*numbers)
         if shape.tokens % TOKENS or shape.q_heads % shape.heads or shape.dim % 16:
             raise QtoolError(
-                f"{text!r}: tokens must be a multiple of {TOKENS}, query heads of kv heads, the head dimension of 16"
+                f"{text!r}: tokens must be a multiple of {TOKENS}, query heads of kv heads, the "
+                "head dimension of 16"
             )
         return shape
 

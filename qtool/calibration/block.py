@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.models.family import Family
-from qtool.models.parts import Heads, OncePerHead
+from qtool.models.parts import Heads, SharedHeadCache
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
@@ -71,7 +71,7 @@ class Block:
 
         It is one of :func:`.forwards.run`, or of the attention.
         """
-        return {self.family.attention.cache: OncePerHead(cache, self.heads.kv)}
+        return {self.family.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
-from qtool.calibration.timing import stage
+from qtool.calibration.timing import phase
 from qtool.errors import QtoolError
 
 
@@ -39,7 +39,7 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     Raises:
         QtoolError: if one sequence alone does not fit.
     """
-    if (out := _attempt(block, batch, **extra)) is not None:
+    if (out := _forward_if_it_fits(block, batch, **extra)) is not None:
         return out
     return torch.cat([run(block, half, **extra) for half in batch.halves()])
 
@@ -115,14 +115,14 @@ class Reference:
         return inputs_of(self.block, self.batches.get(id(batch), batch), name, **self.block.full_kv)
 
 
-class _Reached(Exception):
+class _AllSeen(Exception):
     """A forward that has shown what it was run for."""
 
 
-def _attempt(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
+def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
     """:func:`run` of all sequences at once; None where they do not fit, but some may."""
     try:
-        with stage("forward"):
+        with phase("forward"):
             return forward(block, batch, **extra)
     except torch.OutOfMemoryError:
         if len(batch.hidden) == 1:
@@ -148,7 +148,7 @@ def _observe(
             observers[name](inputs[0].reshape(-1, inputs[0].shape[-1]))
             seen.add(name)
             if len(seen) == len(observers):
-                raise _Reached
+                raise _AllSeen
 
         return see
 
@@ -157,8 +157,8 @@ def _observe(
         [block.get(name).register_forward_pre_hook(hook(name)) for name in observers],
     )
     try:
-        with suppress(_Reached):
-            fits = _attempt(block, batch, **extra) is not None
+        with suppress(_AllSeen):
+            fits = _forward_if_it_fits(block, batch, **extra) is not None
     finally:
         for handle in handles:
             handle.remove()

@@ -53,11 +53,11 @@ class _Collector:
         self.waiting.append(x)
 
     @property
-    def new(self) -> int:
+    def new_tokens(self) -> int:
         """Tokens of the batch that was run last."""
         return sum(map(len, self.waiting))
 
-    def turn(self, tokens: Sequence[int]) -> None:
+    def end_batch(self, tokens: Sequence[int]) -> None:
         """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
         start, count = self.seen + sum(tokens[: ranks.rank()]), 0
         for x in self.waiting:
@@ -69,7 +69,7 @@ class _Collector:
         self.counts.append(count)
         self.waiting, self.seen = [], self.seen + sum(tokens)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
+    def collected(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
         """What goes to other ranks: largest inputs, what was kept, and how many of each turn."""
         return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
 
@@ -104,10 +104,10 @@ def collect(
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
         new = [[size] * len(collectors) for size in of_ranks]
         if routed:
-            new = ranks.all_gather([collector.new for collector in collectors.values()])
+            new = ranks.all_gather([collector.new_tokens for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
-            collector.turn(tokens_new)
-    own = [collector.found() for collector in collectors.values()]
+            collector.end_batch(tokens_new)
+    own = [collector.collected() for collector in collectors.values()]
     found = {}
     for (name, collector), parts in zip(
         collectors.items(), zip(*ranks.all_gather(own), strict=True), strict=True

@@ -1,4 +1,4 @@
-"""What calibration data may be given as: a name, a file, texts, token ids, a data set.
+"""Parses calibration data given as a name, a file, texts, token ids or a data set.
 
 | given                                     | is                                              |
 |-------------------------------------------|-------------------------------------------------|

@@ -1,4 +1,4 @@
-"""A model beside its baseline on the same tasks: the changes, their standard errors, the table.
+"""Compares a model with its baseline on the same tasks, with standard errors.
 
 A perplexity's change is the rise of log-perplexity in nats a token (on text sampled from the
 baseline itself it is the KL divergence to it); any other metric's is the difference. Where both

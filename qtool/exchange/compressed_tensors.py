@@ -37,8 +37,8 @@ from qtool.exchange.target import (
     TOKEN_INT8,
     Formats,
     Target,
-    kind_of,
     left_in_16_bit,
+    scheme_and_group,
 )
 from qtool.format import LinearFormat
 from qtool.layouts.row_major import ROW_MAJOR
@@ -129,10 +129,10 @@ class CompressedTensors(Target):
         return read(tensors, n, k).weight()
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        kinds = {kind_of(found): found for found in formats.values() if found is not None}
+        kinds = {scheme_and_group(found): found for found in formats.values() if found is not None}
         groups = {}
         for index, (kind, one) in enumerate(kinds.items()):
-            targets = [name for name, found in formats.items() if kind_of(found) == kind]
+            targets = [name for name, found in formats.items() if scheme_and_group(found) == kind]
             groups[f"group_{index}"] = self._group(one, targets if len(kinds) > 1 else ["Linear"])
         used = {group["format"] for group in groups.values()}
         return {

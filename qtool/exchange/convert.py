@@ -129,7 +129,7 @@ def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> No
     notes: Json = {}
     specs = {name: spec for owner in owners for name, spec in work.specs(owner)}
     tensors = (pair for owner in owners for pair in work.tensors(owner, notes))
-    output.put(number, specs, tensors, notes)
+    output.write_shard(number, specs, tensors, notes)
 
 
 def _finish(output: Output, work: Conversion) -> None:

@@ -1,4 +1,6 @@
-"""Write a native checkpoint in another loader's format; nothing is quantized anew in silence.
+"""Writes a native checkpoint in another loader's format.
+
+What cannot be written exactly is noted, never quantized anew in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear
 is converted and read back as its loader would: the relative distance of the two weights is

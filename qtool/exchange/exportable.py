@@ -6,7 +6,13 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.exchange import targets
-from qtool.exchange.target import Target, file_group_size, fused_shards_agree, kind_of, size_text
+from qtool.exchange.target import (
+    Target,
+    file_group_size,
+    fused_shards_agree,
+    scheme_and_group,
+    size_text,
+)
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, Heads, family_of
 
@@ -188,7 +194,7 @@ def _ranks(
 
 def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
     """Refuse mixtures where the format has one setting for all linears."""
-    kinds = {kind for found in formats.values() if (kind := kind_of(found))}
+    kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
         listed = ", ".join(
             f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)

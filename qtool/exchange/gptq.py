@@ -22,7 +22,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exchange.affine import SYMMETRIC_4, Affine, symmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
+from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.row_major import ROW_MAJOR
@@ -72,7 +72,7 @@ class Gptq(Target):
         return {
             "quant_method": "gptq",
             "bits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
             "desc_act": False,
             "sym": True,
             "lm_head": False,

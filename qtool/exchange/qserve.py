@@ -28,7 +28,7 @@ from qtool.exchange.target import (
     Target,
     as_dtype,
     file_group_size,
-    only,
+    one_format,
     scale_as,
 )
 from qtool.format import LinearFormat
@@ -98,7 +98,7 @@ class QServe(Target):
         return {
             "quant_method": "qoq",
             "wbits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
         }
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a format to export to is: pure functions from codes to the tensors of another loader."""
+"""The protocol of an export format: pure functions from codes to another loader's tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ class Target(ABC):
 
 
 def size_text(group_size: int | None) -> str:
-    """A group size as a person reads it."""
+    """A group size as text for people."""
     return "channel" if group_size is None else str(group_size)
 
 
@@ -125,13 +125,13 @@ def native_activations(linear_format: LinearFormat) -> str:
     )
 
 
-def only(formats: Formats) -> LinearFormat:
-    """The one format of a uniform target's linears."""
+def one_format(formats: Formats) -> LinearFormat:
+    """The format that all linears of a uniform target share."""
     return next(found for found in formats.values() if found is not None)
 
 
-def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
-    """Scheme and group size of a linear: all of its format that a foreign file shows."""
+def scheme_and_group(found: LinearFormat | None) -> tuple[str, int | None] | None:
+    """Scheme and group size of a linear, all of its format that a foreign file shows."""
     return (found.scheme, found.group_size) if found else None
 
 
@@ -184,7 +184,7 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
     """
     first = formats[fused[0]]
     for name in fused[1:]:
-        if kind_of(formats[name]) != kind_of(first):
+        if scheme_and_group(formats[name]) != scheme_and_group(first):
             raise QtoolError(
                 f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: "
                 "serving stacks run the two as one linear, so they must be stored alike; use one "

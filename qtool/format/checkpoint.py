@@ -16,13 +16,17 @@ QUANT_METHOD = "qtool"
 #: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` names
 #: none, so a transformers that does not know qtool stops at it instead of loading random linears
 WEIGHTS_FIELD = "transformers_weights"
-NOTICE = "this checkpoint is quantized by qtool; run `import qtool.transformers` before `from_pretrained`"
+NOTICE = (
+    "this checkpoint is quantized by qtool; run `import qtool.transformers` "
+    "before `from_pretrained`"
+)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Linears whose full name matches the regex ``match`` are stored as ``format``; None leaves 16
-    bit.
+    """Linears whose full name matches the regex ``match`` are stored as ``format``.
+
+    None leaves them in 16 bits.
     """
 
     match: str

@@ -44,8 +44,10 @@ class LinearFormat:
         return layouts.get(self.layout)
 
     def require(self, name: str, n: int, k: int) -> None:
-        """Raise QtoolError, naming the linear, unless scheme and layout can hold a weight ``[n,
-        k]``.
+        """Refuse a linear ``name`` whose weight ``[n, k]`` scheme or layout cannot hold.
+
+        Raises:
+            QtoolError: naming the linear.
         """
         layout, scheme = self.layout_object, self.scheme_object
         if layout.bits != scheme.code_bits:

@@ -21,8 +21,9 @@ def check_source(
     *,
     keep_unknown: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model is there with the declared shape and a float dtype, and no unknown
-    one.
+    """Check that all tensors of the model are there with declared shapes, and no others.
+
+    They must have a float dtype.
 
     Args:
         packed: linears that are quantized there, whose own tensors the caller checks.

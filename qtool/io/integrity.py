@@ -1,4 +1,4 @@
-"""The check that a checkpoint's shards still are the bytes that qtool.json has hashes of.
+"""Checks that a checkpoint's shards are still the bytes whose hashes qtool.json has.
 
 ``verify`` reports every difference; what reads weights to compute or to convert calls
 :func:`require_intact` first. Shards are hashed side by side, at the rate of the disk or of SHA-256,

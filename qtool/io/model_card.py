@@ -1,4 +1,4 @@
-"""The model card, README.md of a result: what it is made of, how it was made, how to load it."""
+"""Writes the model card: README.md of a result."""
 
 from collections.abc import Mapping
 from pathlib import Path

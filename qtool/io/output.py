@@ -1,4 +1,4 @@
-"""The output directory of a run: nothing half-written looks whole, nothing finished is lost.
+"""The output directory of a run, which never looks whole before it is.
 
 A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
 record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
@@ -83,13 +83,13 @@ class Output:
             raise QtoolError(f"another run is working on {self.partial}") from None
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
             unfinished.unlink()  # of a killed run
-        self._claim()
+        self._record_or_check_job()
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record(shard)):
                 self.records[shard] = record
 
-    def _claim(self) -> None:
-        """Write down what this run is, or check that the unfinished one was the same."""
+    def _record_or_check_job(self) -> None:
+        """Record this run's identity, or check that the unfinished run had the same."""
         path = self.partial / RUN / JOB
         if path.exists():
             try:
@@ -123,7 +123,7 @@ class Output:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def is_mine(self, shard: int) -> bool:
+    def is_written_here(self, shard: int) -> bool:
         """Whether this rank writes shard ``shard``."""
         return shard % ranks.size() == ranks.rank()
 
@@ -131,16 +131,14 @@ class Output:
         """Where shard ``shard`` is now."""
         return self.partial / self.name(shard)
 
-    def put(
+    def write_shard(
         self,
         shard: int,
         specs: Mapping[str, Tensor],
         tensors: Iterable[tuple[str, Tensor]],
         notes: Mapping[str, Any],
     ) -> None:
-        """Write shard ``shard``, then its record. ``notes`` may be filled while ``tensors`` is
-        consumed.
-        """
+        """Write shard ``shard``, then its record; ``notes`` may be filled meanwhile."""
         self._record(shard).unlink(missing_ok=True)
         digest = write(self.path(shard), specs, tensors)
         names = [name for name in specs]

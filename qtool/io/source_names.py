@@ -1,4 +1,6 @@
-"""Other names and forms in which a source may have the same tensors; none of them costs a copy.
+"""Gives the tensors of a source the names that its family declares.
+
+Other names and forms that occur; none of them costs a copy:
 
 - the head alone, where embedding and head are tied: it is the embedding;
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes

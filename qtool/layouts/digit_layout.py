@@ -1,5 +1,6 @@
-"""A 4-bit or 8-bit layout that is a permutation of digits; almost every layout is one object of
-this class.
+"""A 4-bit or 8-bit layout stated as a permutation of index digits.
+
+Nearly all layouts are one object of this class.
 """
 
 from dataclasses import dataclass
@@ -65,8 +66,9 @@ class DigitLayout(Layout):
         return digit_sizes(self.n, n) | digit_sizes(self.k, k)
 
     def address(self, n: Tensor, k: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``; n and k
-        broadcast.
+        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``.
+
+        n and k broadcast.
         """
         sizes, digit = self.sizes(*shape), {}
         for text, index in ((self.n, n), (self.k, k)):

@@ -1,4 +1,4 @@
-"""What the supported model families look like: one short declarative file a family.
+"""The supported model families: one short declarative file each.
 
 A family of your own, here one that differs from Llama in nothing but its name::
 
@@ -14,7 +14,7 @@ from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
 from qtool.models.mixtral import MIXTRAL
 from qtool.models.opt import OPT
-from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, OncePerHead
+from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, SharedHeadCache
 from qtool.models.phi3 import PHI3
 from qtool.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
@@ -76,7 +76,7 @@ __all__ = [
     "Fold",
     "Heads",
     "LinearGroup",
-    "OncePerHead",
+    "SharedHeadCache",
     "family_of",
     "register_family",
 ]

@@ -38,11 +38,11 @@ class Architecture:
         return self.family.settings(self.config)
 
     def block_family(self, block: int) -> Family:
-        """The family as block ``block`` looks."""
+        """The family as it is in block ``block``."""
         return self.family.at(self.namespace, block)
 
     def full(self, block: int, name: str) -> str:
-        """The full name of ``name`` of block ``block``."""
+        """The full name of the tensor or module ``name`` of block ``block``."""
         return f"{self.family.blocks}.{block}.{name}"
 
     def block_shapes(self, block: int) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a model family is: a declaration of where its linears are and what may be folded into what.
+"""A model family as a declaration: where its linears are, and what folds into what.
 
 Nothing here runs a model or knows of quantization. A family is data; the transforms and the
 pipeline read it. Names are module paths: absolute for the parts of the model, relative to the block

@@ -55,7 +55,7 @@ def release(module: nn.Module) -> None:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a block: notes what it was called with and passes the hidden states on."""
+    """Takes the place of a block, records its arguments and passes the hidden states on."""
 
     def __init__(self, block: nn.Module, in_tuple: bool) -> None:
         super().__init__()

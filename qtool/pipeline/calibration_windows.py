@@ -1,4 +1,4 @@
-"""From what a user calibrates on to the token windows of a run.
+"""Makes the token windows of a run from what the user calibrates on.
 
 Windows are cut from a text, or begun by it and continued by the model itself: the recipe or
 ``--windows`` says which. They are drawn once and stored in the run's directory, so that a resumed
@@ -49,7 +49,7 @@ def calibration(
     seed: int,
     device: str,
 ) -> "Windows":
-    """``samples`` windows of ``seqlen`` tokens of what ``calibration`` is; drawn when a run starts.
+    """``samples`` windows of ``seqlen`` tokens of ``calibration``, drawn when a run starts.
 
     Args:
         calibration: a corpus's name, a file, texts, token ids or a data set
@@ -67,11 +67,11 @@ def calibration(
 
 
 class Windows(Calibration):
-    """Windows that are drawn when a run starts or they are looked at, whichever comes first.
+    """Calibration windows, drawn when a run starts or when they are first needed.
 
     Attributes:
-        facts: what was asked for, by which an unfinished run is known again; those of :attr:`drawn`
-            and :meth:`for_run` say what was found too.
+        facts: what the user chose, by which an unfinished run is recognized; those of
+            :attr:`drawn` and :meth:`for_run` say what was found too.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Windows(Calibration):
         return self.drawn
 
     def _draw(self) -> Calibration:
-        """The windows, of the text or continued, and what is known of them."""
+        """The windows, cut from the text or continued by the model, with their facts."""
         if self.seqlen < self.asked_seqlen:
             ranks.log(
                 f"calibration windows have {self.seqlen} tokens, not {self.asked_seqlen}: "

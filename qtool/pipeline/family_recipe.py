@@ -1,4 +1,4 @@
-"""A built-in recipe on a model that cannot have all of it: what is left runs, and is said.
+"""Adapts a built-in recipe to a model that cannot have all of it.
 
 A recipe of the user's own is never changed: what it asks for and the family refuses is an error.
 """

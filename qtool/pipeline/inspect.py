@@ -1,6 +1,4 @@
-"""What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers
-alone.
-"""
+"""Lists what a checkpoint stores: scheme, layout and bytes of each linear, from headers alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

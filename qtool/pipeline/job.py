@@ -1,4 +1,4 @@
-"""What a run will do, decided before any weight is read: model, family, recipe, formats, shapes.
+"""A job: all that a run will do, decided before any weight is read.
 
 ``plan`` prints a job, ``quantize`` carries it out.
 """
@@ -146,14 +146,15 @@ class Job(Architecture):
 
     @property
     def is_plain(self) -> bool:
-        """Rounding each weight by itself: no transform, no data, so weights can be streamed one by
-        one.
+        """Whether weights are rounded one by one, without transforms or data.
+
+        Such weights can be streamed.
         """
         return not self.transforms and not self.needs_data
 
     @property
     def unties(self) -> bool:
-        """The result stores embedding and head apart although the source ties them."""
+        """Whether the result stores embedding and head apart although the source ties them."""
         return self.tied and any(t.rewrites_embedding for t in self.transforms)
 
     @cached_property
@@ -177,12 +178,12 @@ class Job(Architecture):
         return family, *(self.format.of(self.full(block, name)) for name in family.linears())
 
     def linears(self, block: int) -> dict[str, tuple[int, int]]:
-        """Shape ``(N, K)`` of every linear of a block that the family lets one quantize."""
+        """Shapes ``(N, K)`` of the linears of a block that the family lets one quantize."""
         shapes = self.block_shapes(block)
         return {name: shapes[f"{name}.weight"] for name in self.block_family(block).linears()}  # type: ignore[misc]
 
     def shards(self) -> list[dict[str, Tensor]]:
-        """The tensors of every output shard, on ``meta``.
+        """The tensors of all output shards, on ``meta``.
 
         The first has the embedding, the last the final norm and the head (and what is
         :attr:`unknown`), and those between are a block each.
@@ -203,12 +204,12 @@ class Job(Architecture):
 
     @property
     def head_bytes(self) -> int:
-        """Of the head where it is stored apart from the embedding."""
+        """Bytes of the head where it is stored apart from the embedding."""
         dims = self.family.dimensions(self.namespace)
         return int(dims["vocab"]) * int(dims["hidden"]) * self.dtype.itemsize
 
     def shard_bytes(self) -> list[int]:
-        """The bytes of every output shard: those of :meth:`shards`, without making them."""
+        """The bytes of all output shards, without making :meth:`shards`."""
         first, last = (
             sum(prod(shape) * self.stored_dtype(name).itemsize for name, shape in shapes.items())
             for shapes in self._stored_edges()
@@ -235,7 +236,7 @@ class Job(Architecture):
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
 
     def block_bytes(self, block: int) -> int:
-        """The bytes a block stores: those of :meth:`block_tensors`, without making them."""
+        """The bytes a block stores, without making :meth:`block_tensors`."""
         shapes = self.block_shapes(block)
         stored = 0
         for name, (n, k) in self.linears(block).items():

@@ -1,4 +1,4 @@
-"""What a caller may say of a run beside model, scheme and recipe; the command line fills it too."""
+"""The options of a run, filled from Python keywords or from the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,7 +18,7 @@ WHOLE_CHANNEL = "channel"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOverrides:
-    """What replaces a recipe's own choice; None leaves it.
+    """Choices that replace a recipe's own; None leaves the recipe's.
 
     Attributes:
         target: a GPU (``a100``, ``l40s``, ``h200``, ...): take the granularity that it can afford.
@@ -82,7 +82,7 @@ class RecipeOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(RecipeOverrides):
-    """Every option of a run.
+    """All options of a run.
 
     Attributes:
         samples: calibration windows.
@@ -120,14 +120,15 @@ class QuantizeOptions(RecipeOverrides):
 
     @property
     def keeps_codes(self) -> bool:
-        """Nothing but a layout is asked of the recipe: a quantized model can stay as it is."""
+        """Whether the options change nothing but the layout, so that codes can stay."""
         asked = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
         return all(value is None for value in asked)
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe
-    section 5.3).
+    """The scheme whose granularity suits the GPU ``target``, and why.
+
+    APEX4 section 3.2.2, QServe section 5.3.
 
     Raises:
         QtoolError: an unknown GPU, or a scheme that has no granularity to choose.

@@ -1,4 +1,4 @@
-"""The main job: read a checkpoint block by block, quantize, write; resumable at any moment."""
+"""Quantizes a checkpoint block by block; a killed run can be resumed at any moment."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from qtool.recipes import Recipe
 
 
 class Calibration:
-    """What a run is calibrated on.
+    """Calibration tokens and where they come from.
 
     Args:
         tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
@@ -45,7 +45,7 @@ class Calibration:
         return self._tokens
 
     def for_run(self, output: Output) -> "Calibration":
-        """What the run in ``output`` is calibrated on, and all facts of it (provenance)."""
+        """The calibration of the run in ``output``, with all facts for its provenance."""
         return self
 
 
@@ -110,7 +110,7 @@ def quantize(
 def _prepare(
     output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
 ) -> Calibration:
-    """What a run needs before its first shard; a new run that cannot have it leaves nothing."""
+    """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
         if ranks.rank() == 0:
             _require_space(output, specs)
@@ -123,7 +123,9 @@ def _prepare(
 def job_of(
     source: Checkpoint, recipe: Recipe, *, dtype: str | None = None, keep_unknown: bool = False
 ) -> Job:
-    """The job of quantizing ``source``, which is checked, by ``recipe``; see :func:`quantize`.
+    """The job of quantizing ``source`` by ``recipe``, after a check of the source.
+
+    The arguments are those of :func:`quantize`.
 
     Raises:
         QtoolError: as :meth:`Job.of` and :func:`check_source` do, or a dtype that nothing is
@@ -160,7 +162,7 @@ def require_apart(out: Path, source: Path) -> None:
 
 
 def _resumed(output: Output) -> str:
-    """Where an unfinished run goes on."""
+    """A sentence on where an unfinished run continues."""
     missing = [shard for shard in range(1, output.shards + 1) if shard not in output.records]
     done = f"{len(output.records)} of {output.shards} shards are whole"
     following = f"goes on with shard {missing[0]}" if missing else "only its index is missing"
@@ -181,7 +183,7 @@ def _config(job: Job) -> dict[str, Any]:
 def _identity(
     source: Checkpoint, job: Job, calibration: Calibration, device: torch.device
 ) -> dict[str, Any]:
-    """What must be the same for a run to be resumed: all that its bytes follow from."""
+    """Facts that must be equal for a run to be resumed: all that its bytes follow from."""
     return {
         "source model": source.fingerprint(),
         "recipe": job.format.to_dict() | _methods(job.recipe) | _stored(job),
@@ -217,7 +219,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
 
 def _stored(job: Job) -> dict[str, Any]:
-    """What was asked for of tensors that are not packed, if anything."""
+    """Facts on tensors that are not packed: a cast dtype, unknown tensors."""
     facts: dict[str, Any] = {}
     if job.dtype != job.source_dtype:
         facts["dtype"] = {"source": dtype_name(job.source_dtype), "stored": dtype_name(job.dtype)}

@@ -1,4 +1,4 @@
-"""What a run made: its size, the time it took, and the error of every linear."""
+"""The summary of a run: size, time, and the error of each linear."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
 
 @dataclass(frozen=True)
 class Quantized:
-    """A native checkpoint that a run wrote; stands for its directory wherever a path is taken.
+    """A native checkpoint that a run wrote; it is a path-like object.
 
     Attributes:
         directory: of the checkpoint.
@@ -99,7 +99,7 @@ def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def shard_facts(notes: Mapping[str, Any]) -> str:
-    """What progress says of a shard: this process's peak memory and the block's largest error."""
+    """A progress line on a shard: peak memory of this process, the block's largest error."""
     errors = [error for _, _, error in noted_errors(notes)]
     worst = f", largest error {max(errors):.4f}" if errors else ""
     return f"peak {peak_host_bytes() / 1e9:.2f} GB{worst}"

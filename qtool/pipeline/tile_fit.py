@@ -1,4 +1,4 @@
-"""Row-major where the tile of a built-in recipe's layout does not divide a weight.
+"""Chooses row-major where a built-in recipe's layout does not fit a weight.
 
 The numbers are the same; there is no kernel for them.
 
@@ -19,7 +19,9 @@ from qtool.recipes import LayerRule, Recipe
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
-    """``recipe`` with a rule before each that does not fit all of its linears.
+    """``recipe`` with a row-major rule before each rule whose layout does not fit all its linears.
+
+    ``Recipe.adaptations`` gets a sentence for each.
 
     Each is said in ``Recipe.adaptations``.
 

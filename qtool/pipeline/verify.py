@@ -1,4 +1,4 @@
-"""Proof that a quantized checkpoint is what it says: hashes, invariants, packed bytes, arithmetic.
+"""Verifies a native checkpoint: hashes, invariants, packed bytes, arithmetic.
 
 For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
 overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the
@@ -43,7 +43,7 @@ class Verified:
 
 
 def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
-    """Check every shard and every packed linear of the native checkpoint in ``directory``.
+    """Check all shards and all packed linears of the native checkpoint in ``directory``.
 
     A checkpoint in which nothing is quantized is a problem too.
 
@@ -129,7 +129,7 @@ def _linear(
 
 
 def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
-    """The kernel's int32 sums on ``linear``'s device are the CPU reference's, every one."""
+    """Check that all int32 sums of the kernel equal those of the CPU reference."""
     found = linear.multiply(x, kernel, torch.int32).cpu()
     reference = copy.deepcopy(linear).cpu()
     expected = reference.multiply(x.cpu(), kernel, torch.int32)

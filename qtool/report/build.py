@@ -1,6 +1,4 @@
-"""``qtool report``: gather sizes, checks, results, errors and ranges of a quantized model into one
-HTML page.
-"""
+"""``qtool report``: sizes, checks, results, errors and ranges of a quantized model on one page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,8 +35,9 @@ def report(
     data_dir: Path | None,
     device: str,
 ) -> Path:
-    """Write the report of the native checkpoint ``directory``; returns the file, by default
-    ``report.html`` in it.
+    """Write the report of the native checkpoint ``directory``; returns the file.
+
+    It is ``report.html`` in the directory unless ``out`` says otherwise.
 
     Args:
         compare: the baseline; without it nothing is measured that needs one.
@@ -140,9 +139,7 @@ def sizes(rows: Sequence[Row]) -> list[Size]:
 
 
 def checks(rows: Sequence[Verified]) -> list[Check]:
-    """The rows of ``verify``, those that ran the same together; what did not run at all stands by
-    itself.
-    """
+    """The rows of ``verify`` grouped by what ran; a row that did not run stands by itself."""
     found: dict[str, list[Verified]] = {}
     for row in rows:
         found.setdefault(row.ran, []).append(row)
@@ -184,8 +181,9 @@ def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _measured(
     directory: Path, base: Path | None, config: dict[str, Any], device: str
 ) -> dict[str, Any]:
-    """Activation ranges of both models and the KV cache's error, on windows of the text that ships
-    with qtool.
+    """Activation ranges of both models and the KV cache's error.
+
+    They are measured on windows of the text that ships with qtool.
     """
     from qtool.eval.channel_range import channel_amax, worst
     from qtool.eval.kv_error import kv_errors

@@ -67,9 +67,7 @@ def _evaluations(report: Report, base: str) -> list[str]:
 
 
 def recipe_file(report: Report) -> str:
-    """The recipe as YAML that ``quantize --recipe`` reads; nothing where a built-in variant says
-    the same.
-    """
+    """The recipe as YAML for ``quantize --recipe``; empty if it is a built-in variant."""
     quantization = report.quantization
     layers = [_layer(rule) for rule in quantization["rules"]]
     steps = [{name: dict(options)} if options else name for name, options in report.methods]

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, no script; light and dark are the reader's choice.
+"""The report as one HTML file without network or script, light or dark.
 
 ``template/report.html.j2`` has the page. Jinja escapes all that is not marked as HTML here: a
 checkpoint's names are anyone's.

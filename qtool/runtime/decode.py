@@ -39,7 +39,7 @@ Ranges = tuple[Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
-    """A layer of a static cache whose memory is ``[B, C, H, D]``, as attention over ranges reads it.
+    """A layer of a static cache with memory ``[B, C, H, D]``, as attention over ranges reads it.
 
     To everyone else the tensors are ``[B, H, C, D]``, as of any layer. A sliding window is in the
     mask.
@@ -91,8 +91,9 @@ def attend(
 def attention_over_ranges(
     query: Tensor, key: Tensor, value: Tensor, ranges: Ranges, scaling: float | None
 ) -> Tensor:
-    """``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]`` over its range of ``key``, ``value [B, H, C,
-    D]``.
+    """``[B, 1, Hq, D]``: attention of ``query [B, Hq, 1, D]`` over its ranges of keys and values.
+
+    ``key`` and ``value`` are ``[B, H, C, D]``.
     """
     batch, capacity = len(query), key.shape[2]
     starts, used = ranges
@@ -251,9 +252,7 @@ class Step:
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is one that a graph may hold: a token each, masked to ranges, nothing else
-    asked.
-    """
+    """Whether a CUDA graph can hold this forward: one token a sequence, masked to ranges."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     return (
         cache.is_initialized

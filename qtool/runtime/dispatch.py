@@ -1,5 +1,6 @@
-"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference
-does, and torch's linear where activations have 16 bits.
+"""The choice of the kernel that multiplies a packed linear on a GPU.
+
+Without a kernel the scheme's reference runs, or torch's linear where activations have 16 bits.
 
 A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to
 add one to.
@@ -24,8 +25,9 @@ ANY = (*HALF, torch.float32)
 
 @dataclass(frozen=True)
 class Call:
-    """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one,
-    what is stored.
+    """One multiplication of a packed linear.
+
+    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None.
     """
 
     x: Tensor
@@ -65,7 +67,7 @@ class Kernel:
     prepare: "Callable[[Call], PreparedLinear] | None" = None
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-        """Whether a weight ``[n, k]`` under inputs of ``dtype`` can run on a GPU of ``capability``."""
+        """Whether the kernel takes a weight ``[n, k]`` and ``dtype`` on a GPU of ``capability``."""
         return (
             capability in self.capabilities
             and dtype in self.dtypes
@@ -207,9 +209,7 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
 def kernel_for(
     linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel | None:
-    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None: the
-    reference runs.
-    """
+    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""The transformers side: importing this module makes ``from_pretrained`` run packed weights.
+"""Registers qtool with transformers, so that ``from_pretrained`` runs packed weights.
 
 A native checkpoint's config.json holds :data:`qtool.format.NOTICE` where transformers looks for the
 name of the weight file. A transformers without this module therefore refuses the checkpoint with

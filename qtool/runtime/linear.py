@@ -96,8 +96,9 @@ class QuantLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def plain(self, x: Tensor) -> Tensor:
-        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to
-        ``x``'s dtype.
+        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear.
+
+        The weight is rounded to ``x``'s dtype.
 
         To the last bit what transformers computes from an export.
         """
@@ -105,8 +106,9 @@ class QuantLinear(nn.Module):
         return functional.linear(x, self.dequantize().to(x.dtype), bias)
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
-        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of
-        an exact one.
+        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``.
+
+        An exact kernel gives its bare sums as int32.
         """
         x = x.contiguous()
         if kernel.prepare is None or not x.is_cuda or _is_traced(x):
@@ -129,7 +131,7 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     @bit_exact
     def reference(self, x: Tensor) -> Tensor:
-        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
+        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference, on any device."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         codes, params = self.unpack()

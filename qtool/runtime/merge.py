@@ -55,9 +55,7 @@ class MergedLinears:
         self._waiting: tuple[Tensor, dict[QuantLinear, Tensor]] | None = None
 
     def serves(self, part: QuantLinear, x: Tensor) -> bool:
-        """Whether ``part`` still has the merged tensors (not moved, nor replaced), and ``x`` is
-        there.
-        """
+        """Whether ``part`` still has the merged tensors, on the device of ``x``."""
         return part.qweight is self.views[part] and x.device == self.linear.qweight.device
 
     def product(self, part: QuantLinear, x: Tensor) -> Tensor:
@@ -72,9 +70,7 @@ class MergedLinears:
 
 
 def merge_linears(model: PreTrainedModel) -> None:
-    """Merge the linears of ``model`` that read one input, wherever a kernel multiplies their packed
-    rows.
-    """
+    """Merge the linears of ``model`` that read one input, where a kernel takes the packed rows."""
     for parts in _siblings(model):
         if _mergeable(parts):
             MergedLinears(parts)

@@ -1,5 +1,4 @@
-"""LiquidQuant on a GPU in single kernels: parameters from ranges; a weight rounded and dequantized
-at once.
+"""LiquidQuant on a GPU in two fused kernels: fit parameters, round and dequantize.
 
 The arithmetic is that of ``LiquidQuant.fit_range`` and
 ``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by step as a CPU does it. Searches fit
@@ -104,8 +103,9 @@ def fit(
     dtype: torch.dtype,
     bounds: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``s1 [N]`` in ``dtype``, within ``bounds``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N,
-    G]`` float32.
+    """``s1 [N]`` in ``dtype``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32.
+
+    ``s1`` stays within ``bounds``.
     """
     n, groups = low.shape
     by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)

@@ -1,4 +1,4 @@
-"""The three forms that foreign formats store: which group sizes they take, and the same weight in each."""
+"""The three affine forms of foreign formats: their group sizes, and equal weights."""
 
 import pytest
 import torch

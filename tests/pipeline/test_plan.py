@@ -335,9 +335,9 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     measured = bench_quantize(
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
     )
-    stages = measured.record["stages"]
+    phases = measured.record["phases"]
     assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(
-        stages
+        phases
     )
     assert set(measured.floors) == {
         "read",
@@ -348,7 +348,7 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
         "pack",
         "write",
     }
-    inner = sum(seconds for name, seconds in stages.items() if "beside" not in name)
+    inner = sum(seconds for name, seconds in phases.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
     assert "of floor" in measured.table() and json.dumps(measured.as_dict())
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
@@ -359,7 +359,7 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     kept = json.loads((out / "qtool.json").read_text())["bench"]
     assert (
         kept["floors"].keys() == measured.floors.keys()
-        and kept["record"]["stages"].keys() == stages.keys()
+        and kept["record"]["phases"].keys() == phases.keys()
     )
 
 

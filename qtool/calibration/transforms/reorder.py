@@ -167,7 +167,10 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
 
 
 def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool = True) -> None:
-    """Put the input channels of ``group`` in ``order [K]``, in the producer if it can fold there."""
+    """Put the input channels of ``group`` in ``order [K]``.
+
+    The order folds into the producer where it can.
+    """
     if _kind(group) == "product":
         for name in filter(None, (group.source, group.gate)):
             permute_outputs(block, name, order)

@@ -18,8 +18,7 @@ ALIGNMENT = 128
 
 
 class PreparedLinear:
-    """``Y [M, N]`` of ``out_dtype`` for inputs ``[M, K]`` of ``dtype``, contiguous and on the
-    weight's device.
+    """``Y [M, N]`` of ``out_dtype`` for contiguous inputs ``[M, K]`` of ``dtype``.
 
     Args:
         shape: N and K.
@@ -57,9 +56,7 @@ class PreparedLinear:
         return out
 
     def _plan(self, m: int) -> tuple[Plan, int, int]:
-        """The GEMM for ``m`` tokens, the bytes of their scales, and of everything that is
-        quantized.
-        """
+        """The GEMM for ``m`` tokens, and the bytes of their scales and of the quantized input."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         tile, shape = choose(m, self.n, self.k), (m, self.n, self.k)

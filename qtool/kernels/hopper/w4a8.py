@@ -36,9 +36,7 @@ MOST_CHANNELS = 65536
 
 
 def operand(scheme: str, group_size: int | None) -> Operand:
-    """What the kernel of a scheme is compiled with, and the bytes of a ring stage (128 x 128
-    weights).
-    """
+    """The operand of a scheme's kernel; a stage holds 128 x 128 weights."""
     level2 = 0 if group_size is None else 2 * 2 * 64 * (128 // group_size)
     return Operand(
         "hopper/w4a8_gemm",

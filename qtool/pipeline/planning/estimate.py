@@ -1,4 +1,4 @@
-"""Seconds of a calibrated run: its work by the rates that runs on that device reached.
+"""Estimates the seconds of a calibrated run from its work and measured rates.
 
 The rates are measured by ``qtool bench quantize`` (docs/scale.md has the tables) and hold for
 blocks of at least a few thousand channels; smaller ones are bound by launches, which nothing here
@@ -19,7 +19,7 @@ REPEATED_ROUNDING = 0.46
 
 @dataclass(frozen=True)
 class Rates:
-    """What runs reached on one device, a second.
+    """Measured rates of one device, per second.
 
     Attributes:
         memory: bytes of the device; 0 where it is the host's.
@@ -54,7 +54,7 @@ class Rates:
     compiling: float
 
     def seconds(self, work: Work, gpus: int = 1) -> float:
-        """Of a run: its blocks one after another, or its files if those take longer."""
+        """Seconds of a run: of its blocks in turn, or of its files if those take longer."""
         shared = (
             work.forward_flops / self.forward
             + work.hessian_flops / self.hessian
@@ -127,7 +127,7 @@ def seconds(
     rates: Rates = H200,
     gpus: int = 1,
 ) -> float:
-    """Of quantizing by ``job`` on ``gpus`` devices of ``rates``.
+    """Seconds of quantizing by ``job`` on ``gpus`` devices of ``rates``.
 
     Args:
         writing: of the windows, where the model continues them, which one device does.

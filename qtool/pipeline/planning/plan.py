@@ -1,4 +1,4 @@
-"""What a run will do, from config.json alone: bits, bytes, memory and time, layer by layer.
+"""The plan of a run from config.json alone: bits, bytes, memory and time, layer by layer.
 
 Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are
 estimates: of plain rounding by the constants below, on two CPU cores; of calibrated runs by
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def linears(self) -> list[PlannedLinear]:
-        """Those of a block of the commonest kind."""
+        """The linears of a block of the commonest kind."""
         return max(self.kinds, key=lambda kind: len(kind.blocks)).linears
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """What the run takes on disk beside the source.
+        """Bytes that the run takes on disk beside the source.
 
         That is the result, and activations that fit nowhere else.
         """
@@ -181,7 +181,7 @@ def _calibrated(
 
 
 def _kinds(job: Job) -> list[PlannedBlocks]:
-    """The blocks of ``job``, those alike together."""
+    """The blocks of ``job``, gathered by equal tensors and formats."""
     alike: dict[int, list[int]] = {}
     for block, first in enumerate(job.representatives):
         alike.setdefault(first, []).append(block)
@@ -265,7 +265,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
 
 
 def as_text(planned: Plan) -> str:
-    """The plan as a person reads it."""
+    """The plan as text for people."""
     job = planned.job
     methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
     unsupported, reason = job.family.unsupported, job.recipe.reason
@@ -317,7 +317,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, PlannedLinear]]:
-    """Name and linear, with one line for all experts alike."""
+    """Names and linears, with one line for all experts of equal format."""
     alike: dict[tuple[str, object], list[PlannedLinear]] = {}
     for x in linears:
         name = re.sub(r"\.\d+\.", ".*.", x.name)

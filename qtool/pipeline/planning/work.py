@@ -1,4 +1,4 @@
-"""How many operations and bytes a calibrated run takes, from config.json and recipe alone.
+"""Counts the operations and bytes of a calibrated run, from config.json and recipe alone.
 
 :mod:`qtool.pipeline.planning.estimate` turns them into seconds, ``bench quantize`` into the least
 time a device allows.
@@ -12,7 +12,7 @@ from qtool.pipeline.job import Job
 
 
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:
-    """Block ``block`` of ``job``, calibrated on ``samples`` sequences, as its methods count it."""
+    """The shape of block ``block`` of ``job``, as its methods count their work."""
     linears = job.linears(block)
     quantized = {
         name: shape for name, shape in linears.items() if job.format.of(job.full(block, name))
@@ -23,7 +23,7 @@ def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int =
 
 
 def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
-    """Everything a block takes, the forward that makes the next block's inputs included."""
+    """The work of a block, with the forward that makes the next block's inputs."""
     shape = block_shape(job, block, samples, seqlen)
     work = Work(
         read_bytes=sum(map(prod, job.block_shapes(block).values())) * job.source_dtype.itemsize,
@@ -37,7 +37,7 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
 
 
 def work_of(job: Job, samples: int, seqlen: int) -> Work:
-    """The whole run: all blocks, and embedding and head, which are read and written.
+    """The work of the whole run: all blocks, and embedding and head, which are read and written.
 
     The outputs of the last block are not needed.
     """

@@ -1,4 +1,4 @@
-"""Where calibration activations are between two blocks: on the device, on the host, or in a file.
+"""Keeps calibration activations between two blocks: on the device, on the host, or in a file.
 
 They are all that grows with the number of calibration tokens: tokens x hidden size, in the dtype of
 forwards. A file is mapped into memory, laid out on disk in full before the first byte is used, and

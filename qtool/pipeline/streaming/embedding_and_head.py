@@ -1,4 +1,4 @@
-"""Embedding, final norm and head, rewritten by the transforms a few rows at a time."""
+"""Rewrites embedding, final norm and head by the transforms, a few rows at a time."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ def _embedded(rows: Tensor, job: Job) -> Tensor:
 
 
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
-    """The final norm, the rows of the head unless it stays tied, and what the family does not know."""
+    """Final norm, rows of the head unless it stays tied, and tensors the family does not know."""
     yield from _norm_and_head(source, job)
     for name in job.unknown:
         yield name, source.read(name)

@@ -1,4 +1,4 @@
-"""The activations that enter a block, on disk: a killed run goes on from that block.
+"""Stores the activations that enter a block, so that a killed run continues there.
 
 While a block is computed its inputs are only read. Meanwhile the thread that writes shards copies
 them to the run's directory, after the shards of all blocks before: so whole activations imply whole
@@ -109,7 +109,7 @@ class Snapshots:
         return None
 
     def take(self, block: int, **paths: Sequence[Batch]) -> None:
-        """Begin to write the inputs of ``block``: batches by the name of the path they take.
+        """Begin to write the inputs of ``block``: batches by the name of their path.
 
         They must not change before :meth:`settle`.
         """

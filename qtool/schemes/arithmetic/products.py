@@ -1,5 +1,4 @@
-"""The products of quantized operands: integers added exactly, then scaled with the roundings of the
-CUDA kernels.
+"""Integer products and their scaling, rounded as in the CUDA kernels.
 
 A sum of floats depends on its order and a product on when it is rounded, so the references do what
 the kernels' main loop and epilogue do (csrc/hopper/epilogue.cuh, weights_s4.cuh, mma_gemm.cuh), to
@@ -56,8 +55,9 @@ def scaled(sums: Tensor, sx: Tensor, sw: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` float32, rounded once but for one in 2**29: the product of two float32 is exact
-    in float64.
+    """``a * b + c`` float32, rounded once except in one case of 2**29.
+
+    The product of two float32 is exact in float64.
     """
     return (a.double() * b.double()).add_(c.double()).float()
 
@@ -65,8 +65,9 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def group_matmul(
     qx: Tensor, sx: Tensor, qw: Tensor, sw: Tensor, group_size: int | None, bias: Tensor | None
 ) -> Tensor:
-    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G] + bias`` float32 ``[M, N]``, the groups in their
-    order.
+    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G] + bias`` float32 ``[M, N]``.
+
+    The groups are added in their order.
 
     ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32; no ``group_size``
     is one group, scaled at the end. Large groups are scaled every :data:`STEP` inputs, whose sums

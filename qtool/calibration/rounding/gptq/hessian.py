@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.precision import precise_matmul
-from qtool.calibration.timing import stage
+from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 
 
@@ -45,7 +45,7 @@ class Hessian:
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
         h, *drift = self._sums
-        with stage("Hessian"):
+        with phase("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
                 add_product(panel, x[:, rows], x[:, columns])
             if drift and reference is not None:
