@@ -127,8 +127,8 @@ def quantize(
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.run import default_out, run
 
-    asked = QuantizeOptions.of({**options, "kv": kv})
-    chosen = asked.recipe(scheme, recipe, calibrated=calibration is not None)
+    settings = QuantizeOptions.of({**options, "kv": kv})
+    chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
     common: dict[str, Any] = {
         "text": calibration,
         "export_format": export_format,
@@ -138,12 +138,12 @@ def quantize(
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
             target = Path(out) if out is not None else default_out(model, name)
-            return run(model, chosen, target, asked, device=own, **common)
+            return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
             target = Path(out) if out is not None else Path(work) / "quantized"
-            done = run(source, chosen, target, asked, device=own, **common)
+            done = run(source, chosen, target, settings, device=own, **common)
             return done if out is not None else load(target, device=own)
 
 
@@ -181,16 +181,16 @@ def plan(
     from qtool.pipeline.planning.plan import plan as planned
     from qtool.pipeline.run import directory_of
 
-    asked = QuantizeOptions.of({**options, "kv": kv})
+    settings = QuantizeOptions.of({**options, "kv": kv})
     if not isinstance(model, str | os.PathLike):
         config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
     elif Path(model).name == "config.json":
         config = read_config(Path(model).parent)
     else:
         config = read_config(directory_of(model, weights=False))
-    job = Job.of(config, asked.recipe(scheme, recipe), planning=True)
+    job = Job.of(config, settings.recipe(scheme, recipe), planning=True)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
-    return planned(job, asked.samples, asked.seqlen, **memory, device=device, gpus=gpus)
+    return planned(job, settings.samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
 
 def verify(

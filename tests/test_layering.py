@@ -29,7 +29,7 @@ FLOORS = [
     {"serving"},
     {"register", "lm_eval", "transformers"},
     {"api"},
-    {"arguments"},
+    {"cli_arguments"},
     {"cli_bench"},
     {"cli"},
     {"__init__", "__main__"},

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.exchange import targets
-from qtool.exchange.affine import asymmetric_4
-from qtool.exchange.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
+from qtool.exchange.formats.affine import asymmetric_4
+from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.exchange.target import TOKEN_INT8, Target
 from qtool.format import native_format
 from qtool.io.source import read_config

@@ -32,11 +32,11 @@ def exported_formats(
         QtoolError: what ``target`` cannot express, and the formats that would take all of it.
     """
     _require_exportable(checkpoint_format, config)
-    asked = checkpoint_format, config, tensor_parallel
+    model = checkpoint_format, config, tensor_parallel
     try:
-        return _formats(target, *asked)
+        return _formats(target, *model)
     except QtoolError as error:
-        others = [name for name, other in targets.TARGETS.items() if _takes(other, *asked)]
+        others = [name for name, other in targets.TARGETS.items() if _takes(other, *model)]
         can = (
             f"formats that can: {', '.join(others)}"
             if others
@@ -54,13 +54,13 @@ def formats_that_take(
         QtoolError: no format can hold such a model, and why.
     """
     _require_exportable(checkpoint_format, config)
-    asked = checkpoint_format, config, tensor_parallel
-    return [name for name, target in targets.TARGETS.items() if _takes(target, *asked)]
+    model = checkpoint_format, config, tensor_parallel
+    return [name for name, target in targets.TARGETS.items() if _takes(target, *model)]
 
 
-def _takes(target: Target, *asked: Any) -> bool:
+def _takes(target: Target, *model: Any) -> bool:
     try:
-        _formats(target, *asked)
+        _formats(target, *model)
     except QtoolError:
         return False
     return True

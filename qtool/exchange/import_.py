@@ -52,7 +52,7 @@ class Imported:
 def import_checkpoint(
     source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
 ) -> Imported:
-    """Make the native checkpoint ``out`` of the quantized ``source``, every weight as it is.
+    """Make the native checkpoint ``out`` of the quantized ``source``, with its codes unchanged.
 
     Args:
         layout: of every linear; by default the one that quantizing chooses, row-major where its
@@ -252,7 +252,7 @@ def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> Lin
 
 
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
-    """One rule if all linears are alike; else the rarer formats by the names of their linears."""
+    """One rule if all linears have one format; else rules by name for the rarer formats."""
     family = family_of(source.config["model_type"])
     settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}

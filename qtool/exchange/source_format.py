@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import Affine
+from qtool.exchange.formats.affine import Affine
 from qtool.exchange.target import ANY, size_text
 from qtool.io.source import Checkpoint
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.exchange import auto_round, awq, compressed_tensors, gptq
+from qtool.exchange.formats import auto_round, awq, compressed_tensors, gptq
 from qtool.exchange.source_format import INSTEAD, Config, SourceFormat
 
 SOURCES: dict[str, Callable[[Config], SourceFormat]] = {

@@ -31,7 +31,7 @@ class Target(ABC):
     about: str
     #: scheme -> group sizes (None: per channel) the format can express
     expressible: Mapping[str, tuple[int | None, ...]]
-    #: N and K of a linear (of one tensor-parallel rank) are multiples of these
+    #: N and K of a linear (of one tensor-parallel rank) are multiples of these two
     tile: tuple[int, int]
     #: every linear of a block must have one and the same format
     uniform: ClassVar[bool] = True
@@ -177,7 +177,7 @@ def half(scale: Tensor) -> Tensor:
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
-    """Refuse linears that run as one (q, k, v; gate, up; experts) but are not stored alike.
+    """Refuse linears that run as one (q, k, v; gate, up; experts) but are stored differently.
 
     Raises:
         QtoolError: naming two that differ.

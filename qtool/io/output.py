@@ -99,7 +99,7 @@ class Output:
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
                     raise QtoolError(
-                        f"{self.partial} was begun with another {key} "
+                        f"{self.partial} was started with another {key} "
                         f"({difference(before.get(key), value)}); remove it or run as before"
                     )
         write_json(path, self.identity)

@@ -89,7 +89,7 @@ class Family:
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
-        """The family as block ``block`` looks; the same object for blocks alike."""
+        """The family as it is in block ``block``; one object for equal blocks."""
         family = self.choose(config, block) if self.choose else self
         if not family.experts:
             return family

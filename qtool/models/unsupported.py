@@ -1,6 +1,6 @@
 """Why a model type has no family here, and what to do, by transformers' own lists of types."""
 
-from qtool.models.deepseek import DEEPSEEK
+from qtool.models.families.deepseek import DEEPSEEK
 
 #: what a family would need that nobody declared yet
 NEEDED = {

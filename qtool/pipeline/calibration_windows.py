@@ -1,6 +1,6 @@
 """Makes the token windows of a run from what the user calibrates on.
 
-Windows are cut from a text, or begun by it and continued by the model itself: the recipe or
+Windows are cut from a text, or started by it and continued by the model itself: the recipe or
 ``--windows`` says which. They are drawn once and stored in the run's directory, so that a resumed
 run reads them.
 """
@@ -85,7 +85,7 @@ class Windows(Calibration):
         device: str,
     ) -> None:
         self.source, self.job, self.given, self.device = source, job, given, torch.device(device)
-        self.samples, self.asked_seqlen, self.seed = samples, seqlen, seed
+        self.samples, self.requested_seqlen, self.seed = samples, seqlen, seed
         lengths = [seqlen, source.config.get("max_position_embeddings") or seqlen]
         if isinstance(given, TokenIds) and given.ids.dim() == 2:
             lengths.append(given.ids.shape[1])
@@ -127,16 +127,16 @@ class Windows(Calibration):
 
     def _draw(self) -> Calibration:
         """The windows, cut from the text or continued by the model, with their facts."""
-        if self.seqlen < self.asked_seqlen:
+        if self.seqlen < self.requested_seqlen:
             ranks.log(
-                f"calibration windows have {self.seqlen} tokens, not {self.asked_seqlen}: "
+                f"calibration windows have {self.seqlen} tokens, not {self.requested_seqlen}: "
                 "the model's context, or the token ids', is no longer"
             )
         ids, sha256 = self._cut()
         if len(ids) < self.samples:
             ranks.log(
                 f"{self.given.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
-                f"{self.samples} asked for"
+                f"{self.samples} requested"
             )
         if self.job.recipe.windows == CONTINUED:
             ids = self._continued(ids)
@@ -146,18 +146,18 @@ class Windows(Calibration):
 
     def _cut(self) -> tuple[Tensor, str]:
         """Windows of what was given, and the sha256 of the text or of the token ids."""
-        asked: dict[str, int] = {
+        sizes: dict[str, int] = {
             "samples": self.samples,
             "seqlen": self.seqlen,
             "vocabulary": self.source.config["vocab_size"],
             "seed": self.seed,
         }
         if isinstance(self.given, TokenIds):
-            return cut(self.given.ids, **asked), self.given.sha256
+            return cut(self.given.ids, **sizes), self.given.sha256
         tokenizer = load_tokenizer(self.source.directory)
         documents = render(self.given.read(), tokenizer, self.given.name)
         text = corpora.joined(documents)
-        return windows(documents, tokenizer, **asked), hashlib.sha256(text.encode()).hexdigest()
+        return windows(documents, tokenizer, **sizes), hashlib.sha256(text.encode()).hexdigest()
 
     def _continued(self, ids: Tensor) -> Tensor:
         """The windows ``ids``, continued by the float model after their first tokens.

@@ -23,9 +23,9 @@ from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name
 from qtool.models.parts import Heads
-from qtool.pipeline.family_recipe import for_family, for_tied_head
-from qtool.pipeline.layer_rules import require_matches
-from qtool.pipeline.tile_fit import for_shapes
+from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
+from qtool.pipeline.recipe_fit.layer_rules import require_matches
+from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV_QUANTIZERS
@@ -159,9 +159,9 @@ class Job(Architecture):
 
     @cached_property
     def representatives(self) -> list[int]:
-        """For each block the first one like it.
+        """For each block the first equal one.
 
-        Blocks are alike if they have the same tensors and store them in the same formats.
+        Blocks are equal if they have the same tensors and store them in the same formats.
         """
         firsts: dict[Any, int] = {}
         return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]

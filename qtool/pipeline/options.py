@@ -25,7 +25,7 @@ class RecipeOverrides:
         group_size: input channels a group, or ``"channel"``.
         layout: packed layout of every quantized layer.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
-        windows: calibration windows are all of the text (``given``), or begun by it and continued
+        windows: calibration windows are all of the text (``given``), or started by it and continued
             by the model (``continued``).
         max_8bit_blocks: of w4ax-fmpq: at most so many 8-bit blocks of 128 channels a layer.
     """
@@ -121,8 +121,8 @@ class QuantizeOptions(RecipeOverrides):
     @property
     def keeps_codes(self) -> bool:
         """Whether the options change nothing but the layout, so that codes can stay."""
-        asked = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
-        return all(value is None for value in asked)
+        changes = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
+        return all(value is None for value in changes)
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:
@@ -153,9 +153,9 @@ def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] 
     return recipes.load(scheme, fspath(recipe))
 
 
-def _group_size(asked: int | str) -> int | None:
-    if asked == WHOLE_CHANNEL:
+def _group_size(value: int | str) -> int | None:
+    if value == WHOLE_CHANNEL:
         return None
-    if str(asked).isdigit() and int(asked) > 0:
-        return int(asked)
-    raise QtoolError(f"--group-size {asked!r}: a number of input channels or 'channel' is expected")
+    if str(value).isdigit() and int(value) > 0:
+        return int(value)
+    raise QtoolError(f"--group-size {value!r}: a number of input channels or 'channel' is expected")

@@ -165,7 +165,7 @@ def _resumed(output: Output) -> str:
     """A sentence on where an unfinished run continues."""
     missing = [shard for shard in range(1, output.shards + 1) if shard not in output.records]
     done = f"{len(output.records)} of {output.shards} shards are whole"
-    following = f"goes on with shard {missing[0]}" if missing else "only its index is missing"
+    following = f"continues with shard {missing[0]}" if missing else "only its index is missing"
     return f"resuming {output.partial}: {done}, {following}"
 
 

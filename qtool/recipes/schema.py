@@ -46,7 +46,8 @@ class Recipe:
     """One complete recipe.
 
     Attributes:
-        windows: of calibration: ``given`` by a text, or begun by it and ``continued`` by the model.
+        windows: calibration windows are ``given`` by a text, or ``continued`` by the model after
+            a start from it.
         variant: ``fast``, ``paper`` or ``best`` of a built-in recipe; ``custom`` of a file.
         departures: from the paper.
         reason: why this recipe, where ``--target`` chose it.

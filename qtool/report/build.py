@@ -53,7 +53,7 @@ def report(
     config = Checkpoint(directory).config
     native_format(config)
     if compare:
-        require_alike(config, read_config(resolve(compare)), compare)
+        require_same_sizes(config, read_config(resolve(compare)), compare)
     if tasks:
         options: dict[str, Any] = {
             "data_dir": data_dir,
@@ -105,7 +105,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     )
 
 
-def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
+def require_same_sizes(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
     """Refuse a baseline ``name`` that the model of ``config`` cannot have been made from.
 
     Raises:

@@ -13,7 +13,7 @@ METHODS = {
     "of easier activations",
     "smooth-attention": "the same between keys and queries, for a KV cache of few bits",
     "value-basis": "the value heads turned into a basis that a KV cache of few bits holds better",
-    "reorder": "input channels are sorted by size, so that those of a group are alike",
+    "reorder": "input channels are sorted by size, so that a group holds similar sizes",
     "gather-outliers": "the largest input channels are brought together in few blocks, which keep "
     "8-bit activations",
     "clip": "a weight's range is cut where that lowers the error of the layer's output",

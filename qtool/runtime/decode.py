@@ -31,7 +31,7 @@ NAME = "qtool_static"
 HALF = (torch.float16, torch.bfloat16)
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
-#: what attention may be asked for beside the softmax over a range
+#: attention options beside the softmax over a range
 UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
 
 #: of each sequence: where its first token lies among B * C (and B * C), and how many there are

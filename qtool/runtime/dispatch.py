@@ -49,7 +49,7 @@ class Kernel:
         prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
             call's ``x`` stands for its dtype and device. None: only the ops do it.
         n, k: what N and K must be multiples of.
-        dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
+        dtypes: of x that it takes; all of :data:`ANY` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
         tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64
             arithmetic.

@@ -1,4 +1,4 @@
-"""Keys and values of one layer in packed form, and what a checkpoint stores for them.
+"""Keys and values of one layer in packed form, and the tensors a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
 ``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores,

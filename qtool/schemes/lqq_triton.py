@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: elements of one program, and groups of a row that one looks at at a time
+#: elements of one program, and groups of a row that a program handles at a time
 TILE, FIT_TILE = 2048, 128
 
 if find_spec("triton"):
@@ -136,7 +136,7 @@ def fit(
 
 
 def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> Tensor:
-    """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if asked."""
+    """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if wanted."""
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from qtool.exchange import targets
-from qtool.exchange.affine import ASYMMETRIC_4, INT_8, SYMMETRIC_4, asymmetric_4, int_8, symmetric_4
+from qtool.exchange.formats.affine import (
+    ASYMMETRIC_4,
+    INT_8,
+    SYMMETRIC_4,
+    asymmetric_4,
+    int_8,
+    symmetric_4,
+)
 from qtool.format import LinearFormat
 from qtool.schemes import SCHEMES
 

@@ -16,7 +16,7 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange import targets
 from qtool.exchange.export import export
 from qtool.exchange.exportable import exported_formats, formats_that_take
-from qtool.exchange.gptq import Gptq
+from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.targets import TARGETS, register_export
 from qtool.format import native_format

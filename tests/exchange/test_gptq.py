@@ -73,7 +73,7 @@ def test_scales_keep_sixteen_bits(
 
 
 def test_the_words_of_the_description() -> None:
-    from qtool.exchange.gptq import WORDS
+    from qtool.exchange.formats.gptq import WORDS
 
     codes = torch.arange(8, dtype=torch.uint8).expand(8, 8)
     assert WORDS.pack(codes)["qweight"][0, 0] == 0x76543210

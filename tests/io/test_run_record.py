@@ -129,6 +129,6 @@ def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
 def test_a_refused_run_leaves_no_record(make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(), tmp_path / "out"
     Output(out, {"source model": "another"}, 4, resume=False).lock.close()
-    with pytest.raises(QtoolError, match="begun with another"):
+    with pytest.raises(QtoolError, match="started with another"):
         run(source, out, resume=True)
     assert not beside(out).exists()

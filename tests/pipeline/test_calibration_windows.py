@@ -163,7 +163,7 @@ def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == [
         "calibration windows have 100 tokens, not 4096: the model's context, or the token ids', is "
         "no longer",
-        "token ids has 3 windows of 100 tokens, not the 9 asked for",
+        "token ids has 3 windows of 100 tokens, not the 9 requested",
     ]
     assert asked("paper", seqlen=4096).seqlen == 512  # the demo's context
 

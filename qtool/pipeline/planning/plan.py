@@ -182,14 +182,14 @@ def _calibrated(
 
 def _kinds(job: Job) -> list[PlannedBlocks]:
     """The blocks of ``job``, gathered by equal tensors and formats."""
-    alike: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for block, first in enumerate(job.representatives):
-        alike.setdefault(first, []).append(block)
+        groups.setdefault(first, []).append(block)
     return [
         PlannedBlocks(
             blocks, [_linear(job, first, name, shape) for name, shape in job.linears(first).items()]
         )
-        for first, blocks in alike.items()
+        for first, blocks in groups.items()
     ]
 
 
@@ -318,11 +318,11 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, PlannedLinear]]:
     """Names and linears, with one line for all experts of equal format."""
-    alike: dict[tuple[str, object], list[PlannedLinear]] = {}
+    groups: dict[tuple[str, object], list[PlannedLinear]] = {}
     for x in linears:
         name = re.sub(r"\.\d+\.", ".*.", x.name)
-        alike.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
-    for (name, _), found in alike.items():
+        groups.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
+    for (name, _), found in groups.items():
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
 
 
@@ -364,7 +364,7 @@ def _costs(planned: Plan) -> Iterator[str]:
         yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continued:
         yield (
-            "calibration windows: begun by the text and continued by the model "
+            "calibration windows: started by the text and continued by the model "
             "(--windows given: all of the text)"
         )
     yield (

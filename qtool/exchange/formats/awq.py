@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import ASYMMETRIC_4, Affine, asymmetric_4
+from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
 from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
 from qtool.format import LinearFormat

@@ -3,7 +3,7 @@
 The numbers are the same; there is no kernel for them.
 
 Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
-asked for by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
+chosen by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
 an error. So it is where the group size does not divide the inputs, because another one would be
 another quantization.
 """

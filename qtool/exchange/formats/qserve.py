@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.affine import in_model_order
+from qtool.exchange.formats.affine import in_model_order
 from qtool.exchange.target import (
     TOKEN_INT8,
     Formats,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from qtool.errors import QtoolError
-from qtool.exchange import awq, gptq
+from qtool.exchange.formats import awq, gptq
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
 
 #: by packing_format: auto_gptq stores zero points minus 1, the others as they are

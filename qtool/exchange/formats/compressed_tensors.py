@@ -8,7 +8,7 @@ zero points ``weight_zero_point`` int32 ``[N / 8, G]``, nibble ``n % 8`` of word
 1]``.
 
 The same codes may be run under several kinds of activations; each is a target of its own, so that
-nobody gets another arithmetic than the one asked for.
+nobody gets another arithmetic than the chosen one.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange import gptq
-from qtool.exchange.affine import (
+from qtool.exchange.formats import gptq
+from qtool.exchange.formats.affine import (
     ASYMMETRIC_4,
     INT_8,
     SYMMETRIC_4,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.affine import Affine, symmetric_4
+from qtool.exchange.formats.affine import Affine, symmetric_4
 from qtool.exchange.target import Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.base import Layout

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import symmetric_4
+from qtool.exchange.formats.affine import symmetric_4
 from qtool.exchange.target import TOKEN_INT8, Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
