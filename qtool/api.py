@@ -158,7 +158,7 @@ def plan(
     gpus: int = 1,
     **options: Any,
 ) -> Plan:
-    """What quantizing ``model`` will do, from its config alone: bits, bytes, memory and time.
+    """The plan of quantizing ``model``, from its config alone: bits, bytes, memory and time.
 
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
@@ -200,7 +200,7 @@ def verify(
     engine: str | None = None,
     progress: Progress | None = None,
 ) -> list[Verified]:
-    """Check every shard and every packed linear of a native checkpoint.
+    """Check all shards and all packed linears of a native checkpoint.
 
     Args:
         model: its directory or hub id.
@@ -278,7 +278,7 @@ def evaluate(
 
 
 def all_tasks(data_dir: Name | None = None) -> list[str]:
-    """Every task that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
+    """The tasks that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
     from qtool.data.corpora import SOURCES
     from qtool.eval import zero_shot
 
@@ -349,7 +349,7 @@ def import_(
 
 
 def inspect(model: Name) -> list[Row]:
-    """Scheme, layout, bytes and bits a weight of every linear of a native checkpoint.
+    """Scheme, layout, bytes and bits a weight of each linear of a native checkpoint.
 
     Args:
         model: its directory or hub id; only headers are read.
@@ -449,14 +449,14 @@ def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
 
 
 def schemes() -> list[tuple[str, str, str]]:
-    """Every scheme: its name, the variants of its recipe, what it is; plugins' included."""
+    """All schemes, plugins' included: name, variants of the recipe, description."""
     from qtool import recipes
 
     return recipes.overview()
 
 
 def export_formats() -> list[tuple[str, str]]:
-    """Every format that :func:`export` writes: its name and what it is; plugins' included."""
+    """All formats that :func:`export` writes, plugins' included: name and description."""
     from qtool.exchange.targets import TARGETS
 
     plugins.load()

@@ -302,7 +302,7 @@ def print_json(value: Any) -> None:
 
 
 def comma_separated(names: Iterable[str]) -> list[str]:
-    """Every name of ``names``, each of which may be several with commas between; a file is one."""
+    """The names of ``names``, each of which may hold several with commas between; a file is one."""
     return [
         part
         for name in names

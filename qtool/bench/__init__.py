@@ -1,4 +1,4 @@
-"""What ``qtool bench`` measures: kernels on this GPU, a run of the quantizer, a server."""
+"""The benchmarks of ``qtool bench``: kernels on this GPU, a run of the quantizer, a server."""
 
 import shutil
 from collections.abc import Sequence

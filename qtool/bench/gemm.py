@@ -188,7 +188,7 @@ class Column:
     bits: float
 
     def operand(self) -> Operand:
-        """What the kernel is compiled with."""
+        """The operand that the kernel is compiled for."""
         if self.scheme in S4_LAYOUTS:
             return w4ax.operand(S4_LAYOUTS[self.scheme], self.group_size, torch.bfloat16)
         return w8a8.OPERAND if self.scheme == "w8a8" else w4a8.operand(self.scheme, self.group_size)
@@ -198,7 +198,7 @@ class Column:
         return choose_s4(m, n, k, self.group_size) if self.scheme in S4_LAYOUTS else choose(m, n, k)
 
     def source(self, m: int, n: int, k: int) -> Source:
-        """What :func:`qtool.kernels.build.cubin` compiles for a shape, on Hopper."""
+        """The arguments of :func:`qtool.kernels.build.cubin` for a shape, on Hopper."""
         return gemm.definition(self.operand(), self.tile(m, n, k), torch.bfloat16)
 
     def weights(self, n: int, k: int) -> list[Weight]:

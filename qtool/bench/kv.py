@@ -122,7 +122,7 @@ def append_us(shape: Shape, bits: int) -> float:
 
 
 def kv_table(shapes: Iterable[str] = SHAPES) -> str:
-    """Times of kv4 and kv8 on every shape (``BxTxHkvxHqxD``) beside their floor and SDPA's."""
+    """Times of kv4 and kv8 on ``shapes`` (``BxTxHkvxHqxD``) beside their floor and SDPA's."""
     head = (
         "B x T x Hkv x Hq x D",
         "kv",

@@ -104,7 +104,7 @@ class Block:
                 tensor[rows] = change(tensor[rows]).to(tensor.dtype)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, detached, the exact one where there are two."""
+        """All parameters by name, detached; the exact one where there are two."""
         return {
             name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()
         }

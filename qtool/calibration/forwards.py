@@ -116,7 +116,7 @@ class Reference:
 
 
 class _AllSeen(Exception):
-    """A forward that has shown what it was run for."""
+    """Ends a forward once all observers have seen their input."""
 
 
 def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> Tensor | None:

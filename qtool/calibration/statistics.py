@@ -30,8 +30,7 @@ class Inputs:
 
 
 class _Collector:
-    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all
-    tokens it gets.
+    """Keeps a linear's inputs at ``positions [T]`` (sorted) of all tokens it sees.
 
     Attributes:
         there: the positions on the device of the inputs. kept, counts: inputs, and how many of each
@@ -58,7 +57,7 @@ class _Collector:
         return sum(map(len, self.waiting))
 
     def end_batch(self, tokens: Sequence[int]) -> None:
-        """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
+        """Keep the sampled inputs of the last batch; ``tokens`` are the counts of all ranks."""
         start, count = self.seen + sum(tokens[: ranks.rank()]), 0
         for x in self.waiting:
             first, last = torch.searchsorted(
@@ -70,13 +69,13 @@ class _Collector:
         self.waiting, self.seen = [], self.seen + sum(tokens)
 
     def collected(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
-        """What goes to other ranks: largest inputs, what was kept, and how many of each turn."""
+        """The values to gather: largest inputs, sampled inputs, and their number by batch."""
         return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
 
 
 @lru_cache(maxsize=8)
 def _positions(total: int, tokens: int, seed: int) -> Tensor:
-    """Which of ``total`` tokens are in a sample: the same for every block, so drawn once."""
+    """The sampled positions of ``total`` tokens, drawn once for all blocks."""
     return (
         torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
     )
@@ -124,7 +123,7 @@ def collect(
 
 
 def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """The elementwise largest of what the ranks have; None if none has any."""
+    """The elementwise maximum over the ranks; None if none has a value."""
     found = [amax for amax in parts if amax is not None]
     return torch.stack(found).amax(0) if len(found) > 1 else next(iter(found), None)
 

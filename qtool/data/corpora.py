@@ -159,7 +159,7 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
 
 
 def require_file(source: str) -> Path:
-    """The path that ``source`` is, whether or not there is such a file.
+    """The path of ``source``, whether or not there is a file.
 
     Raises:
         QtoolError: it looks like the name of a corpus, and none has it.

@@ -39,7 +39,7 @@ PARCEL = 4096
 
 @dataclass
 class World:
-    """This process among all of them; ``device`` is what the collectives of tensors run on."""
+    """This process among all ranks; ``device`` runs the collectives of tensors."""
 
     rank: int = 0
     size: int = 1
@@ -110,19 +110,19 @@ def _own_device(device: str) -> str:
 
 
 def local_items(items: Sequence[T]) -> list[T]:
-    """The items of this rank: every R-th."""
+    """The items of this rank: one in R."""
     return list(items[_world.rank :: _world.size])
 
 
 def all_gather_batches(own: Sequence[T]) -> list[T]:
-    """What the ranks have of each of their batches, in the order of all batches."""
+    """Values of the ranks' batches, in the order of all batches."""
     if _world.size == 1:
         return list(own)
     return interleave(all_gather(list(own)))
 
 
 def interleave(lists: Sequence[Sequence[T]]) -> list[T]:
-    """What :func:`all_gather` found of each rank's batches, in the order of all batches."""
+    """Lists of :func:`all_gather`, one a rank, as one list in the order of all batches."""
     return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
@@ -196,12 +196,12 @@ def _all_gather_bytes(own: Tensor) -> list[Tensor]:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until all ranks are here."""
     all_gather(None)
 
 
 def broadcast(value: T) -> T:
-    """What rank 0 has."""
+    """The value of rank 0."""
     return all_gather(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
@@ -297,7 +297,7 @@ class OrderedSum:
 
     @property
     def memory(self) -> Tensor:
-        """What :attr:`tensor` is the beginning of."""
+        """The whole tensor of which :attr:`tensor` is the beginning."""
         return self._term
 
     def step(self) -> None:

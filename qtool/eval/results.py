@@ -1,4 +1,4 @@
-"""Results of an evaluation, as plain data that goes to JSON and back.
+"""Results of an evaluation as plain data, to JSON and back.
 
 Errors are standard errors (``stderr``) wherever they are data, and the half-widths of 95 %
 intervals, :data:`INTERVAL` standard errors, wherever a person reads ±.
@@ -114,7 +114,7 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every infinite or NaN number in it, at any depth, replaced by None."""
+    """``value`` with None in place of infinite and NaN numbers, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

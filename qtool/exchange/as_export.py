@@ -143,7 +143,7 @@ def _exported(
 
 
 class _Fp8Cache:
-    """Stands before a cache, or before none, and rounds what enters it."""
+    """Wraps a cache, or none, and rounds the keys and values that enter it."""
 
     def __init__(self, cache: Any, scales: list[Tensor]) -> None:
         self.cache, self.scales = cache, scales

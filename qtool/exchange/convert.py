@@ -1,4 +1,4 @@
-"""One conversion of a checkpoint, shard by shard: what exports and imports share.
+"""Converts a checkpoint shard by shard, for exports and imports.
 
 A conversion says which linear a tensor of the source belongs to and what becomes of it;
 :func:`convert` streams the source file by file, checks each file against its recorded hash, and
@@ -41,7 +41,7 @@ class Metadata:
 
 
 class Conversion(ABC):
-    """What becomes of every tensor of ``source``.
+    """Says how each tensor of ``source`` is converted.
 
     Attributes:
         identity: facts by name that must be equal for a killed conversion to be continued.
@@ -54,7 +54,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def owner(self, name: str) -> str | None:
-        """What tensor ``name`` is converted with: its linear, or itself; None leaves it out."""
+        """The linear that tensor ``name`` belongs to, or ``name`` itself; None leaves it out."""
 
     def specs(self, owner: str) -> Tensors:
         """The names and tensors that ``owner`` becomes, on ``meta``; here itself."""
@@ -72,11 +72,11 @@ class Conversion(ABC):
 
     @abstractmethod
     def metadata(self) -> Metadata:
-        """What is written when all shards are there."""
+        """The JSON files to write when all shards are there."""
 
 
 def convert(work: Conversion, out: Path, progress: Progress | None = None) -> list[Json]:
-    """Write what ``work`` makes of its source to the directory ``out``; returns each shard's notes.
+    """Convert ``work``'s source into the directory ``out``; returns each shard's notes.
 
     ``OUT.run.json`` beside it holds the time and memory it took. A conversion that was done before
     is not done again.
@@ -113,7 +113,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
 
 
 def _shards(work: Conversion) -> dict[Path, list[str]]:
-    """The owners of the tensors in every file of the source, each where its first tensor is."""
+    """The owners of the tensors in each file of the source, placed where their first tensor is."""
     shards: dict[Path, list[str]] = {}
     placed = set()
     for name, entry in work.source.entries.items():
@@ -125,7 +125,7 @@ def _shards(work: Conversion) -> dict[Path, list[str]]:
 
 
 def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> None:
-    """Write shard ``number``: what ``owners`` become."""
+    """Write shard ``number``: the tensors converted from ``owners``."""
     notes: Json = {}
     specs = {name: spec for owner in owners for name, spec in work.specs(owner)}
     tensors = (pair for owner in owners for pair in work.tensors(owner, notes))

@@ -34,7 +34,7 @@ KV_SCALES = ("k_scale", "v_scale")
 
 @dataclass
 class Exported:
-    """What an export wrote, and what it changed.
+    """The result of an export: its directory, errors and notes.
 
     Attributes:
         errors: relative Frobenius distance between the weight in the new file and ours, by linear.
@@ -215,7 +215,7 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
 
 
 def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:
-    """What is rounded besides weights, in a model whose config.json says ``dtype``."""
+    """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
     if target.dtype is not None:
         theirs = dtype_name(target.dtype)
         note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"

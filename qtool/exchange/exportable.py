@@ -26,7 +26,7 @@ def exported_formats(
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
 ) -> ByLinear:
-    """The format of every linear of the blocks of ``config``, routers among them.
+    """The format of each linear of the blocks of ``config``, routers among them.
 
     Raises:
         QtoolError: what ``target`` cannot express, and the formats that would take all of it.
@@ -67,7 +67,7 @@ def _takes(target: Target, *model: Any) -> bool:
 
 
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
-    """Refuse what no format can hold."""
+    """Refuse models that no format can hold."""
     family = family_of(config["model_type"])
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):

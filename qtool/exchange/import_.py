@@ -169,7 +169,7 @@ class _Import(Conversion):
 
 
 def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
-    """Every quantized linear and its ``(N, K)``."""
+    """The quantized linears and their ``(N, K)``."""
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)

@@ -1,4 +1,4 @@
-"""What a foreign 4-bit format that can be imported is: how its linears are stored.
+"""The protocol of a foreign 4-bit format that can be imported.
 
 A checkpoint is described once, from its ``quantization_config``; what no scheme of ours holds
 (other widths, quantized activations) is refused there, with the reason. Group sizes, zero points

@@ -1,4 +1,4 @@
-"""The quantized formats that can be imported, by ``quant_method``; what to do with others."""
+"""The quantized formats that can be imported, by ``quant_method``, and advice on others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

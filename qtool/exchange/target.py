@@ -65,7 +65,7 @@ class Target(ABC):
         return ""
 
     def cautions_experts(self, found: LinearFormat) -> str:
-        """What loaders cannot do with routed experts in this format; nothing if all can."""
+        """A caution where only some loaders run routed experts in this format; empty if all can."""
         return ""
 
     def takes_gathered(self, found: LinearFormat) -> bool:
@@ -97,7 +97,7 @@ class Target(ABC):
         """The ``quantization_config`` of config.json; a format None is a linear in 16 bit."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """What attention stores for kv8's scales ``[H, D]``; nothing if the format has no place."""
+        """The tensors of attention for kv8's scales ``[H, D]``; none if the format has no place."""
         return {}
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

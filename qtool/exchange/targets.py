@@ -1,4 +1,4 @@
-"""Every format an export writes, by name."""
+"""The table of export formats, by name."""
 
 from qtool import plugins
 from qtool.errors import QtoolError

@@ -1,4 +1,4 @@
-"""The native format: what a packed linear and a native checkpoint are.
+"""The native format of a packed linear and of a checkpoint.
 
 It is the one statement behind the plan's sizes, the writer, the loader, ``verify``, the exports and
 the serving plugin. It is plain data with no model in it.

@@ -29,7 +29,7 @@ def finite_rows(
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> None:
-    """:func:`finite` of every tensor by name: a GPU is waited for once."""
+    """:func:`finite` of all tensors by name, with a single wait for a GPU."""
     if tensors and not torch.stack([only_finite(tensor) for tensor in tensors.values()]).all():
         for name, tensor in tensors.items():
             finite(name, tensor)

@@ -67,7 +67,7 @@ class Output:
         )
 
     def _open(self, resume: bool) -> None:
-        """Make or take over the directory, lock it and find what is whole in it."""
+        """Make or take over the directory, lock it and find its whole shards."""
         directory = self.directory
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise QtoolError(f"{directory} exists already; choose another --out or remove it")
@@ -112,7 +112,7 @@ class Output:
         return self.partial / RUN / f"shard-{shard:05d}.json"
 
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
-        """The record of a file of this job whose bytes are what was written; None otherwise."""
+        """The record of a file of this job if its bytes are those written; else None."""
         try:
             record: dict[str, Any] = json.loads(record_path.read_text())
             if record["job"] != job_hash(self.identity):
@@ -161,7 +161,7 @@ class Output:
         *,
         sync: bool = True,
     ) -> None:
-        """Write tensors that the run itself needs to be resumed, then their record.
+        """Store tensors that a resumed run needs, then their record.
 
         They are gone when the run is finished. ``sync``: see :func:`qtool.io.safetensors.write`.
         """
@@ -205,7 +205,7 @@ class Output:
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
     ) -> None:
-        """Write what is not weights, and give the directory its name.
+        """Write all files but the weights, and give the directory its name.
 
         Beside index, config and provenance: the ``side_files`` under their names, and a model card.
 
@@ -260,7 +260,7 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
 
 
 def job_hash(identity: Mapping[str, Any]) -> str:
-    """sha256 of what makes a job the same."""
+    """sha256 of the facts that make two jobs the same."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -40,7 +40,7 @@ MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: where its bytes are and what they are."""
+    """One tensor of a file: position, dtype and shape."""
 
     path: Path
     dtype: torch.dtype

@@ -31,7 +31,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code of one kernel and what the compiler said about it."""
+    """Machine code of one kernel, and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -145,7 +145,7 @@ class _Log:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+    """The directory of compiled kernels."""
     if configured := os.environ.get("QTOOL_CACHE_DIR"):
         return Path(configured) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtool" / "kernels"

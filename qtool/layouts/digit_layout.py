@@ -62,7 +62,7 @@ class DigitLayout(Layout):
         require_tile(self.name, n, k, self.tile)
 
     def sizes(self, n: int, k: int) -> dict[str, int]:
-        """The size of every digit for a weight ``[n, k]``."""
+        """The sizes of all digits for a weight ``[n, k]``."""
         return digit_sizes(self.n, n) | digit_sizes(self.k, k)
 
     def address(self, n: Tensor, k: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ class Architecture:
 
     @property
     def namespace(self) -> SimpleNamespace:
-        """The config as an object, for what only reads attributes."""
+        """The config as an object, for code that reads attributes."""
         return self.family.settings(self.config)
 
     def block_family(self, block: int) -> Family:
@@ -46,11 +46,11 @@ class Architecture:
         return f"{self.family.blocks}.{block}.{name}"
 
     def block_shapes(self, block: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block."""
+        """Shapes of all tensors of a block, by their names within the block."""
         return self.block_family(block).block_shapes(self.namespace)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the source must hold, by full name."""
+        """Shapes of all tensors that the source must hold, by full name."""
         shapes = self.embedding_and_head()[0]
         for block in range(self.blocks):
             shapes |= {
@@ -62,7 +62,7 @@ class Architecture:
         return shapes | last
 
     def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Shape of every tensor before the blocks (tables) and after them (final norm, head)."""
+        """Shapes of the tensors before the blocks (tables) and after them (final norm, head)."""
         family, dims = self.family, self.family.dimensions(self.namespace)
         first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
         if family.positions:

@@ -102,7 +102,7 @@ class Family:
 
     @cache  # noqa: B019  (families live as long as the program)
     def of_experts(self, count: int) -> "Family":
-        """The family with the groups and tensors of every expert."""
+        """The family with the groups and tensors of all experts."""
         groups: list[LinearGroup] = []
         for group in self.groups:
             each = (
@@ -122,11 +122,11 @@ class Family:
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """config.json as an object, with the defaults of what it leaves out."""
+        """config.json as an object, with defaults for missing keys."""
         return SimpleNamespace(**{**self.defaults, **config})
 
     def require_sizes(self, settings: SimpleNamespace) -> None:
-        """Check that every size the family's shapes are declared in is there.
+        """Check that all sizes that the family's shapes are declared in are there.
 
         Raises:
             QtoolError: one is missing, no positive whole number, or larger than any model's.
@@ -158,7 +158,7 @@ class Family:
                 )
 
     def linears(self) -> Iterator[str]:
-        """Names within a block of every linear that may be quantized."""
+        """Names within a block of the linears that may be quantized."""
         for group in self.groups:
             yield from group.linears
 
@@ -196,7 +196,7 @@ class Family:
         return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block; reads no weights."""
+        """Shapes of all tensors of a block, by name within the block; reads no weights."""
         dims = self.dimensions(config)
         known = {
             words: _shape(words, dims) for words in set(self.tensors.values())

@@ -145,7 +145,7 @@ class Windows(Calibration):
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
     def _cut(self) -> tuple[Tensor, str]:
-        """Windows of what was given, and the sha256 of the text or of the token ids."""
+        """Windows of the given text or token ids, and its sha256."""
         sizes: dict[str, int] = {
             "samples": self.samples,
             "seqlen": self.seqlen,

@@ -40,7 +40,7 @@ class Row:
 
 
 def inspect(directory: Path) -> list[Row]:
-    """Rows of every packed linear, then of every other tensor, in file order.
+    """Rows of all packed linears, then of all other tensors, in file order.
 
     Raises:
         QtoolError: not a native checkpoint.

@@ -91,7 +91,7 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
 
 
 def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """``weight`` or ``output``, linear and error, of every error in the notes of a block."""
+    """``weight`` or ``output``, linear and error, of all errors in the notes of a block."""
     for method, (what, key) in NOTED.items():
         for linear, note in notes.get(method, {}).items():
             if key in note:

@@ -1,4 +1,4 @@
-"""What a recipe is: which scheme each layer gets and by which methods. No torch here.
+"""The schema of a recipe: the scheme of each layer, and the methods. It imports no torch.
 
 :mod:`qtool.recipes.recipe` reads one from YAML.
 """
@@ -76,11 +76,11 @@ class Recipe:
         return next((step for step in self.transforms if step.name == name), None)
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
-        """Every quantized layer at ``group_size`` (None: the whole channel)."""
+        """The recipe with all quantized layers at ``group_size`` (None: the whole channel)."""
         return self._with_rules(group_size=group_size)
 
     def with_layout(self, layout: str) -> "Recipe":
-        """Every quantized layer in ``layout``."""
+        """The recipe with all quantized layers in ``layout``."""
         return self._with_rules(layout=layout)
 
     def _with_rules(self, **changes: Any) -> "Recipe":

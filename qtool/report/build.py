@@ -156,7 +156,7 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 @torch.no_grad()
 def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
-    """``||V - W|| / ||W||`` of every packed linear V, where the recipe only rounds a weight W.
+    """``||V - W|| / ||W||`` of all packed linears V, where the recipe only rounds a weight W.
 
     None where the source has no plain weights: an import's is quantized itself.
     """

@@ -192,7 +192,7 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
 
 
 def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
-    """How far each method that searched lowered the error it looks at."""
+    """The factor by which each searching method lowered the error it minimizes."""
     ratios: dict[str, list[float]] = {}
     for notes in blocks:
         for method, note in notes.items():

@@ -1,4 +1,4 @@
-"""What the words of a report mean: a sentence for each that occurs in it."""
+"""The glossary of a report: a sentence for each word that occurs in it."""
 
 from qtool import recipes
 from qtool.report.data import Report

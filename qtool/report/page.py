@@ -43,7 +43,7 @@ def render(report: Report) -> str:
 
 
 def view(report: Report) -> dict[str, Any]:
-    """What the template shows of ``report``."""
+    """The variables that the template shows of ``report``."""
     record = report.provenance
     return {
         "report": report,

@@ -169,7 +169,7 @@ def graph_decoding(model: PreTrainedModel) -> bool:
 
 
 def one_kernel_norms(model: nn.Module) -> None:
-    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of eight.
+    """Let the plain RMSNorms of ``model`` run as torch's one kernel instead of eight.
 
     It rounds once, at the end. Where operators are intercepted (deterministic evaluation), the
     model's own arithmetic stays.

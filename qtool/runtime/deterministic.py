@@ -51,7 +51,7 @@ ROWS, SCORES = 128, (2**17, 2**26)
 
 
 class _Operations(TorchDispatchMode):
-    """Computes every float operation that is not exact in float64."""
+    """Computes all float operations that are not exact in float64."""
 
     def __torch_dispatch__(
         self,
@@ -162,7 +162,7 @@ def attention(
 
 
 def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether every device gives the same result without help.
+    """Whether all devices give the same result without help.
 
     So do operations without low floats, views, custom operators and what IEEE 754 specifies.
     """

@@ -74,7 +74,7 @@ class QuantLinear(nn.Module):
         return weight
 
     def kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-        """What multiplies inputs of ``dtype`` on ``device``; None is the scheme's reference."""
+        """The kernel for inputs of ``dtype`` on ``device``; None is the scheme's reference."""
         key = device, dtype
         if key not in self._kernels:
             shape = (self.out_features, self.in_features)

@@ -81,7 +81,7 @@ def load(
 def _from_pretrained(
     path: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None
 ) -> PreTrainedModel:
-    """transformers' own load, with every tensor of the model found in the files."""
+    """transformers' own load, with a check that all tensors of the model are in the files."""
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -29,7 +29,7 @@ ROOM = 64
 
 
 def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:
-    """What a block stores for the KV quantizer ``kv``, by name within the block, on ``meta``.
+    """Tensors that a block stores for the KV quantizer ``kv``, by name within it, on ``meta``.
 
     Raises:
         QtoolError: an unknown quantizer, or one that cannot hold these heads.

@@ -184,7 +184,7 @@ class Scheme(ABC):
         """The exact weight ``[N, K]`` in float32 that the integers stand for."""
 
     def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
-        """``weight [N, K]`` rounded to nearest and dequantized, float32: what a search looks at."""
+        """``weight [N, K]`` rounded to nearest and dequantized, float32, for searches."""
         return self.dequantize(self.quantize(weight, params), params)
 
     def weight_error(self, weight: Tensor, params: Params) -> Tensor:

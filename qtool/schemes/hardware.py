@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to use on a GPU, the ratio that decided, and why in a sentence."""
+    """A granularity for a GPU, the ratio that decided, and the reason in a sentence."""
 
     choice: str
     ratio: float

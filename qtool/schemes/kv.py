@@ -1,5 +1,4 @@
-"""KV-cache quantizers: keys (after RoPE) and values ``[B, H, T, D]`` as 8-bit or packed 4-bit
-codes.
+"""KV-cache quantizers: keys (after RoPE) and values as 8-bit or packed 4-bit codes.
 
     kv8          s8, static, per head and channel: s[h, d] = max|X| / 127 of the calibration data
                  (LiquidGEMM section 6, LiquidServe)

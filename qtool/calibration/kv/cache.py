@@ -46,13 +46,13 @@ class KVObserver:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note both ``[B, H, S, D]`` and hand them back."""
+        """Observe both ``[B, H, S, D]`` and return them."""
         self.values.update(values, keys)
         return self.keys.update(keys, values)
 
 
 class ExactKV:
-    """Hands keys and values back unchanged, in the place of a KV cache."""
+    """Returns keys and values unchanged, in the place of a KV cache."""
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
@@ -75,7 +75,7 @@ class SimulatedKV:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both, quantized and dequantized; nothing is kept."""
+        """Both, quantized and dequantized; nothing is stored."""
         key_quantizer, value_quantizer = self.quantizers
         return _read_back(key_quantizer, keys), _read_back(value_quantizer, values)
 

@@ -1,4 +1,4 @@
-"""A linear whose weight has been rounded: its codes, and what they compute until packed."""
+"""A rounded linear before it is packed: its codes, and a module that computes with them."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Rounded:
 
 
 class SimulatedLinear(nn.Module):
-    """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
+    """Computes as the quantized linear will, on dequantized numbers and on any device."""
 
     def __init__(
         self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the closest code its scheme allows. Needs no data.
+"""Round to nearest: each weight to the closest code its scheme allows, without data.
 
 Works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
 memory is the stored weight plus its codes.

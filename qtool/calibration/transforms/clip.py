@@ -40,7 +40,7 @@ FIXED_COST = 5_000_000
 
 @dataclass(kw_only=True)
 class Clip(Transform):
-    """Choose ``block.clips`` for every linear.
+    """Chooses ``block.clips`` for all linears.
 
     Args:
         lowest: smallest ratio tried.

@@ -100,7 +100,7 @@ def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
 
 
 def random_signs(n: int, seed: int) -> Tensor:
-    """``[n]`` of +-1, the same on every device."""
+    """``[n]`` of +-1, the same on all devices."""
     return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 

@@ -60,7 +60,7 @@ class Queries:
         return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
 
     def score_error(self, lost: Tensor) -> Tensor:
-        """Mean square ``[Hkv]`` of what ``lost [Hkv, T, D]`` of the keys changes in the scores."""
+        """Mean square ``[Hkv]`` of the scores that ``lost [Hkv, T, D]`` of the keys makes."""
         return ((lost @ self.moment) * lost).sum(2).mean(1)
 
 

@@ -1,4 +1,4 @@
-"""Reordering of input channels: alike ones share a group, outliers share a block.
+"""Reordering of input channels: similar ones share a group, outliers share a block.
 
 - ``reorder``: QServe B.2.3. Channels sorted by max|X|, so that a quantization group holds channels
   of similar salience.

@@ -136,13 +136,13 @@ def balance_heads(block: Block) -> None:
 
 
 def rotate_inputs(block: Block, name: str, q: Hadamard) -> None:
-    """``W <- W Q`` on every ``n`` consecutive columns of ``W [N, K]``, in place."""
+    """``W <- W Q`` on each ``n`` consecutive columns of ``W [N, K]``, in place."""
     weight = block.weight(name)
     weight.copy_(_by_parts(weight.double(), q))
 
 
 def rotate_outputs(block: Block, name: str, q: Hadamard) -> None:
-    """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
+    """``W <- Q^T W`` on each ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
     block.change_rows(name, lambda rows: _by_parts(rows.double().movedim(0, -1), q).movedim(-1, 0))
 
 

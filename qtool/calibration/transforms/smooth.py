@@ -139,7 +139,7 @@ def smooth_factors(
     x_amax: Tensor | None = None,
     w_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best factors ``lambda [K]`` of linears that read one input, and what was found.
+    """The best factors ``lambda [K]`` of linears that read one input, with their errors.
 
     Args:
         weights: of the linears, each ``[N, K]``; with ``schemes``, one each.

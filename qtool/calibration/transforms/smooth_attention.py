@@ -35,7 +35,7 @@ from qtool.schemes.kv import KV4
 
 
 class KeyObserver:
-    """Collects the keys after RoPE that attention hands over, in the place of a KV cache.
+    """Collects keys after RoPE, in the place of a KV cache.
 
     Attributes:
         amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
@@ -51,7 +51,7 @@ class KeyObserver:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note ``keys [B, Hkv, S, D]`` and hand both back."""
+        """Observe ``keys [B, Hkv, S, D]`` and return both."""
         amax, total = keys.abs().amax((0, 2)).float(), keys.sum((0, 2), dtype=torch.float64)
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         self.total = total if self.total is None else self.total + total
@@ -109,7 +109,7 @@ class SmoothedKV4:
 
 @dataclass(kw_only=True)
 class SmoothAttention(Transform):
-    """Fold a transform of the keys into what makes keys and queries.
+    """Folds a transform of the keys into the weights that make keys and queries.
 
     Args:
         alphas: exponents to choose from; ``[0.5]`` is the paper's.
@@ -154,7 +154,7 @@ class SmoothAttention(Transform):
         }
 
     def candidates(self, block: Block, keys: Keys, queries: Queries) -> dict[str, KeyTransform]:
-        """The transforms to choose from, by what the notes call them."""
+        """The transforms to choose from, by their names in the notes."""
         amax, rotary, shared = keys.amax, rotary_dim(block), shared_norm(block)
         still = amax.new_zeros(len(amax), rotary // 2)
         factors = {"none": 0.0} | {f"alpha {alpha}": alpha for alpha in self.alphas}

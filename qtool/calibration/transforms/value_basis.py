@@ -38,7 +38,7 @@ from qtool.schemes.kv import KV4
 
 @dataclass(kw_only=True)
 class ValueBasis(Transform):
-    """Find and fold a basis for every value head.
+    """Finds and folds a basis for each value head.
 
     Args:
         steps: of Adam.

@@ -1,4 +1,4 @@
-"""compressed-tensors: what vLLM, SGLang and transformers load.
+"""compressed-tensors: the format of vLLM, SGLang and transformers.
 
 4-bit weights are ``pack-quantized``: ``weight_packed`` int32 ``[N, K / 8]``, nibble ``k % 8`` of
 word ``k // 8`` holds ``q + 8``; ``weight_scale [N, G]``; ``weight_shape`` int64 ``[N, K]``; with
@@ -228,7 +228,7 @@ def read_zeros(stored: Tensor, n: int, groups: int) -> Tensor:
 def _formats(
     schemes: Mapping[str, tuple[int | None, ...]], activations: str, form: Form | None = None
 ) -> dict[str, CompressedFormat]:
-    """Every scheme in ``form``, by default symmetric where it can be."""
+    """All schemes in ``form``, by default symmetric where possible."""
     default = {scheme: symmetric_4 if scheme in SYMMETRIC_4 else asymmetric_4 for scheme in schemes}
     return {
         scheme: CompressedFormat(form or default[scheme], sizes, activations)

@@ -91,7 +91,7 @@ def pack_zeros(zeros: Tensor) -> Tensor:
 
 
 def read(tensors: Mapping[str, Tensor], n: int, k: int, checkpoint_format: str) -> Affine:
-    """The codes, scales and true zero points of stored ``tensors`` (``g_idx`` is not looked at)."""
+    """The codes, scales and true zero points of stored ``tensors``, without ``g_idx``."""
     codes = WORDS.unpack({"qweight": tensors["qweight"]}, n, k, signed=False)
     zero = read_zeros(tensors["qzeros"], n, tensors["scales"].shape[0], checkpoint_format)
     return Affine(codes, tensors["scales"].t().contiguous(), zero)

@@ -1,4 +1,4 @@
-"""The tensors of a packed cache as the attention kernels take them, and what they refuse.
+"""The tensors of a packed cache as the attention kernels take them, and their checks.
 
 Legend: B batch, H kv heads, C capacity in tokens, D head dimension.
 """

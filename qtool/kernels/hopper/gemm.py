@@ -1,5 +1,4 @@
-"""The host side of ``csrc/hopper/gemm.cuh``: pick a tile, get the kernel, pack its parameters,
-launch.
+"""The host side of ``csrc/hopper/gemm.cuh``: choose a tile, load the kernel, launch.
 
 Legend: M tokens, N output channels, K input channels, G level-2 groups of a channel.
 """

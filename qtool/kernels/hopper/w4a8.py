@@ -1,5 +1,6 @@
-"""``qtool::w4a8_gemm``: 4-bit weights, 8-bit tokens, exact int32 sums, scales and bias in the
-epilogue.
+"""``qtool::w4a8_gemm``: 4-bit weights by 8-bit tokens, with exact int32 sums.
+
+Scales and bias are applied in the epilogue.
 
     v[m, n] = sum_k x[m, k] * W8[n, k]      int32      y = v * sx[m] * s1[n] + bias[n]
 

@@ -16,7 +16,7 @@ UNROTATED = (
 
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
-    """``recipe`` without what ``family`` refuses, each omission in ``Recipe.adaptations``."""
+    """``recipe`` without the methods ``family`` refuses, each noted in ``Recipe.adaptations``."""
     if not recipe.built_in:
         return recipe
     for step in recipe.transforms:

@@ -51,7 +51,7 @@ def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
 def choose(
     job: Job, tokens: int, device: torch.device, device_free: float, host_free: float
 ) -> str:
-    """The first place with room for the activations of ``tokens`` beside what a block needs."""
+    """The first place with room for the activations of ``tokens`` beside a block's memory."""
     nbytes = activation_bytes(job, tokens, device)
     if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
         return "device"

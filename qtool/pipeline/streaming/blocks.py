@@ -242,7 +242,7 @@ class BuiltBlocks:
             block.reference, self.reached = None, block.index + 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Run block ``index`` as ``stored`` (by full name) on every batch.
+        """Run block ``index`` with the weights ``stored`` (by full name) on all batches.
 
         Its outputs are the next block's inputs, which are then written to disk.
         """

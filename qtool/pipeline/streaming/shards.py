@@ -70,7 +70,7 @@ class Shards:
         self.together = not job.is_plain
 
     def make(self, tokens: Sequence[Tensor], activations: str) -> None:
-        """Make and write what is missing.
+        """Make and write the missing shards.
 
         Args:
             tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.

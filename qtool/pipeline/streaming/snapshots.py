@@ -52,7 +52,7 @@ class Snapshot:
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every batch's hidden states; stops once they are given up."""
+        """The hidden states of all batches; stops once they are given up."""
         self.started = time.monotonic()
         for name, hidden in zip(self.specs, self.hidden, strict=True):
             if self.given_up.is_set():

@@ -1,4 +1,4 @@
-"""The smallest and largest value of every group on a GPU, in one pass over the weight."""
+"""The range of each group on a GPU, in one pass over the weight."""
 
 from importlib.util import find_spec
 

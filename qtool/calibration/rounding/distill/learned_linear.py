@@ -36,7 +36,7 @@ START_WITHIN = 0.45
 
 
 class LearnedLinear(nn.Module):
-    """Stands in for a linear while its block is distilled.
+    """Replaces a linear while its block is distilled.
 
     Args:
         weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.

@@ -47,7 +47,7 @@ LARGE = 1 << 30
 
 @dataclass(kw_only=True)
 class GptqOptions:
-    """What can be chosen; all of them are recipe keys.
+    """GPTQ's options; all of them are recipe keys.
 
     Args:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
@@ -321,7 +321,7 @@ class Factor:
 
     @property
     def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: what an error in column k costs once later columns made up for it."""
+        """``diag(R)^2 [K]``: the cost of an error in column k, later columns making up for it."""
         return self._lower.diagonal().flip(0).square()
 
     def solve(self, right: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ def sweep(
 def round_panel(
     target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and errors ``[E, N, b]`` of one panel; every field of ``grid`` is ``[E, N, b]`` here.
+    """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
     Works on the transposes: a column is then contiguous.
     """
@@ -418,7 +418,7 @@ def round_panel(
 def prune(
     target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
 ) -> Tensor:
-    """The mask ``[N, K]`` of the weights that stay: n of every m consecutive inputs.
+    """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
 
     SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774, section 3.3). The columns are visited as
     in GPTQ, m at a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are

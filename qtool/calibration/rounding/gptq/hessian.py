@@ -110,7 +110,7 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Rows and columns of what is summed of ``[K, K]``: panels on a GPU, all in one elsewhere."""
+    """Rows and columns of the summed parts of ``[K, K]``: panels on a GPU, one part elsewhere."""
     return list(panels(k)) if device.type == "cuda" else [(slice(0, k), slice(0, k))]
 
 

@@ -1,4 +1,4 @@
-"""GPTQ as a recipe's rounding: every linear of a decoder block by :func:`.gptq.solve`.
+"""GPTQ as a recipe's rounding: all linears of a decoder block by :func:`.gptq.solve`.
 
 Linears that share an input share H and are one problem: their rows are stacked. Groups of linears
 follow the data flow: each sees the inputs that the quantized ones before it produce. The experts of
@@ -132,7 +132,7 @@ class Gptq(GptqOptions, Rounding):
     def moments_of_experts(
         self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
     ) -> dict[str, Hessian]:
-        """The moments of every expert's input, by the first linear that reads it, in one pass.
+        """The moments of all experts' inputs, by the first linear that reads each, in one pass.
 
         The float block's router may send other tokens, so that its inputs say nothing about these.
         """
