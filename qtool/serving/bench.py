@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, suggest
-from qtool.text_table import render
+from qtool.table import render
 
 #: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
 #: first ends
