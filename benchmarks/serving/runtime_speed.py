@@ -146,8 +146,9 @@ class Run:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def host_us(self, call: Callable[[], object], calls: int = 100, repeats: int = 15) -> float:
+    def host_us(self, call: Callable[[], object]) -> float:
         """Median microseconds until a call returns."""
+        calls, repeats = (100, 15) if self.device == "cuda" else (3, 3)
         call()
         times = []
         for _ in range(repeats):

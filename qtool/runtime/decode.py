@@ -34,8 +34,8 @@ INPUTS = ("input_ids", "position_ids", "attention_mask")
 #: what attention may be asked for beside the softmax over a range
 UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
 
-#: of each sequence: where its first token lies among B * C (and B * C), and how many there are
-Ranges = tuple[Tensor, Tensor]
+#: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
+Ranges = tuple[Tensor, Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
@@ -94,14 +94,12 @@ def attention_over_ranges(
     """``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]`` over its range of ``key``, ``value [B, H, C,
     D]``.
     """
-    batch, capacity = len(query), key.shape[2]
-    starts, used = ranges
+    numbers, starts, used = ranges
     tokens = [t.transpose(1, 2).flatten(0, 1) for t in (key, value)]  # [B * C, H, D]
-    each = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     out = torch.ops.aten._flash_attention_forward(
         query.squeeze(2),
         *tokens,
-        *(each, starts, 1, capacity, 0.0, False, False),
+        *(numbers, starts, 1, key.shape[2], 0.0, False, False),
         scale=scaling,
         seqused_k=used,
     )[0]
@@ -109,13 +107,14 @@ def attention_over_ranges(
 
 
 def ranges_of(mask: Tensor) -> Ranges:
-    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: int32 ``[B + 1]`` and ``[B]``."""
+    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: ``[B + 1]``, ``[B + 1]``, ``[B]``."""
     shown = mask[:, 0, 0]  # [B, C]
     batch, capacity = shown.shape
     first = shown.int().argmax(-1)
-    base = torch.arange(batch, device=mask.device) * capacity
-    starts = nn.functional.pad(first + base, (0, 1), value=batch * capacity)
-    return starts.int(), shown.sum(-1).int()
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=mask.device)
+    starts = numbers * capacity
+    starts[:batch] += first
+    return numbers, starts, shown.sum(-1, dtype=torch.int32)
 
 
 def is_of_ranges(mask: Tensor) -> bool:

@@ -33,7 +33,7 @@ SIZES = {
 
 def mask_of(ranges: decode.Ranges, capacity: int) -> Tensor:
     """Bool ``[B, 1, 1, C]``: the inverse of ``ranges_of``."""
-    starts, used = ranges
+    _, starts, used = ranges
     first = starts[:-1] - torch.arange(len(used)) * capacity
     at = torch.arange(capacity)
     return ((at >= first[:, None]) & (at < (first + used)[:, None]))[:, None, None]
@@ -136,9 +136,10 @@ def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> N
 def test_masks_and_ranges() -> None:
     at = torch.arange(6)
     mask = torch.stack([(at >= 2) & (at < 5), at < 6, at < 1])[:, None, None]
-    starts, used = ranges_of(mask)
+    numbers, starts, used = ranges_of(mask)
+    assert numbers.tolist() == [0, 1, 2, 3]
     assert starts.tolist() == [2, 6, 12, 18] and used.tolist() == [3, 6, 1]
-    assert torch.equal(mask_of((starts, used), 6), mask) and is_of_ranges(mask)
+    assert torch.equal(mask_of((numbers, starts, used), 6), mask) and is_of_ranges(mask)
     assert not is_of_ranges(mask.clone().index_fill_(3, torch.tensor([3]), False))
     assert not is_of_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
 
