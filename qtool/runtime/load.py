@@ -42,6 +42,20 @@ def load(
     Raises:
         QtoolError: if the directory is not a loadable model, or ``kv`` is not for it.
     """
+    model = load_as_stored(directory, device=device, dtype=dtype, kv=kv)
+    if torch.device(device).type == "cuda":
+        merge_linears(model)
+        one_kernel_norms(model)
+        graph_decoding(model)
+    return model
+
+
+def load_as_stored(
+    directory: str | Path, *, device: str, dtype: torch.dtype | None, kv: str | None = None
+) -> PreTrainedModel:
+    """The model of :func:`load` as transformers has it: each linear alone, its own norms, no
+    graphs.
+    """
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
@@ -65,10 +79,6 @@ def load(
             )
         quantize_kv(model, kv)
     torch.nn.Module.to(model, device)
-    if torch.device(device).type == "cuda":
-        merge_linears(model)
-        one_kernel_norms(model)
-        graph_decoding(model)
     return model.eval()
 
 
