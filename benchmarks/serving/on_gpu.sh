@@ -1,0 +1,91 @@
+#!/bin/bash
+# vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
+#   bash benchmarks/serving/on_gpu.sh check|bench|more [ARGUMENT ...]
+# Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
+set -u
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-out/serving}
+SITE=${SITE:-/tmp/site}
+DATA=${DATA:-/tmp/serving}
+mkdir -p "$OUT" "$SITE" "$DATA"
+export PYTHONPATH=$PWD:$SITE PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO} TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=4
+summary=$OUT/summary.txt
+: > "$summary"
+
+step() { # step NAME SECONDS COMMAND ...: run it, log it, say how it ended
+    local name=$1 limit=$2 start=$SECONDS status
+    shift 2
+    timeout -k 5 "$limit" "$@" > "$OUT/$name.log" 2>&1
+    status=$?
+    printf '%-28s status %3d  %4d s  %s\n' "$name" $status $((SECONDS - start)) \
+        "$(grep -E '^(RESULT|OK)' "$OUT/$name.log" | tail -1)" | tee -a "$summary"
+    if [ $status -ne 0 ]; then grep -vE '^\s*$' "$OUT/$name.log" | tail -${TAIL:-12}; fi
+    return $status
+}
+
+unpack() {
+    for archive in .vllm/*.tar.xz; do
+        done=$SITE/.$(basename "$archive")
+        [ -e "$done" ] || { tar -C "$SITE" -xJf "$archive" && touch "$done"; } || return 1
+    done
+    # an entry point, for the processes that vLLM starts
+    mkdir -p "$SITE/qtool-0.dist-info"
+    printf 'Metadata-Version: 2.1\nName: qtool\nVersion: 0\n' > "$SITE/qtool-0.dist-info/METADATA"
+    printf '[vllm.general_plugins]\nqtool = qtool.serving.vllm:register\n' > "$SITE/qtool-0.dist-info/entry_points.txt"
+    du -sh "$SITE"
+}
+
+smoke_code='
+import torch, vllm, vllm._C_stable_libtorch
+x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
+out = torch.empty(4, 256, device="cuda", dtype=torch.bfloat16)
+torch.ops._C.silu_and_mul(out, x)
+assert torch.allclose(out, torch.nn.functional.silu(x[:, :256]) * x[:, 256:], atol=0.02)
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+print("OK", torch.cuda.get_device_name(), "vllm", vllm.__version__, "FlashAttention", get_flash_attn_version())
+'
+
+quantize() { python3 -m qtool quantize demo --scheme "$1" --recipe fast --out "$DATA/demo-$1"; }
+export -f quantize
+export DATA
+
+check_one() { python3 benchmarks/serving/check_vllm.py "$DATA/demo-$1" --text qtool/demo/heldout.txt "${@:2}"; }
+export -f check_one
+
+bench_code='
+import json, sys
+from pathlib import Path
+from qtool.serving.bench import as_dicts, bench_serve, table
+directory, against, batches, out = sys.argv[1:5]
+rows = []
+for row in bench_serve(Path(directory), against=[n for n in against.split(",") if n], batches=list(map(int, batches.split(",")))):
+    rows.append(row)
+    Path(out).write_text(json.dumps(as_dicts(rows), indent=1))
+print(table(rows))
+print("RESULT", len(rows), "rows")
+'
+
+step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
+step smoke 120 python3 -c "$smoke_code" || exit 1
+case ${1:-check} in
+check)
+    step quantize-lqq 120 bash -c 'quantize w4a8-lqq'
+    step check-lqq-eager 180 bash -c 'check_one w4a8-lqq --eager'
+    step check-lqq 200 bash -c 'check_one w4a8-lqq'
+    ;;
+more)
+    for scheme in ${2:-w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}; do
+        step "quantize-$scheme" 120 bash -c "quantize $scheme" && step "check-$scheme" 200 bash -c "check_one $scheme ${EAGER:+--eager}"
+    done
+    ;;
+bench)
+    scheme=${2:-w4a8-lqq}
+    against=${3-fp8}
+    step "random-8b-$scheme" 200 python3 benchmarks/serving/random_packed.py llama-3-8b "$scheme" "$DATA/8b-$scheme"
+    step "bench-$scheme" ${LIMIT:-420} python3 -c "$bench_code" "$DATA/8b-$scheme" "$against" "${4:-1,16,64}" "$OUT/bench-$scheme.json"
+    grep -A40 '^engine' "$OUT/bench-$scheme.log" | tee -a "$summary"
+    ;;
+esac
+echo; echo "---- summary"; cat "$summary"

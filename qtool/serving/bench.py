@@ -1,0 +1,195 @@
+"""``qtool bench serve``: decode and prefill of a checkpoint in vLLM, beside vLLM's own formats of
+the same shape.
+
+Each engine runs in a process of its own, one after another. A decode step is the difference of two
+generations of different lengths over the same prompts, so prefill and start-up cancel. Prompts are
+random ids; the baselines have random weights, since time does not depend on them.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import QtoolError, suggest
+from qtool.text_table import render
+
+#: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
+#: first ends
+SHORT, LONG = 64, 192
+#: vLLM's name of the cache's dtype by ours
+CACHES = {"fp8": "fp8", "16": "auto"}
+PACK_QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 128,
+            },
+        }
+    },
+}
+#: what ``against`` may name: additions to config.json, options of vLLM
+BASELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8": ({}, {"quantization": "fp8"}),
+    "bf16": ({}, {}),
+    "w4a16": ({"quantization_config": PACK_QUANTIZED}, {}),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One engine at one batch size.
+
+    Attributes:
+        step_ms: one decode step of the batch. prefill: prompt tokens a second. request: generated
+            tokens a second of whole requests, prefill included.
+    """
+
+    engine: str
+    batch: int
+    step_ms: float
+    prefill: float
+    request: float
+
+
+def bench_serve(
+    directory: Path,
+    *,
+    against: Sequence[str] = ("fp8", "bf16", "w4a16"),
+    batches: Sequence[int] = (1, 16, 64, 256),
+    input_tokens: int = 1024,
+    output_tokens: int = 512,
+    cache: str = "fp8",
+    **options: Any,
+) -> Iterator[Served]:
+    """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM; rows come as they
+    are measured.
+
+    Args:
+        cache: dtype of every engine's KV cache, ``fp8`` or ``16``.
+        options: of ``vllm.LLM``.
+
+    Raises:
+        QtoolError: for an unknown baseline, or if an engine stops.
+    """
+    for name in against:
+        if name not in BASELINES:
+            raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
+    if cache not in CACHES:
+        raise QtoolError(f"--cache {cache}: {suggest(cache, CACHES)}")
+    config = json.loads((directory / "config.json").read_text())
+    common = {"kv_cache_dtype": CACHES[cache]} | options
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {config["quantization_config"]["scheme"]: (directory, common)}
+        for name in against:
+            added, own = BASELINES[name]
+            shape = Path(folder, name)
+            shape.mkdir()
+            plain = {
+                key: value for key, value in config.items() if key != "quantization_config"
+            } | added
+            (shape / "config.json").write_text(json.dumps(plain))
+            engines[name] = (shape, common | own | {"load_format": "dummy"})
+        for name, (model, wanted) in engines.items():
+            request = {
+                "model": str(model),
+                "options": wanted,
+                "batches": list(batches),
+                "input_tokens": input_tokens,
+                "output_tokens": output_tokens,
+            }
+            yield from (Served(name, **row) for row in _measure_elsewhere(name, request))
+
+
+def table(rows: Sequence[Served]) -> str:
+    """Rows by batch and engine, with each step's time over the first engine's."""
+    first = {row.batch: row.step_ms for row in reversed(rows) if row.engine == rows[0].engine}
+    lines = [
+        (row.engine, str(row.batch), f"{row.step_ms:.2f}", f"{row.step_ms / first[row.batch]:.2f}",
+         f"{row.prefill:,.0f}", f"{row.request:,.0f}")
+        for row in sorted(rows, key=lambda row: row.batch)
+    ]  # fmt: skip
+    head = (
+        "engine",
+        "batch",
+        "ms a step",
+        f"over {rows[0].engine}",
+        "prefill tok/s",
+        "request tok/s",
+    )
+    return render(head, lines)
+
+
+def as_dicts(rows: Sequence[Served]) -> list[dict[str, Any]]:
+    """The rows as plain data, for ``--json``."""
+    return [asdict(row) for row in rows]
+
+
+def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "qtool.serving.bench", json.dumps(request)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise QtoolError(
+            f"{name}: vLLM stopped with status {done.returncode}; its last words are above"
+        )
+    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rows
+
+
+def measure(
+    model: str, options: dict[str, Any], batches: list[int], input_tokens: int, output_tokens: int
+) -> list[dict[str, Any]]:
+    """In a process with vLLM: the figures of one engine at each batch size."""
+    import torch
+
+    from qtool.serving.vllm.engine import answers, engine, greedy
+
+    vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+    length = input_tokens + max(LONG, output_tokens) + 1
+    settings = {
+        "max_model_len": length,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(batches),
+    }
+    llm = engine(model, **(settings | options))
+    random = torch.Generator().manual_seed(0)
+
+    def seconds(batch: int, tokens: int) -> float:
+        prompts = torch.randint(3, vocabulary, (batch, input_tokens), generator=random).tolist()
+        start = time.perf_counter()
+        answers(llm, prompts, greedy(tokens))
+        return time.perf_counter() - start
+
+    rows = []
+    for batch in batches:
+        seconds(batch, 4)  # what compiles or allocates at first does it now
+        prefill = min(seconds(batch, 1) for _ in range(3))
+        short, long = (min(seconds(batch, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
+        step = (long - short) / (LONG - SHORT)
+        rows.append({
+            "batch": batch,
+            "step_ms": 1000 * step,
+            "prefill": batch * input_tokens / prefill,
+            "request": batch * output_tokens / (prefill + (output_tokens - 1) * step),
+        })  # fmt: skip
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    measured = measure(**json.loads(sys.argv[1]))
+    print()
+    print(json.dumps(measured))

@@ -1,0 +1,77 @@
+"""Which kernel an engine's layer runs, chosen and compiled before the first token."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
+
+#: token counts between which a kernel may take another tile
+MOST_TOKENS = 8192
+LADDER = sorted(
+    {m for power in range(14) for m in (1 << power, 3 << power >> 1) if m <= MOST_TOKENS}
+)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One multiplication of an engine's layer, as :mod:`qtool.serving.verify` checks it.
+
+    Attributes:
+        names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M,
+            k]`` of ``dtype``.
+    """
+
+    name: str
+    names: list[str]
+    k: int
+    dtype: torch.dtype
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    kernel: Kernel
+
+
+def serving_kernel(
+    name: str, linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
+) -> Kernel:
+    """The kernel of a weight ``[n, k]``; on a CPU the op that a GPU would run, by its reference.
+
+    Raises:
+        QtoolError: naming the layer, if no kernel takes it.
+    """
+    if kernel := kernel_for(linear_format, n, k, device, dtype):
+        return kernel
+    known = KERNELS.get((linear_format.scheme, linear_format.layout), ())
+    fitting = [
+        kernel
+        for kernel in known
+        if dtype in kernel.dtypes and n % kernel.n == 0 and k % kernel.k == 0
+    ]
+    if fitting and device.type == "cpu":
+        return fitting[0]
+    what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}, {dtype}"
+    if fitting:
+        runs_on = sorted(
+            {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
+        )
+        found = f"{torch.cuda.get_device_name(device)} is sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
+        raise QtoolError(f"{what}: {found}; its kernels run on {', '.join(runs_on)}")
+    raise QtoolError(f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})")
+
+
+def _multiples(kernels: tuple[Kernel, ...]) -> str:
+    return (
+        " or ".join(f"multiples of {kernel.n} x {kernel.k}" for kernel in kernels)
+        or "none, it has no kernel"
+    )
+
+
+def compile_kernels(
+    multiply: Callable[[torch.Tensor], object], k: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Run ``multiply`` on zeros ``[M, k]`` of every M whose kernel may differ; nothing on a CPU."""
+    if device.type == "cuda":
+        for tokens in LADDER:
+            multiply(torch.zeros(tokens, k, dtype=dtype, device=device))

@@ -1,0 +1,127 @@
+"""How the stored tensors of a linear are cut among ranks and joined in a fused layer; no engine in
+it.
+
+A layout puts tiles of output channels one after another along one dimension of a stored tensor,
+tiles of input channels along another. So the tensors of a fused layer (q, k and v; gate and up) are
+those of its linears joined along the first of these, and a rank's share is a piece along one of
+them: bytes move, nothing is packed again. Which dimension that is follows from the shapes alone.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+
+#: rows of a weight on which a cut of the input channels is tried: every layout's tile divides them
+TRIED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The dimensions of one stored tensor that grow with the output and the input channels, None if
+    none does.
+
+    ``per_output`` is how many output channels one step along ``output`` covers.
+    """
+
+    output: int | None
+    input: int | None
+    per_output: Fraction
+
+
+@cache
+def axes(linear_format: LinearFormat, n: int, k: int) -> dict[str, Axes]:
+    """The :class:`Axes` of every stored tensor of a weight ``[n, k]``."""
+    here, taller, wider = (
+        linear_format.tensors(*size) for size in ((n, k), (2 * n, k), (n, 2 * k))
+    )
+    found = {}
+    for name, tensor in here.items():
+        output, input_ = (_grown(tensor, other[name]) for other in (taller, wider))
+        found[name] = Axes(
+            output, input_, Fraction(n, tensor.shape[output]) if output is not None else Fraction(1)
+        )
+    return found
+
+
+def _grown(tensor: Tensor, other: Tensor) -> int | None:
+    return next((dim for dim, size in enumerate(tensor.shape) if other.shape[dim] != size), None)
+
+
+def require_shares(
+    name: str,
+    linear_format: LinearFormat,
+    outputs: tuple[int, ...],
+    k: int,
+    ranks: int,
+    *,
+    permuted: bool,
+) -> None:
+    """Refuse a layer that cannot be loaded as it is stored.
+
+    Args:
+        outputs: output channels, on one rank, of each linear that the layer joins.
+        k: input channels on one rank. ranks: among how many the input channels are cut.
+
+    Raises:
+        QtoolError: naming the layer; one sentence.
+    """
+    for rows in outputs:
+        try:
+            linear_format.require(name, rows, k)
+        except QtoolError as error:
+            raise QtoolError(
+                f"{error}; this is one rank's share: use a smaller tensor-parallel size"
+            ) from error
+    if ranks == 1:
+        return
+    if permuted:
+        raise QtoolError(
+            f"{name}: its input channels are permuted across {ranks} ranks; use tensor-parallel size 1, "
+            "or quantize without reordering this layer"
+        )
+    if not cuts_inputs(linear_format, k * ranks, ranks):
+        raise QtoolError(
+            f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input channels among "
+            f"{ranks} ranks; use tensor-parallel size 1, or `qtool repack` it to another layout"
+        )
+
+
+@cache
+@torch.no_grad()
+def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
+    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried
+    on one.
+    """
+    scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
+    weight = torch.randn(
+        n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    weight.view(n, -1, 4)[..., ::2] = 0  # two of four, for the sparse ones
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    whole = linear_format.pack(codes, params)
+    for rank in range(ranks):
+        own = {
+            name: _share(param, n, name in scheme.shared_params, rank, ranks)
+            for name, param in params.items()
+        }
+        packed = linear_format.pack(codes[:, rank * share : (rank + 1) * share].contiguous(), own)
+        for name, axis in axes(linear_format, n, k).items():
+            cut = whole[name] if axis.input is None else whole[name].chunk(ranks, axis.input)[rank]
+            if cut.shape != packed[name].shape or not torch.equal(cut, packed[name]):
+                return False
+    return True
+
+
+def _share(param: Tensor, n: int, shared: bool, rank: int, ranks: int) -> Tensor:
+    """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``; all of one that has a
+    value a channel.
+    """
+    by_group = shared or (param.dim() == 2 and param.shape[1] > 1)
+    return param.chunk(ranks, -1)[rank].contiguous() if by_group else param

@@ -1,0 +1,103 @@
+"""Which linears of a checkpoint are packed, and whether what is stored is what its format declares."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.format import CheckpointFormat, LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.models import Family, Heads, family_of
+from qtool.runtime.packed_kv import kv_tensors
+
+
+class PackedLinears:
+    """The linears of a model that its ``quantization_config`` stores packed.
+
+    A rule's pattern may match modules that are never quantized (routers, vision towers, heads of
+    speculative decoding): only the linears that the model's family names are.
+
+    Args:
+        config: config.json of the language model, as a mapping.
+    """
+
+    def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
+        self.format = checkpoint_format
+        self.family = family_of(config["model_type"])
+        self.settings = self.family.settings(config)
+
+    def of(self, name: str) -> LinearFormat | None:
+        """The format of the linear ``name`` (as in the checkpoint), None if it has 16 bits."""
+        block, within = self._place(name)
+        if (
+            block is None
+            or not 0 <= block < len(self._linears)
+            or within not in self._linears[block]
+        ):
+            return None
+        return self.format.of(name)
+
+    def names(self) -> Iterator[str]:
+        """Full names of all of them."""
+        for block, linears in enumerate(self._linears):
+            yield from (
+                n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}")
+            )
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """``(N, K)`` of the linear ``name``."""
+        block, within = self._place(name)
+        n, k = self._block(block or 0).shape(f"{within}.weight", self.settings)
+        return n, k
+
+    def _place(self, name: str) -> tuple[int | None, str]:
+        prefix = f"{self.family.blocks}."
+        block, _, within = name.removeprefix(prefix).partition(".")
+        return (int(block) if name.startswith(prefix) and block.isdigit() else None), within
+
+    def _block(self, block: int) -> Family:
+        return self.family.at(self.settings, block)
+
+    @cached_property
+    def _linears(self) -> list[frozenset[str]]:
+        each: dict[Family, frozenset[str]] = {}  # blocks alike are the same object
+        blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
+        return [each.setdefault(block, frozenset(block.linears())) for block in blocks]
+
+
+def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
+    """Check names, shapes and dtypes of everything that belongs to a packed linear, by the files'
+    headers alone.
+
+    Raises:
+        QtoolError: for the first tensor that is missing, left over, or not what the format
+            declares.
+    """
+    expected: dict[str, tuple[Any, ...] | None] = {}
+    for name in linears.names():
+        linear_format = linears.of(name)
+        assert linear_format is not None
+        n, k = linears.shape(name)
+        linear_format.require(name, n, k)
+        for part, tensor in linear_format.tensors(n, k).items():
+            expected[f"{name}.{part}"] = (tuple(tensor.shape), tensor.dtype)
+        if linears.format.is_permuted(name):
+            expected[f"{name}.permutation"] = None
+        if f"{name}.bias" in checkpoint:
+            expected[f"{name}.bias"] = None
+    for full, declared in expected.items():
+        entry = checkpoint.entry(full)
+        found = (entry.shape, entry.dtype)
+        if declared is not None and found != declared:
+            raise QtoolError(
+                f"{full}: {found[1]} {list(found[0])} found, {declared[1]} {list(declared[0])} declared"
+            )
+    packed = set(linears.names())
+    for full in checkpoint.entries:
+        if full.rpartition(".")[0] in packed and full not in expected:
+            raise QtoolError(f"{full}: stored, but the format of this linear has no such tensor")
+
+
+def kv_names(linears: PackedLinears) -> tuple[str, ...]:
+    """What a block stores for the quantized KV cache, by name within the block."""
+    return tuple(kv_tensors(linears.format.kv, linears.family, Heads.of(linears.settings)))

@@ -1,0 +1,227 @@
+"""Packed experts in vLLM: each expert's tensors as they are stored, stacked, and a loop over
+experts.
+
+vLLM runs the experts of a layer as one opaque operation. In a captured graph nothing may depend on
+what the router chose, so a small batch goes through every expert, weighted by zero where it was not
+chosen: a decode step reads nearly all experts anyway. A large one is never captured; there each
+expert gets its own tokens.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.runtime.dispatch import Call, Kernel
+from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
+from qtool.serving.partition import axes, require_shares
+
+#: up to so many tokens every expert sees all of them: what vLLM captures by default
+CAPTURED = 512
+#: of the two stacks, the shards in the order of their rows
+STACKS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+
+
+class QtoolExpertsMethod(FusedMoEMethodBase):
+    """All routed experts of a layer.
+
+    Args:
+        name: vLLM's name of the layer.
+        formats: of gate and up (``w13``), and of down (``w2``). names: of their linears in the
+            checkpoint, by expert.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: RoutedExperts,
+        formats: dict[str, LinearFormat],
+        names: dict[str, list[str]],
+    ) -> None:
+        super().__init__(layer.moe_config)
+        if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input:
+            raise QtoolError(
+                f"{name}: its experts are not SiLU(gate) * up, weighted at their outputs; nothing else runs"
+            )
+        self.name, self.formats, self.names = name, formats, names
+
+    def create_weights(  # type: ignore[override]
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        inter, ranks = intermediate_size_per_partition, self.moe.tp_size
+        self.sizes = {"w13": (2 * inter, hidden_size), "w2": (hidden_size, inter)}
+        self.dtype, self.experts = params_dtype, num_experts
+        self.loaded: set[tuple[str, int, str]] = set()  # parameter, expert, shard
+        self.kernels: dict[str, Kernel] = {}
+        device = torch.empty(0).device  # vLLM's
+        for stack, shards in STACKS.items():
+            linear_format, (n, k) = self.formats[stack], self.sizes[stack]
+            with torch.device("cpu"):
+                outputs = tuple(n // len(shards) for _ in shards)
+                require_shares(
+                    self.name,
+                    linear_format,
+                    outputs,
+                    k,
+                    ranks if stack == "w2" else 1,
+                    permuted=False,
+                )
+                stored, found = linear_format.tensors(n, k), axes(linear_format, n, k)
+            self.kernels[stack] = serving_kernel(
+                self.name, linear_format, n, k, device, params_dtype
+            )
+            for part, spec in stored.items():
+                each = spec.shape if found[part].output is not None else (len(shards), *spec.shape)
+                parameter = nn.Parameter(
+                    torch.empty(num_experts, *each, dtype=spec.dtype), requires_grad=False
+                )
+                layer.register_parameter(f"{stack}_{part}", parameter)
+                parameter.weight_loader = partial(self.load, layer)  # type: ignore[attr-defined]
+        layer.load_weights = partial(self.load_weights, layer)  # type: ignore[method-assign]
+
+    def load_weights(
+        self, layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[str]:
+        """Load ``EXPERT.PROJECTION.TENSOR``: vLLM's own loader takes a tensor of three dimensions
+        for all experts.
+        """
+        shards = {
+            layer.ckpt_gate_proj_name: "w1",
+            layer.ckpt_up_proj_name: "w3",
+            layer.ckpt_down_proj_name: "w2",
+        }
+        for name, tensor in weights:
+            expert, projection, part = name.split(".")
+            stack = "w2" if shards[projection] == "w2" else "w13"
+            parameter = getattr(layer, f"{stack}_{part}")
+            self.load(layer, parameter, tensor, f"{stack}_{part}", shards[projection], int(expert))
+            yield f"{stack}_{part}"
+
+    def load(
+        self,
+        layer: RoutedExperts,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copy this rank's share of one expert's tensor; another rank's expert is none of its
+        business.
+        """
+        expert = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
+        if expert >= 0:
+            name = weight_name.rpartition(".")[2]
+            stack, _, part = name.partition("_")
+            n, k = self.sizes[stack]
+            axis, target = axes(self.formats[stack], n, k)[part], param.data[expert]
+            shard, rank = STACKS[stack].index(shard_id), self.moe.tp_rank
+            if axis.output is None:
+                target = target[shard]
+            else:
+                target = target.chunk(len(STACKS[stack]), axis.output)[shard]
+            cut = axis.input if stack == "w2" else axis.output
+            if cut is not None:
+                loaded_weight = loaded_weight.narrow(
+                    cut, rank * target.shape[cut], target.shape[cut]
+                )
+            target.copy_(loaded_weight)
+            self.loaded.add((name, expert, shard_id))
+        return expert >= 0 if return_success else None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that everything was loaded and fits together; compile the kernels.
+
+        Raises:
+            QtoolError: for what the checkpoint did not have.
+        """
+        self.parts: dict[str, list[str]] = {}
+        for stack, shards in STACKS.items():
+            n, k = self.sizes[stack]
+            found = axes(self.formats[stack], n, k)
+            self.parts[stack] = list(found)
+            for part, axis in found.items():
+                missing = {
+                    (f"{stack}_{part}", e, s) for e in range(self.experts) for s in shards
+                } - self.loaded
+                if missing:
+                    raise QtoolError(
+                        f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were not loaded"
+                    )
+                parameter = getattr(layer, f"{stack}_{part}")
+                tensor = parameter.data
+                if axis.output is None:
+                    if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
+                        raise QtoolError(
+                            f"{self.name}.{part}: gate and up of an expert differ; they share one input"
+                        )
+                    tensor = tensor[:, 0].contiguous()
+                setattr(layer, f"{stack}_{part}", nn.Parameter(tensor, requires_grad=False))
+            compile_kernels(partial(self._multiply, layer, stack, 0), k, tensor.device, self.dtype)
+
+    def gemms(self, layer: Any) -> Iterator[Gemm]:
+        """What each multiplication of an expert is, for who wants to check it."""
+        for expert, (stack, names) in product(range(self.experts), self.names.items()):
+            each = names[expert * len(STACKS[stack]) :][: len(STACKS[stack])]
+            multiply = partial(self._multiply, layer, stack, expert)
+            yield Gemm(
+                f"{self.name}.{expert}.{stack}",
+                each,
+                self.sizes[stack][1],
+                self.dtype,
+                multiply,
+                self.kernels[stack],
+            )
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """``[M, hidden]``: the chosen experts' outputs, weighted and summed in float32."""
+        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        weights = topk_weights.float()
+        for expert in range(self.experts):
+            chosen = ids == expert  # [M, top]
+            weight = torch.where(chosen, weights, 0.0).sum(1, keepdim=True)  # [M, 1]
+            if len(x) <= CAPTURED:
+                y += self._expert(layer, expert, x).float() * weight
+                continue
+            rows = chosen.any(1).nonzero()[:, 0]
+            if len(rows):
+                y.index_add_(0, rows, self._expert(layer, expert, x[rows]).float() * weight[rows])
+        return y.to(x.dtype)
+
+    def _expert(self, layer: RoutedExperts, expert: int, x: Tensor) -> Tensor:
+        gate, up = self._multiply(layer, "w13", expert, x).chunk(2, -1)
+        return self._multiply(layer, "w2", expert, silu(gate) * up)
+
+    def _multiply(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
+        stored = {part: getattr(layer, f"{stack}_{part}")[expert] for part in self.parts[stack]}
+        return self.kernels[stack].multiply(
+            Call(x, None, stored, None, self.formats[stack], x.dtype)
+        )
