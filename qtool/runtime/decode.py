@@ -12,6 +12,8 @@ over the GPU: transformers' own path repeats the keys of grouped queries in memo
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
 """
 
+import inspect
+import math
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
 from qtool.models.parts import Heads
@@ -117,11 +119,10 @@ def ranges_of(mask: Tensor) -> Ranges:
     return numbers, starts, shown.sum(-1, dtype=torch.int32)
 
 
-def is_of_ranges(mask: Tensor) -> bool:
-    """Whether what ``mask``, bool ``[B, 1, 1, C]``, shows of each sequence is one range."""
-    shown = mask[:, 0, 0].int()
-    begins = (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0]
-    return bool((begins == 1).all())
+def are_ranges(mask: Tensor) -> Tensor:
+    """Whether what ``mask``, bool ``[B, 1, 1, C]``, shows of a sequence is one range: bool ``[B]``."""
+    shown = mask[:, 0, 0]
+    return (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0] == 1
 
 
 def graph_decoding(model: PreTrainedModel) -> bool:
@@ -150,6 +151,8 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     if model.generation_config is not None:
         model.generation_config.cache_implementation = "static"
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
+    masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    model.create_masks_for_generate = partial(_step_mask, masks)  # type: ignore[assignment]
     own = type(model).forward
 
     @wraps(own)
@@ -162,6 +165,7 @@ def graph_decoding(model: PreTrainedModel) -> bool:
             cache.layers = [StaticTokens(layer.max_cache_len) for layer in layers]
         return self.decode_graphs(MethodType(own, self), cache, kwargs)
 
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # asked each step
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
     return True
 
@@ -184,6 +188,25 @@ def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
 
 
+def _step_mask(masks: Any, **kwargs: Any) -> Any:
+    """What ``masks``, transformers' own, gives ``generate``; for a step in two launches, not twenty.
+
+    The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
+    """
+    padding, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    layers = getattr(cache, "layers", None)
+    if (
+        kwargs["inputs_embeds"].shape[1] > 1
+        or not layers
+        or type(layers[0]) is not StaticTokens
+        or not isinstance(padding, Tensor)
+        or any(kwargs.get(name) is not None for name in ("block_sequence_ids", "token_type_ids"))
+    ):
+        return masks(**kwargs)
+    room = layers[0].max_cache_len - padding.shape[1]
+    return nn.functional.pad(padding, (0, room)).bool()[:, None, None]
+
+
 class DecodeGraphs:
     """The recorded steps of one model, by cache."""
 
@@ -202,6 +225,8 @@ class DecodeGraphs:
             return forward(**kwargs)
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
+            if not are_ranges(kwargs["attention_mask"]).all():
+                return forward(**kwargs)
             step = self.steps[cache] = Step(cache, kwargs)
             return step.run(forward, cache)
         if step.graph is None:
@@ -228,10 +253,13 @@ class Step:
         )
 
     def run(self, forward: Any, cache: StaticCache) -> Any:
-        """The forward of :attr:`inputs`."""
-        ranges = ranges_of(self.inputs["attention_mask"])
-        known = dict(self.settings)
-        return forward(**self.inputs, **known, past_key_values=cache, key_ranges=ranges)
+        """The forward of :attr:`inputs`; NaN for a sequence whose mask has got holes since."""
+        mask, settings = self.inputs["attention_mask"], dict(self.settings)
+        ranges = ranges_of(mask)
+        out = forward(**self.inputs, **settings, past_key_values=cache, key_ranges=ranges)
+        holes = ~are_ranges(mask)[:, None, None]
+        out.logits = out.logits.masked_fill(holes, math.nan)
+        return out
 
     def record(self, forward: Any, cache: StaticCache) -> None:
         """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
@@ -250,9 +278,7 @@ class Step:
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is one that a graph may hold: a token each, masked to ranges, nothing else
-    asked.
-    """
+    """Whether a forward is one that a graph may hold: a token each, masked, nothing else asked."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     return (
         cache.is_initialized
@@ -268,7 +294,6 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
         and kwargs.get("return_dict") is not False
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and is_of_ranges(mask)
     )
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.cache_utils import StaticCache
 
 from qtool.runtime import decode
-from qtool.runtime.decode import Step, graph_decoding, is_of_ranges, one_kernel_norms, ranges_of
+from qtool.runtime.decode import Step, are_ranges, graph_decoding, one_kernel_norms, ranges_of
 
 SIZES = {
     "hidden_size": 64,
@@ -139,9 +140,43 @@ def test_masks_and_ranges() -> None:
     numbers, starts, used = ranges_of(mask)
     assert numbers.tolist() == [0, 1, 2, 3]
     assert starts.tolist() == [2, 6, 12, 18] and used.tolist() == [3, 6, 1]
-    assert torch.equal(mask_of((numbers, starts, used), 6), mask) and is_of_ranges(mask)
-    assert not is_of_ranges(mask.clone().index_fill_(3, torch.tensor([3]), False))
-    assert not is_of_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
+    assert torch.equal(mask_of((numbers, starts, used), 6), mask) and are_ranges(mask).all()
+    holes = mask.clone().index_fill_(3, torch.tensor([3]), False)
+    assert are_ranges(holes).tolist() == [False, False, True]
+    assert not are_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
+
+
+def test_a_hole_in_the_mask_of_a_recorded_step_is_not_overlooked(recorded: list[str]) -> None:
+    model = model_of(LlamaConfig)
+    graph_decoding(model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(PROMPTS, past_key_values=cache)
+        for number in range(3):
+            mask = (torch.arange(16) < 8 + number).expand(2, 1, 1, 16).clone()
+            mask[1, 0, 0, 3] = number < 2
+            ids = {"input_ids": PROMPTS[:, :1], "attention_mask": mask}
+            logits = model(**ids, past_key_values=cache).logits
+            assert logits.isnan().all(-1).flatten().tolist() == [False, number == 2]
+
+
+def test_the_mask_of_a_step_is_transformers_own(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(LlamaConfig)
+    graph_decoding(model)
+    masks: Any = model.create_masks_for_generate
+    seen = []
+
+    def both(**kwargs: Any) -> Any:
+        found = masks(**kwargs)
+        if kwargs["inputs_embeds"].shape[1] == 1:
+            seen.append(torch.equal(found, masks.args[0](**kwargs)))
+        return found
+
+    monkeypatch.setattr(model, "create_masks_for_generate", both)
+    greedy(model)
+    assert seen == [True] * 7
 
 
 def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:

@@ -18,7 +18,7 @@ ALIGNMENT = 128
 
 
 class PreparedLinear:
-    """``Y [M, N]`` of ``out_dtype`` for inputs ``[M, K]`` of ``dtype``, contiguous and on the
+    """``Y [..., N]`` of ``out_dtype`` for inputs ``[..., K]`` of ``dtype``, contiguous and on the
     weight's device.
 
     Args:
@@ -43,8 +43,8 @@ class PreparedLinear:
         self.plans: dict[int, tuple[Plan, int, int]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        m = len(x)
-        out = torch.empty((m, self.n), dtype=self.out_dtype, device=self.device)
+        m = x.numel() // self.k
+        out = torch.empty((*x.shape[:-1], self.n), dtype=self.out_dtype, device=self.device)
         if m == 0:
             return out
         plan, scale_bytes, size = self.plans.get(m) or self._plan(m)
