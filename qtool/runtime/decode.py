@@ -28,6 +28,7 @@ from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
 from qtool.models.parts import Heads
+from qtool.runtime.merge import norms_taken_along
 
 NAME = "qtool_static"
 HALF = (torch.float16, torch.bfloat16)
@@ -256,7 +257,8 @@ class Step:
         """The forward of :attr:`inputs`; NaN for a sequence whose mask has got holes since."""
         mask, settings = self.inputs["attention_mask"], dict(self.settings)
         ranges = ranges_of(mask)
-        out = forward(**self.inputs, **settings, past_key_values=cache, key_ranges=ranges)
+        with norms_taken_along():
+            out = forward(**self.inputs, **settings, past_key_values=cache, key_ranges=ranges)
         holes = ~are_ranges(mask)[:, None, None]
         out.logits = out.logits.masked_fill(holes, math.nan)
         return out

@@ -54,6 +54,8 @@ class QuantLinear(nn.Module):
         self.register_buffer(
             "bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None
         )
+        #: the weight and epsilon of an RMSNorm that the kernel takes along
+        self.norm: tuple[Tensor, float] | None = None
         #: the linears that read the same input, where they are multiplied as one
         self.merged: MergedLinears | None = None
         self._kernels: dict[tuple[torch.device, torch.dtype], Kernel | None] = {}
@@ -137,7 +139,8 @@ class QuantLinear(nn.Module):
         return kernel.multiply(self._call(x, out_dtype))
 
     def _call(self, x: Tensor, out_dtype: torch.dtype) -> Call:
-        return Call(x, self.permutation, self.stored(), self.bias, self.format, out_dtype)
+        how = (self.format, out_dtype, *(self.norm or (None, 0.0)))
+        return Call(x, self.permutation, self.stored(), self.bias, *how)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own: what was prepared for these is not for it."""

@@ -44,8 +44,8 @@ def load(
     """
     model = load_as_stored(directory, device=device, dtype=dtype, kv=kv)
     if torch.device(device).type == "cuda":
-        merge_linears(model)
         one_kernel_norms(model)
+        merge_linears(model)
         graph_decoding(model)
     return model
 

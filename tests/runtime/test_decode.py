@@ -18,6 +18,8 @@ from transformers.cache_utils import StaticCache
 
 from qtool.runtime import decode
 from qtool.runtime.decode import Step, are_ranges, graph_decoding, one_kernel_norms, ranges_of
+from qtool.runtime.merge import merge_linears
+from tests.runtime.test_merge import llama, with_kernels  # noqa: F401  (a fixture)
 
 SIZES = {
     "hidden_size": 64,
@@ -101,6 +103,19 @@ def test_recorded_steps_write_the_models_tokens(config: type, recorded: list[str
     assert torch.equal(greedy(model), expected)
     assert torch.equal(greedy(model, cache_implementation="dynamic"), expected)
     assert recorded == (["run", "record"] + ["replay"] * 6) * 2
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_recorded_steps_of_a_packed_model(recorded: list[str]) -> None:
+    """Merged linears that take their norms along: the reference rounds as transformers' norm."""
+    model = llama("w4a8-lqq", "dual-mma")
+    prompts = PROMPTS % 64
+    how = {"attention_mask": PADDED, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(prompts, max_new_tokens=5, **how)
+    merge_linears(model)
+    assert graph_decoding(model)
+    assert torch.equal(model.generate(prompts, max_new_tokens=5, **how), expected)
+    assert recorded.count("replay") == expected.shape[1] - 7 - 2
 
 
 def test_what_a_graph_cannot_hold_is_the_models_own_forward(recorded: list[str]) -> None:

@@ -24,6 +24,8 @@ class PreparedLinear:
     Args:
         shape: N and K.
         order: int32 ``[K]``, the input channel of each code, or None.
+        norm: weight ``[K]`` and epsilon of an RMSNorm that the input goes through first, or None
+            and 0.
     """
 
     def __init__(
@@ -32,14 +34,17 @@ class PreparedLinear:
         weight: Weight,
         bias: Tensor | None,
         order: Tensor | None,
+        norm: tuple[Tensor | None, float],
         shape: tuple[int, int],
         dtype: torch.dtype,
         out_dtype: torch.dtype,
     ) -> None:
         self.operand, self.weight, self.bias, self.out_dtype = operand, weight, bias, out_dtype
         (self.n, self.k), self.device = shape, weight.scale1.device
-        source = definition(self.k, dtype, "none", order is not None)
-        self.rows = RowPlan(source, (order, None), self.k, 0.0, self.device)
+        weight_of_norm, epsilon = norm
+        fusion = "none" if weight_of_norm is None else "rms-norm"
+        source = definition(self.k, dtype, fusion, order is not None)
+        self.rows = RowPlan(source, (order, weight_of_norm), self.k, epsilon, self.device)
         self.plans: dict[int, tuple[Plan, int, int]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
