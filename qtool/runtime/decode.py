@@ -1,10 +1,10 @@
 """Decoding by CUDA graphs: a step of one token a sequence is recorded once, then replayed.
 
 A step of an 8B model is a thousand small launches, each of which takes the host longer than the
-GPU. :func:`graph_decoding` makes transformers' static cache the default of ``generate``, whose
-tensors stay where they are, and gives the model a ``forward`` that records its second step over
-such a cache and replays it from then on. Nothing is compiled, and a replay launches what the model
-itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
+GPU. :func:`graph_decoding` gives a model a ``generate`` that uses transformers' static cache, whose
+tensors stay where they are, unless a call says otherwise, and a ``forward`` that records its second
+step over such a cache and replays it from then on. Nothing is compiled, and a replay launches what
+the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
 
 Attention of one token reads a range of each sequence's tokens, in a kernel that splits long ranges
 over the GPU: transformers' own path repeats the keys of grouped queries in memory.
@@ -34,6 +34,14 @@ NAME = "qtool_static"
 HALF = (torch.float16, torch.bfloat16)
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
+#: what makes ``generate`` need another cache, or bring one
+OWN_CACHE = (
+    "cache_implementation",
+    "past_key_values",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+)
 #: what attention may be asked for beside the softmax over a range
 UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
 
@@ -149,8 +157,6 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     if not plain:
         return False
     decoder.config._attn_implementation = NAME
-    if model.generation_config is not None:
-        model.generation_config.cache_implementation = "static"
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
     masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     model.create_masks_for_generate = partial(_step_mask, masks)  # type: ignore[assignment]
@@ -167,7 +173,20 @@ def graph_decoding(model: PreTrainedModel) -> bool:
         return self.decode_graphs(MethodType(own, self), cache, kwargs)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # asked each step
+    generate: Any = type(model).generate  # type: ignore[attr-defined]
+
+    @wraps(generate)
+    def generate_statically(
+        self: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any
+    ) -> Any:
+        settings = generation_config or self.generation_config
+        chosen = [kwargs.get(name, getattr(settings, name, None)) for name in OWN_CACHE]
+        if all(choice is None for choice in chosen) and kwargs.get("use_cache") is not False:
+            kwargs["cache_implementation"] = "static"
+        return generate(self, inputs, generation_config, **kwargs)
+
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    model.generate = MethodType(generate_statically, model)  # type: ignore[assignment]
     return True
 
 

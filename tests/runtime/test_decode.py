@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from qtool.runtime import decode
 from qtool.runtime.decode import Step, are_ranges, graph_decoding, one_kernel_norms, ranges_of
@@ -118,6 +118,26 @@ def test_recorded_steps_of_a_packed_model(recorded: list[str]) -> None:
     assert recorded.count("replay") == expected.shape[1] - 7 - 2
 
 
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"use_cache": False}, {"cache": 1}]
+)
+def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> None:
+    """Beams reorder the cache; assisted generation and a given cache want no static one."""
+    model = model_of(LlamaConfig)
+
+    def written() -> Tensor:
+        given = {"past_key_values": DynamicCache(config=model.config)} if "cache" in how else how
+        settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+        rows = slice(1, 2) if "prompt_lookup_num_tokens" in how else slice(2)
+        mask = PADDED[rows]
+        return model.generate(PROMPTS[rows], attention_mask=mask, **settings, **given)
+
+    expected = written()
+    graph_decoding(model)
+    assert torch.equal(written(), expected)
+    assert model.generation_config.cache_implementation is None
+
+
 def test_what_a_graph_cannot_hold_is_the_models_own_forward(recorded: list[str]) -> None:
     model = model_of(LlamaConfig)
     ids = torch.tensor([[5]])
@@ -144,7 +164,7 @@ def test_a_copy_of_the_model_is_on_its_own(recorded: list[str]) -> None:
 def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> None:
     windowed = model_of(Qwen3Config, layer_types=["sliding_attention", "full_attention"])
     assert not graph_decoding(windowed) and "forward" not in vars(windowed)
-    assert windowed.generation_config.cache_implementation is None
+    assert "generate" not in vars(windowed)
     wide = model_of(LlamaConfig).float()
     assert not graph_decoding(wide)
 
