@@ -121,13 +121,16 @@ def through_ops(call: Call) -> Tensor:
     return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *variant)
 
 
-def test_plans_are_kept_by_number_of_tokens(launches: list[Launch]) -> None:
+def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     call = case(*FORMATS[0], 4)
     assert KERNELS[FORMATS[0]][0].prepare is not None
     prepared = KERNELS[FORMATS[0]][0].prepare(call)
     for m in (1, 4, 1, 4, 0):
-        prepared(call.x[:m])
-    assert set(prepared.plans) == {1, 4} and len(launches) == 8
+        assert prepared(call.x[:m]).shape == (m, 192)
+    out = prepared(call.x.view(2, 2, 256))
+    assert out.shape == (2, 2, 192) and out.is_contiguous()
+    assert set(prepared.plans) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
+    assert len(launches) == 10
 
 
 def test_a_launch_is_what_the_driver_documents() -> None:
