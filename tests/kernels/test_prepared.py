@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
@@ -131,6 +132,18 @@ def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     assert out.shape == (2, 2, 192) and out.is_contiguous()
     assert set(prepared.plans) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
     assert len(launches) == 10
+
+
+def test_inputs_of_another_width_or_device_are_refused(launches: list[Launch]) -> None:
+    call = case(*FORMATS[0], 4)
+    assert KERNELS[FORMATS[0]][0].prepare is not None
+    prepared = KERNELS[FORMATS[0]][0].prepare(call)
+    with pytest.raises(QtoolError, match=r"x is \(4, 128\); expected 256 input channels"):
+        prepared(call.x[:, :128].contiguous())
+    prepared.index = 1
+    with pytest.raises(QtoolError, match="both must be on one"):
+        prepared(call.x)
+    assert not launches
 
 
 def test_a_launch_is_what_the_driver_documents() -> None:

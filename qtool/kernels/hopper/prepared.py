@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import RowPlan, definition
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
@@ -65,13 +66,16 @@ class PreparedLinear:
         self.plans: dict[torch.Size, Buffers] = {}
         # what Inductor's code allocates with: half the time of torch.empty, on the current device
         allocators: Any = torch._C._dynamo.guards
-        self.on_gpu = self.device.type == "cuda"
-        self.empty = (
-            allocators._empty_strided_cuda if self.on_gpu else allocators._empty_strided_cpu
-        )
+        on_gpu = self.device.type == "cuda"
+        self.index = self.device.index if on_gpu else -1
+        self.empty = allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.on_gpu and torch._C._cuda_getDevice() != self.device.index:
+        if x.get_device() != self.index:
+            raise QtoolError(
+                f"the weight is on {self.device}, x on {x.device}; both must be on one"
+            )
+        if x.is_cuda and torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.device):
                 return self(x)
         plan = self.plans.get(x.shape) or self._plan(x)
@@ -87,6 +91,8 @@ class PreparedLinear:
 
     def _plan(self, x: Tensor) -> "Buffers":
         """The GEMM and the memory for inputs of ``x``'s shape."""
+        if x.shape[-1] != self.k:
+            raise QtoolError(f"x is {tuple(x.shape)}; expected {self.k} input channels at the end")
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         shape = (*x.shape[:-1], self.n)
