@@ -202,7 +202,7 @@ def one_kernel_norms(model: nn.Module) -> None:
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    if torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return type(norm).forward(norm, hidden)
     weight = norm.weight
     return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)

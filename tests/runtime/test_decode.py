@@ -230,3 +230,23 @@ def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
     assert (norm(x) - exact).abs().max() <= (exact.abs() * 2**-8).max()
     with deterministic_arithmetic():
         assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
+    """For those who want torch.compile: no operator of ours breaks the graph."""
+    model = llama("w4a8-lqq", "dual-mma")
+    one_kernel_norms(model)
+    merge_linears(model)
+    assert graph_decoding(model)
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    mask = (torch.arange(12) < 8).expand(2, 1, 1, 12)
+    logits = []
+    with torch.no_grad():
+        for step in (model.forward, forward):
+            cache = StaticCache(config=model.config, max_cache_len=12)
+            model(PROMPTS % 64, past_key_values=cache)
+            given = {"attention_mask": mask, "position_ids": torch.full((2, 1), 7)}
+            out = step(input_ids=PROMPTS[:, :1] % 64, past_key_values=cache, **given)
+            logits.append(out.logits)
+    assert torch.equal(*logits)
