@@ -235,11 +235,11 @@ def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
 @pytest.mark.usefixtures("with_kernels")
 def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
     """For those who want torch.compile: no operator of ours breaks the graph."""
-    model = llama("w4a8-lqq", "dual-mma")
+    model = llama("w4a8-lqq", "dual-mma", layers=1)
     one_kernel_norms(model)
     merge_linears(model)
     assert graph_decoding(model)
-    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     mask = (torch.arange(12) < 8).expand(2, 1, 1, 12)
     logits = []
     with torch.no_grad():

@@ -30,10 +30,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "kernel_for", kernel_for)
 
 
-def llama(scheme: str, layout: str) -> Any:
+def llama(scheme: str, layout: str, layers: int = 2) -> Any:
     """A packed Llama of random weights; v is wider than k would be, gate and up are alike."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64}
     config = LlamaConfig(**sizes, **heads, attention_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
