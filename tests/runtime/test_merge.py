@@ -164,14 +164,3 @@ def test_norms_are_taken_along_only_where_asked_and_only_by_their_readers(
         close = model(ids).logits
     assert calls[:3] == [False, False, True] and calls[-1] is False
     assert (close - expected).norm() < 0.05 * expected.norm()
-
-
-@pytest.mark.usefixtures("with_kernels")
-def test_compiles_as_one_graph() -> None:
-    model = llama(*BY_ROWS[0])
-    merge_linears(model)
-    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 128).bfloat16()
-    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), mlp(x))
-        assert torch.equal(compiled(x + 1), mlp(x + 1))
