@@ -93,7 +93,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> int:
-    """The handle of the kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
+    """The handle of kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
 
     It stays loaded: for the caller to keep.
     """

@@ -50,7 +50,7 @@ Ranges = tuple[Tensor, Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
-    """A layer of a static cache whose memory is ``[B, C, H, D]``, as attention over ranges reads it.
+    """A layer of a static cache whose memory is ``[B, C, H, D]``: attention over ranges reads it so.
 
     To everyone else the tensors are ``[B, H, C, D]``, as of any layer. A sliding window is in the
     mask.
@@ -129,7 +129,7 @@ def ranges_of(mask: Tensor) -> Ranges:
 
 
 def are_ranges(mask: Tensor) -> Tensor:
-    """Whether what ``mask``, bool ``[B, 1, 1, C]``, shows of a sequence is one range: bool ``[B]``."""
+    """Whether ``mask``, bool ``[B, 1, 1, C]``, shows one range of each sequence: bool ``[B]``."""
     shown = mask[:, 0, 0]
     return (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0] == 1
 
@@ -209,7 +209,7 @@ def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def _step_mask(masks: Any, **kwargs: Any) -> Any:
-    """What ``masks``, transformers' own, gives ``generate``; for a step in two launches, not twenty.
+    """What ``masks``, transformers' own, gives ``generate``; a step's in two launches, not twenty.
 
     The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
     """

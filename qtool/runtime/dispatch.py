@@ -25,7 +25,7 @@ ANY = (*HALF, torch.float32)
 @dataclass(frozen=True)
 class Call:
     """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one,
-    what is stored; the weight ``norm [K]`` and epsilon of an RMSNorm of ``x``, if it is taken along.
+    what is stored; weight ``norm [K]`` and epsilon of an RMSNorm of ``x``, if it is taken along.
     """
 
     x: Tensor
@@ -67,7 +67,7 @@ class Kernel:
     prepare: "Callable[[Call], PreparedLinear] | None" = None
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-        """Whether a weight ``[n, k]`` under inputs of ``dtype`` can run on a GPU of ``capability``."""
+        """Whether a weight ``[n, k]`` and inputs of ``dtype`` can run on ``capability``."""
         return (
             capability in self.capabilities
             and dtype in self.dtypes

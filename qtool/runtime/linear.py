@@ -150,7 +150,7 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     @bit_exact
     def reference(self, x: Tensor) -> Tensor:
-        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
+        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         codes, params = self.unpack()

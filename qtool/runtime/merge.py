@@ -71,8 +71,9 @@ class MergedLinears:
             self.views[part] = part.get_buffer("qweight")
             start += part.out_features
             part.merged = self
-        #: with the norm of its input, and where the modules of both are
+        #: with the norm of its input, and where the modules of both are, the norm's first
         self.normed: QuantLinear | None = None
+        self.norm_forward: Callable[[Tensor], Tensor] | None = None
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         #: an input, and by linear the columns that were not taken yet
         self._waiting: tuple[Tensor, dict[QuantLinear, Tensor]] | None = None
@@ -106,7 +107,7 @@ class MergedLinears:
             parent, _, attribute = name.rpartition(".")
             holder = block.get_submodule(parent)
             self.places.append((holder, attribute, holder.get_submodule(attribute)))
-        norm.forward = partial(_norm_unless_taken, self, norm.forward)
+        self.norm_forward = norm.forward = partial(_norm_unless_taken, self, norm.forward)
 
     def takes_norm(self, x: Tensor) -> bool:
         """Whether the norm of ``x`` is computed with the product, because every module is still in
@@ -118,6 +119,7 @@ class MergedLinears:
             and self.normed is not None
             and self.normed.norm is not None
             and self.normed.norm[0].dtype == x.dtype
+            and vars(self.places[0][2]).get("forward") is self.norm_forward
             and all(holder._modules.get(name) is module for holder, name, module in self.places)
             and all(part.merged is self and self.serves(part, x) for part in self.columns)
         )

@@ -88,7 +88,7 @@ def require_shares(
     if not cuts_inputs(linear_format, k * ranks, ranks):
         raise QtoolError(
             f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input channels among "
-            f"{ranks} ranks; use tensor-parallel size 1, or `qtool repack` it to another layout"
+            f"{ranks} ranks; use tensor-parallel size 1, or quantize it in another layout"
         )
 
 
