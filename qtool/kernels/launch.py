@@ -93,7 +93,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> int:
-    """The handle of the kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
+    """The handle of kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
 
     It stays loaded: for the caller to keep.
     """
@@ -201,7 +201,7 @@ def launch(
             (programmatic dependent launch). The kernel itself waits before it touches memory.
     """
     index = device.index
-    if index != torch.cuda.current_device():
+    if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, block, shared_bytes, parameters, device, overlap=overlap)
         return

@@ -1,7 +1,8 @@
 """``qtool::quantize_activation``: per-token s8 codes, scales and code sums of a linear's input, in
 one pass.
 
-    sx[m] = max_k |y[m, k]| / 127 (a row of zeros: 1)      code = rne(y / sx)      sum[m] = sum_k code[m, k]
+    sx[m] = max_k |y[m, k]| / 127 (a row of zeros: 1)
+    code = rne(y / sx)      sum[m] = sum_k code[m, k]
 
 ``y`` is x, or what the model computes just before the linear, fused: ``RMSNorm(x) * norm`` or
 ``SiLU(gate) * up``; then gathered by ``order``. A fused y is rounded to x's dtype where the unfused
