@@ -52,6 +52,7 @@ def configured(directory: Path, **options: Any) -> VllmConfig:
         with set_current_vllm_config(config):
             init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
             initialize_model_parallel(1, 1)
+            parallel_state._EP = parallel_state._EP or parallel_state._TP  # made for mixtures only
     return config
 
 
