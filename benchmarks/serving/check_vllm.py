@@ -17,10 +17,14 @@ from qtool.serving.verify import verify_in_vllm
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--text", type=Path, help="prompts are its windows; without it they are random ids")
+    parser.add_argument(
+        "--text", type=Path, help="prompts are its windows; without it they are random ids"
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
@@ -36,7 +40,11 @@ def main() -> int:
     try:
         rows = list(
             verify_in_vllm(
-                options.directory, prompts=prompts, tokens=options.tokens, compiled=not options.eager, **more
+                options.directory,
+                prompts=prompts,
+                tokens=options.tokens,
+                compiled=not options.eager,
+                **more,
             )
         )
     except QtoolError as error:
@@ -44,9 +52,13 @@ def main() -> int:
         return 2
     for row in rows:
         wrong += bool(row.problem)
-        print(f"{row.name}: {row.ran}, distance {row.error:.1e}{f'; WRONG: {row.problem}' if row.problem else ''}")
+        print(
+            f"{row.name}: {row.ran}, distance {row.error:.1e}{f'; WRONG: {row.problem}' if row.problem else ''}"
+        )
     how = "eager" if options.eager else "compiled"
-    print(f"RESULT {options.directory.name}, {how}: {len(rows)} rows, {wrong} wrong; {rows[-1].ran}")
+    print(
+        f"RESULT {options.directory.name}, {how}: {len(rows)} rows, {wrong} wrong; {rows[-1].ran}"
+    )
     return int(wrong > 0)
 
 

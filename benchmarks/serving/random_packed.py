@@ -41,7 +41,9 @@ def linear(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
     rows = gcd(n, SLAB_ROWS)
     found = axes(linear_format, rows, k)
     return {
-        name: tensor if found[name].output is None else torch.cat([tensor] * (n // rows), found[name].output)
+        name: tensor
+        if found[name].output is None
+        else torch.cat([tensor] * (n // rows), found[name].output)
         for name, tensor in slab(linear_format, rows, k).items()
     }
 
@@ -59,7 +61,11 @@ def value(job: Job, name: str, spec: Tensor) -> Tensor:
     if spec.dim() == 1:
         return torch.ones(spec.shape, dtype=spec.dtype)
     random = torch.Generator(DEVICE).manual_seed(len(name))
-    return torch.empty(spec.shape, dtype=spec.dtype, device=DEVICE).normal_(std=0.02, generator=random).cpu()
+    return (
+        torch.empty(spec.shape, dtype=spec.dtype, device=DEVICE)
+        .normal_(std=0.02, generator=random)
+        .cpu()
+    )
 
 
 def make(shape: str, scheme: str, out: Path, layers: int | None = None) -> Path:
@@ -77,7 +83,9 @@ def make(shape: str, scheme: str, out: Path, layers: int | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape")
     parser.add_argument("scheme")
     parser.add_argument("out", type=Path)

@@ -29,7 +29,13 @@ PACK_QUANTIZED = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 128,
+            },
         }
     },
 }
@@ -89,7 +95,9 @@ def bench_serve(
             added, own = BASELINES[name]
             shape = Path(folder, name)
             shape.mkdir()
-            plain = {key: value for key, value in config.items() if key != "quantization_config"} | added
+            plain = {
+                key: value for key, value in config.items() if key != "quantization_config"
+            } | added
             (shape / "config.json").write_text(json.dumps(plain))
             engines[name] = (shape, common | own | {"load_format": "dummy"})
         for name, (model, wanted) in engines.items():
@@ -111,7 +119,14 @@ def table(rows: Sequence[Served]) -> str:
          f"{row.prefill:,.0f}", f"{row.request:,.0f}")
         for row in sorted(rows, key=lambda row: row.batch)
     ]  # fmt: skip
-    head = ("engine", "batch", "ms a step", f"over {rows[0].engine}", "prefill tok/s", "request tok/s")
+    head = (
+        "engine",
+        "batch",
+        "ms a step",
+        f"over {rows[0].engine}",
+        "prefill tok/s",
+        "request tok/s",
+    )
     return render(head, lines)
 
 
@@ -124,7 +139,9 @@ def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any
     command = [sys.executable, "-m", "qtool.serving.bench", json.dumps(request)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise QtoolError(f"{name}: vLLM stopped with status {done.returncode}; its last words are above")
+        raise QtoolError(
+            f"{name}: vLLM stopped with status {done.returncode}; its last words are above"
+        )
     rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return rows
 
@@ -139,7 +156,11 @@ def measure(
 
     vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     length = input_tokens + max(LONG, output_tokens) + 1
-    settings = {"max_model_len": length, "max_num_batched_tokens": 8192, "max_num_seqs": max(batches)}
+    settings = {
+        "max_model_len": length,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(batches),
+    }
     llm = engine(model, **(settings | options))
     random = torch.Generator().manual_seed(0)
 

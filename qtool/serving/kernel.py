@@ -9,9 +9,19 @@ from qtool.errors import QtoolError
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
 from qtool.runtime.format import LinearFormat
 
-#: token counts between which a kernel may take another tile
-MOST_TOKENS = 8192
-LADDER = sorted({m for power in range(14) for m in (1 << power, 3 << power >> 1) if m <= MOST_TOKENS})
+#: token counts that are run once before serving: what engines capture in graphs, and up to a large prefill
+LADDER = sorted(
+    {
+        1,
+        2,
+        4,
+        *range(8, 513, 8),
+        *(m << power for power in range(9, 13) for m in (1, 2)),
+        768,
+        1536,
+        3072,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -41,22 +51,34 @@ def serving_kernel(
     if kernel := kernel_for(linear_format, n, k, device, dtype):
         return kernel
     known = KERNELS.get((linear_format.scheme, linear_format.layout), ())
-    fitting = [kernel for kernel in known if dtype in kernel.dtypes and n % kernel.n == 0 and k % kernel.k == 0]
+    fitting = [
+        kernel
+        for kernel in known
+        if dtype in kernel.dtypes and n % kernel.n == 0 and k % kernel.k == 0
+    ]
     if fitting and device.type == "cpu":
         return fitting[0]
     what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}, {dtype}"
     if fitting:
-        runs_on = sorted({f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities})
-        found = f"{torch.cuda.get_device_name(device)} is sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
-        raise QtoolError(f"{what}: {found}; its kernels run on {', '.join(runs_on)}")
+        runs_on = sorted(
+            {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
+        )
+        major, minor = torch.cuda.get_device_capability(device)
+        gpu = f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}"
+        raise QtoolError(f"{what}: {gpu}; its kernels run on {', '.join(runs_on)}")
     raise QtoolError(f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})")
 
 
 def _multiples(kernels: tuple[Kernel, ...]) -> str:
-    return " or ".join(f"multiples of {kernel.n} x {kernel.k}" for kernel in kernels) or "none, it has no kernel"
+    return (
+        " or ".join(f"multiples of {kernel.n} x {kernel.k}" for kernel in kernels)
+        or "none, it has no kernel"
+    )
 
 
-def compile_kernels(multiply: Callable[[torch.Tensor], object], k: int, device: torch.device, dtype: torch.dtype) -> None:
+def compile_kernels(
+    multiply: Callable[[torch.Tensor], object], k: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Run ``multiply`` on zeros ``[M, k]`` of every M whose kernel may differ; nothing on a CPU."""
     if device.type == "cuda":
         for tokens in LADDER:

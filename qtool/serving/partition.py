@@ -35,11 +35,15 @@ class Axes:
 @cache
 def axes(linear_format: LinearFormat, n: int, k: int) -> dict[str, Axes]:
     """The :class:`Axes` of every stored tensor of a weight ``[n, k]``."""
-    here, taller, wider = (linear_format.tensors(*size) for size in ((n, k), (2 * n, k), (n, 2 * k)))
+    here, taller, wider = (
+        linear_format.tensors(*size) for size in ((n, k), (2 * n, k), (n, 2 * k))
+    )
     found = {}
     for name, tensor in here.items():
         output, input_ = (_grown(tensor, other[name]) for other in (taller, wider))
-        found[name] = Axes(output, input_, Fraction(n, tensor.shape[output]) if output is not None else Fraction(1))
+        found[name] = Axes(
+            output, input_, Fraction(n, tensor.shape[output]) if output is not None else Fraction(1)
+        )
     return found
 
 
@@ -48,7 +52,13 @@ def _grown(tensor: Tensor, other: Tensor) -> int | None:
 
 
 def require_shares(
-    name: str, linear_format: LinearFormat, outputs: tuple[int, ...], k: int, ranks: int, *, permuted: bool
+    name: str,
+    linear_format: LinearFormat,
+    outputs: tuple[int, ...],
+    k: int,
+    ranks: int,
+    *,
+    permuted: bool,
 ) -> None:
     """Refuse a layer that cannot be loaded as it is stored.
 
@@ -63,7 +73,9 @@ def require_shares(
         try:
             linear_format.require(name, rows, k)
         except QtoolError as error:
-            raise QtoolError(f"{error}; this is one rank's share: use a smaller tensor-parallel size") from error
+            raise QtoolError(
+                f"{error}; this is one rank's share: use a smaller tensor-parallel size"
+            ) from error
     if ranks == 1:
         return
     if permuted:
@@ -83,13 +95,18 @@ def require_shares(
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
     """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried on one."""
     scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
-    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    weight = torch.randn(
+        n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     weight.view(n, -1, 4)[..., ::2] = 0  # two of four, for the sparse ones
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     whole = linear_format.pack(codes, params)
     for rank in range(ranks):
-        own = {name: _share(param, n, name in scheme.shared_params, rank, ranks) for name, param in params.items()}
+        own = {
+            name: _share(param, n, name in scheme.shared_params, rank, ranks)
+            for name, param in params.items()
+        }
         packed = linear_format.pack(codes[:, rank * share : (rank + 1) * share].contiguous(), own)
         for name, axis in axes(linear_format, n, k).items():
             cut = whole[name] if axis.input is None else whole[name].chunk(ranks, axis.input)[rank]

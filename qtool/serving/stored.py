@@ -29,14 +29,20 @@ class PackedLinears:
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` (as in the checkpoint), None if it has 16 bits."""
         block, within = self._place(name)
-        if block is None or not 0 <= block < len(self._linears) or within not in self._linears[block]:
+        if (
+            block is None
+            or not 0 <= block < len(self._linears)
+            or within not in self._linears[block]
+        ):
             return None
         return self.format.of(name)
 
     def names(self) -> Iterator[str]:
         """Full names of all of them."""
         for block, linears in enumerate(self._linears):
-            yield from (n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}"))
+            yield from (
+                n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}")
+            )
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""
@@ -81,7 +87,9 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
         entry = checkpoint.entry(full)
         found = (entry.shape, entry.dtype)
         if declared is not None and found != declared:
-            raise QtoolError(f"{full}: {found[1]} {list(found[0])} found, {declared[1]} {list(declared[0])} declared")
+            raise QtoolError(
+                f"{full}: {found[1]} {list(found[0])} found, {declared[1]} {list(declared[0])} declared"
+            )
     packed = set(linears.names())
     for full in checkpoint.entries:
         if full.rpartition(".")[0] in packed and full not in expected:

@@ -58,17 +58,22 @@ def verify_in_vllm(
     native_format(checkpoint.config)
     prompts = prompts or random_prompts(int(checkpoint.config["vocab_size"]))
     ours = our_continuations(directory, prompts, tokens)
-    settings = {"max_model_len": len(prompts[0]) + tokens + 1, "gpu_memory_utilization": 0.5} | options
+    settings = {
+        "max_model_len": len(prompts[0]) + tokens + 1,
+        "gpu_memory_utilization": 0.5,
+    } | options
     llm = engine(directory, enforce_eager=not compiled, max_num_seqs=len(prompts), **settings)
-    if settings.get("tensor_parallel_size", 1) == 1:  # a rank's layers have no counterpart in our runtime
+    if (
+        settings.get("tensor_parallel_size", 1) == 1
+    ):  # a rank's layers have no counterpart in our runtime
         yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
     yield continuations(llm, prompts, ours)
 
 
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
-    methods = ((module, getattr(module, "quant_method", None)) for module in model.modules())
-    gemms = [gemm for module, method in methods if hasattr(method, "gemms") for gemm in method.gemms(module)]
+    owners = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "gemms")]
+    gemms: list[Gemm] = [gemm for owner in owners for gemm in owner.quant_method.gemms(owner)]  # type: ignore
     if not gemms:
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
     yield from (_row(gemm, checkpoint) for gemm in gemms)
@@ -79,7 +84,13 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
     """What vLLM's layer gives beside our linears of the checkpoint, on the same tokens."""
     checkpoint_format = native_format(checkpoint.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = torch.randn(TOKENS, gemm.k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x = torch.randn(
+        TOKENS,
+        gemm.k,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+        device="cpu",
+    )
     x = x.to(device, gemm.dtype)
     parts, same = [], gemm.kernel.exact
     for name in gemm.names:
@@ -90,8 +101,14 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
         same = same and kernel in (gemm.kernel, None)
         parts.append(linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype))
     expected = torch.cat(parts, -1).float()
-    distance = float((gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30))
-    problem = "" if distance <= (0.0 if same else TOLERANCE) else f"differs from our runtime by {distance:.1e}"
+    distance = float(
+        (gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30)
+    )
+    problem = (
+        ""
+        if distance <= (0.0 if same else TOLERANCE)
+        else f"differs from our runtime by {distance:.1e}"
+    )
     return Verified(gemm.name, problem, f"{gemm.kernel.name}, {gemm.kernel.precision}", distance)
 
 
@@ -107,18 +124,32 @@ def continuations(llm: Any, prompts: list[list[int]], ours: Continuations) -> Ve
     equal, sure = 0, []
     for row, (mine, gaps, answer) in enumerate(zip(ours.tokens, ours.gaps, together, strict=True)):
         theirs = list(answer.outputs[0].token_ids)
-        parted = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+        parted = next(
+            (at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None
+        )
         equal += parted is None
         if parted is not None and gaps[parted] > noise:
-            sure.append(f"prompt {row}, token {parted} (the two best logits {gaps[parted]:.3f} apart)")
+            sure.append(
+                f"prompt {row}, token {parted} (the two best logits {gaps[parted]:.3f} apart)"
+            )
     ran = f"{equal} of {len(prompts)} continuations equal, vLLM from itself {float(distance):.4f}"
-    return Verified("greedy tokens", f"part from our runtime's where it is sure: {', '.join(sure)}" if sure else "", ran)
+    return Verified(
+        "greedy tokens",
+        f"part from our runtime's where it is sure: {', '.join(sure)}" if sure else "",
+        ran,
+    )
 
 
 def _scores(found: list[Any]) -> Tensor:
     """Log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first."""
     return torch.tensor(
-        [[at[t].logprob for at, t in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)] for a in found]
+        [
+            [
+                at[t].logprob
+                for at, t in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)
+            ]
+            for a in found
+        ]
     )
 
 
@@ -142,7 +173,9 @@ def our_continuations(directory: Path, prompts: list[list[int]], tokens: int) ->
         return_dict_in_generate=True,
     )
     best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
-    found = Continuations(whole.sequences[:, ids.shape[1] :].tolist(), (best[..., 0] - best[..., 1]).tolist())
+    found = Continuations(
+        whole.sequences[:, ids.shape[1] :].tolist(), (best[..., 0] - best[..., 1]).tolist()
+    )
     del model, whole
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -151,4 +184,6 @@ def our_continuations(directory: Path, prompts: list[list[int]], tokens: int) ->
 
 def random_prompts(vocabulary: int, count: int = 8, length: int = 64) -> list[list[int]]:
     """Prompts of random token ids."""
-    return torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(
+        3, vocabulary, (count, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()

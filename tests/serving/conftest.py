@@ -19,6 +19,11 @@ from tests.conftest import save_model
 #: a rank of four has rows of 64 at least and columns of 128
 SHAPES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8,
                           "num_key_value_heads": 4, "num_hidden_layers": 1, "moe_intermediate_size": 512}  # fmt: skip
+#: what these sizes are called elsewhere, or follow from others
+OWN: dict[str, dict[str, Any]] = {
+    "opt": {"word_embed_proj_dim": 512, "ffn_dim": 1024, "num_key_value_heads": None},
+    "falcon": {"head_dim": None, "num_key_value_heads": None},
+}
 FORMATS = sorted(KERNELS)
 
 #: (scheme, layout, variant of the model, options) -> the directory of the native checkpoint
@@ -27,7 +32,12 @@ Native = Callable[..., Path]
 
 def rule(scheme: str, layout: str, match: str = ".*") -> dict[str, Any]:
     """A recipe's rule: ``scheme`` at its own group size."""
-    return {"match": match, "scheme": scheme, "group_size": get(scheme).group_size or "channel", "layout": layout}
+    return {
+        "match": match,
+        "scheme": scheme,
+        "group_size": get(scheme).group_size or "channel",
+        "layout": layout,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +46,14 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
 
     @cache
     def source(variant: str) -> Path:
-        return save_model(tmp_path_factory.mktemp("source") / variant, variant, dtype=torch.bfloat16, **SHAPES)
+        sizes = SHAPES | OWN.get(variant.partition("-")[0], {})
+        return save_model(
+            tmp_path_factory.mktemp("source") / variant, variant, dtype=torch.bfloat16, **sizes
+        )
 
-    def make(scheme: str = "w4a8-lqq", layout: str = "dual-mma", variant: str = "llama", **more: Any) -> Path:
+    def make(
+        scheme: str = "w4a8-lqq", layout: str = "dual-mma", variant: str = "llama", **more: Any
+    ) -> Path:
         key = json.dumps([scheme, layout, variant, more])
         if key not in made:
             rules = more.pop("rules", [rule(scheme, layout)])

@@ -13,9 +13,13 @@ from torch import nn
 from vllm import platforms
 from vllm.platforms.cpu import CpuPlatform
 
-if not platforms.current_platform.device_type:  # vLLM's CUDA wheel on a machine without a GPU; before the rest asks
+if (
+    not platforms.current_platform.device_type
+):  # vLLM's CUDA wheel on a machine without a GPU; before the rest asks
     platforms._current_platform = platforms.current_platform = CpuPlatform()
-CpuPlatform.get_attn_backend_cls = lambda *_, **__: "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"  # type: ignore
+CpuPlatform.get_attn_backend_cls = lambda *_, **__: (
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+)  # type: ignore
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
@@ -26,7 +30,6 @@ from vllm.utils.network_utils import get_open_port
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qtool.serving.vllm import register
-
 
 register()
 _lookup = torch._ops._OpNamespace.__getattr__
@@ -47,10 +50,14 @@ torch._ops._OpNamespace.__getattr__ = _absent  # type: ignore[method-assign]
 
 def configured(directory: Path, **options: Any) -> VllmConfig:
     """vLLM's configuration of the model in ``directory``."""
-    config = EngineArgs(model=str(directory), enforce_eager=True, max_model_len=64, **options).create_engine_config()
+    config = EngineArgs(
+        model=str(directory), enforce_eager=True, max_model_len=64, **options
+    ).create_engine_config()
     if not torch.distributed.is_initialized():
         with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
+            init_distributed_environment(
+                1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo"
+            )
             initialize_model_parallel(1, 1)
             parallel_state._EP = parallel_state._EP or parallel_state._TP  # made for mixtures only
     return config
@@ -72,7 +79,11 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 def loaded(directory: Path, rank: int = 0, ranks: int = 1, **options: Any) -> nn.Module:
     """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and processed."""
     config = configured(directory, **options)
-    with set_current_vllm_config(config), as_rank(rank, ranks), set_default_torch_dtype(config.model_config.dtype):
+    with (
+        set_current_vllm_config(config),
+        as_rank(rank, ranks),
+        set_default_torch_dtype(config.model_config.dtype),
+    ):
         model = initialize_model(config)
         loader: Any = get_model_loader(config.load_config)
         loader.load_weights(model, config.model_config)

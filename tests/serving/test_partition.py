@@ -25,7 +25,11 @@ def test_joined_along_the_output_axis(scheme: str, layout: str) -> None:
 
     first, second, both = packed(weights[0]), packed(weights[1]), packed(torch.cat(weights))
     for name, axis in axes(found, 384, 256).items():
-        joined = first[name] if axis.output is None else torch.cat([first[name], second[name]], axis.output)
+        joined = (
+            first[name]
+            if axis.output is None
+            else torch.cat([first[name], second[name]], axis.output)
+        )
         assert torch.equal(joined, both[name]), name
 
 
@@ -44,9 +48,15 @@ def test_a_rank_with_one_group_of_marlin_has_another_order() -> None:
 def test_refusals_name_the_layer_and_the_way_out() -> None:
     found = linear_format("w4a8-lqq", "dual-mma")
     require_shares("qkv", found, (64, 64), 64, 4, permuted=False)
-    with pytest.raises(QtoolError, match=r"^qkv: .* 32 x 64 .* tiles of 64 x 64; .*smaller tensor-parallel size$"):
+    with pytest.raises(
+        QtoolError, match=r"^qkv: .* 32 x 64 .* tiles of 64 x 64; .*smaller tensor-parallel size$"
+    ):
         require_shares("qkv", found, (64, 32), 64, 1, permuted=False)
     with pytest.raises(QtoolError, match=r"^down: its input channels are permuted across 2 ranks"):
         require_shares("down", found, (64,), 64, 2, permuted=True)
-    with pytest.raises(QtoolError, match=r"^down: layout compute-aware cannot be cut .* among 2 ranks"):
-        require_shares("down", linear_format("w4a8-qoq-g128", "compute-aware"), (64,), 128, 2, permuted=False)
+    with pytest.raises(
+        QtoolError, match=r"^down: layout compute-aware cannot be cut .* among 2 ranks"
+    ):
+        require_shares(
+            "down", linear_format("w4a8-qoq-g128", "compute-aware"), (64,), 128, 2, permuted=False
+        )

@@ -24,7 +24,10 @@ def changed(directory: Path, out: Path, drop: str = "", **added: torch.Tensor) -
     tensors.pop(drop, None)
     out.mkdir()
     shutil.copy(directory / "config.json", out)
-    save_file(tensors | {name.replace("__", "."): tensor for name, tensor in added.items()}, out / "model.safetensors")
+    save_file(
+        tensors | {name.replace("__", "."): tensor for name, tensor in added.items()},
+        out / "model.safetensors",
+    )
     return Checkpoint(out)
 
 
@@ -51,9 +54,15 @@ def test_missing_left_over_and_wrong_tensors(native: Native, tmp_path: Path) -> 
     missing = changed(whole, tmp_path / "missing", drop=f"{QKV}.s2")
     with pytest.raises(QtoolError, match=f"tensor {QKV}.s2 is missing"):
         require_stored(missing, linears(missing))
-    left_over = changed(whole, tmp_path / "over", **{f"{QKV}.zero".replace(".", "__"): torch.zeros(4)})
-    with pytest.raises(QtoolError, match=f"{QKV}.zero: stored, but the format of this linear has no such tensor"):
+    left_over = changed(
+        whole, tmp_path / "over", **{f"{QKV}.zero".replace(".", "__"): torch.zeros(4)}
+    )
+    with pytest.raises(
+        QtoolError, match=f"{QKV}.zero: stored, but the format of this linear has no such tensor"
+    ):
         require_stored(left_over, linears(left_over))
     wrong = changed(whole, tmp_path / "wrong", **{f"{QKV}.s1".replace(".", "__"): torch.zeros(7)})
-    with pytest.raises(QtoolError, match=rf"{QKV}.s1: torch.float32 \[7\] found, torch.bfloat16 \[512\] declared"):
+    with pytest.raises(
+        QtoolError, match=rf"{QKV}.s1: torch.float32 \[7\] found, torch.bfloat16 \[512\] declared"
+    ):
         require_stored(wrong, linears(wrong))

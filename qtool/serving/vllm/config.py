@@ -1,27 +1,26 @@
 """A checkpoint's ``quantization_config`` as vLLM wants to hold it: which layer gets which method."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from qtool import __version__
 from qtool.checkpoint.source import INDEX, SINGLE, Checkpoint
 from qtool.errors import QtoolError
 from qtool.runtime.format import QUANT_METHOD, CheckpointFormat, LinearFormat
-from qtool.serving.stored import PackedLinears, kv_names, require_stored
+from qtool.serving.stored import PackedLinears, require_stored
+from qtool.serving.vllm.kv import say_unused, without_cache_tensors
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
-
-logger = init_logger(__name__)
 
 
 class QtoolConfig(QuantizationConfig):
@@ -57,30 +56,31 @@ class QtoolConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "QtoolConfig":
         return cls(CheckpointFormat.from_dict(config))
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Learn the model's family; check the checkpoint where its files are at hand.
 
         The version goes into ``hf_config``: vLLM's compile cache is keyed by that, and by nothing else of a plugin.
         """
         text = hf_config.get_text_config()
         self.linears = PackedLinears(text.to_dict(), self.format)
-        hf_config.quantization_config = {**hf_config.quantization_config, "qtool_version": __version__}
+        hf_config.quantization_config = {
+            **hf_config.quantization_config,
+            "qtool_version": __version__,
+        }
         directory = Path(model_name)
         if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
             require_stored(Checkpoint(directory), self.linears)
         if self.format.kv:
-            logger.warning_once(
-                "The checkpoint's %s cache is not used: keys and values are kept as --kv-cache-dtype says.",
-                self.format.kv,
-            )
+            say_unused(self.format.kv)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.mapper = hf_to_vllm_mapper
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Drops what is stored for a KV cache that nothing here reads."""
         assert self.linears is not None
-        return WeightsMapper(orig_to_new_regex={re.compile(rf"\.{re.escape(n)}$"): None for n in kv_names(self.linears)})
+        return without_cache_tensors(self.linears)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
@@ -91,9 +91,7 @@ class QtoolConfig(QuantizationConfig):
             return QtoolLinearMethod(prefix, linear_format, names, self.permuted(prefix, names))
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
-        if isinstance(layer, Attention):
-            return None  # vLLM's own cache
-        return None
+        return None  # embeddings and heads have 16 bits, attention vLLM's own cache
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""
@@ -101,11 +99,17 @@ class QtoolConfig(QuantizationConfig):
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
 
     def in_checkpoint(self, prefix: str) -> str:
-        """The checkpoint's name of vLLM's module ``prefix``."""
+        """The checkpoint's name of vLLM's module ``prefix``; a mapper also renames from forms that this one has not."""
+        if self.linears is not None and prefix.startswith(f"{self.linears.family.blocks}."):
+            return prefix
         for old, new in self.mapper.orig_to_new_substr.items():
             if new and new in prefix:
                 prefix = prefix.replace(new, old, 1)
-        matching = [(new, old) for old, new in self.mapper.orig_to_new_prefix.items() if new and prefix.startswith(new)]
+        matching = [
+            (new, old)
+            for old, new in self.mapper.orig_to_new_prefix.items()
+            if new and prefix.startswith(new)
+        ]
         new, old = max(matching, key=lambda pair: len(pair[0]), default=("", ""))
         return old + prefix.removeprefix(new)
 
@@ -116,7 +120,9 @@ class QtoolConfig(QuantizationConfig):
             QtoolError: if they differ.
         """
         if self.linears is None:
-            raise QtoolError(f"{prefix}: the model's configuration was not given to the qtool plugin")
+            raise QtoolError(
+                f"{prefix}: the model's configuration was not given to the qtool plugin"
+            )
         formats = {name: self.linears.of(name) for name in names}
         first = formats[names[0]]
         for name, other in formats.items():
@@ -131,7 +137,9 @@ class QtoolConfig(QuantizationConfig):
         """Whether the linears of a fused layer store input permutations."""
         found = {self.format.is_permuted(name) for name in names}
         if len(found) > 1:
-            raise QtoolError(f"{prefix}: some of its linears have an input permutation, others have none")
+            raise QtoolError(
+                f"{prefix}: some of its linears have an input permutation, others have none"
+            )
         return found.pop()
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
@@ -144,9 +152,13 @@ class QtoolConfig(QuantizationConfig):
         if formats == (None, None):
             return None
         if formats[0] is None or formats[1] is None:
-            raise QtoolError(f"{prefix}: some linears of its experts are packed, others have 16 bits")
+            raise QtoolError(
+                f"{prefix}: some linears of its experts are packed, others have 16 bits"
+            )
         if self.permuted(prefix, gate_up) or self.permuted(prefix, down):
-            raise QtoolError(f"{prefix}: experts with input permutations are not served; quantize without reordering")
+            raise QtoolError(
+                f"{prefix}: experts with input permutations are not served; quantize without reordering"
+            )
         names = {"w13": gate_up, "w2": down}
         return QtoolExpertsMethod(prefix, layer, {"w13": formats[0], "w2": formats[1]}, names)
 

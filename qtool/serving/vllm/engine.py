@@ -33,9 +33,13 @@ def greedy(tokens: int, *, prompt_scores: bool = False) -> Any:
     from vllm import SamplingParams
 
     scores = {"prompt_logprobs": 0, "logprobs": 2} if prompt_scores else {}
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **scores)
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **scores
+    )
 
 
 def answers(llm: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
     """vLLM's outputs for prompts of token ids, in their order."""
-    return list(llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False))
+    return list(
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    )

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
@@ -42,7 +45,9 @@ class QtoolLinearMethod(LinearMethodBase):
     kernel: Kernel
     pieces: list[dict[str, str]]
 
-    def __init__(self, name: str, linear_format: LinearFormat, names: list[str], permuted: bool) -> None:
+    def __init__(
+        self, name: str, linear_format: LinearFormat, names: list[str], permuted: bool
+    ) -> None:
         self.name, self.format, self.names, self.permuted = name, linear_format, names, permuted
 
     def create_weights(
@@ -61,7 +66,14 @@ class QtoolLinearMethod(LinearMethodBase):
         self.outputs, self.dtype = list(output_partition_sizes), params_dtype
         device = torch.empty(0).device  # vLLM's
         with torch.device("cpu"):
-            require_shares(self.name, self.format, tuple(self.outputs), k, input_size // k, permuted=self.permuted)
+            require_shares(
+                self.name,
+                self.format,
+                tuple(self.outputs),
+                k,
+                input_size // k,
+                permuted=self.permuted,
+            )
             self.axes, stored = axes(self.format, n, k), self.format.tensors(n, k)
         self.kernel = serving_kernel(self.name, self.format, n, k, device, params_dtype)
         if self.permuted:
@@ -74,11 +86,15 @@ class QtoolLinearMethod(LinearMethodBase):
         """The parameter that vLLM narrows to what this rank has of each linear."""
         axis, data = self.axes[name], torch.empty(spec.shape, dtype=spec.dtype)
         if axis.output is None and len(self.names) > 1:
-            return OnePerLinear(data=data.expand(len(self.names), -1).clone(), input_dim=1, weight_loader=loader)
+            return OnePerLinear(
+                data=data.expand(len(self.names), -1).clone(), input_dim=1, weight_loader=loader
+            )
         if axis.output is None:
             return RowvLLMParameter(data=data, input_dim=axis.input, weight_loader=loader)
         if axis.input is None and axis.per_output == 1:
-            return ChannelQuantScaleParameter(data=data, output_dim=axis.output, weight_loader=loader)
+            return ChannelQuantScaleParameter(
+                data=data, output_dim=axis.output, weight_loader=loader
+            )
         return PackedvLLMParameter(
             data=data,
             output_dim=axis.output,
@@ -102,12 +118,24 @@ class QtoolLinearMethod(LinearMethodBase):
             delattr(layer, name)
         self.pieces = []
         for number, tensors in enumerate(found := self._split(stored)):
-            self.pieces.append({name: name if len(found) == 1 else f"{name}_{number}" for name in tensors})
+            self.pieces.append(
+                {name: name if len(found) == 1 else f"{name}_{number}" for name in tensors}
+            )
             for name, tensor in tensors.items():
-                layer.register_parameter(self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False))
+                layer.register_parameter(
+                    self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False)
+                )
         example = stored["qweight"]
         k = _inputs(layer)
-        key = (self.format, *self.outputs, k, len(self.pieces), self.permuted, self.dtype, example.device)
+        key = (
+            self.format,
+            *self.outputs,
+            k,
+            len(self.pieces),
+            self.permuted,
+            self.dtype,
+            example.device,
+        )
         if key not in _COMPILED:
             compile_kernels(lambda x: self.apply(layer, x), k, example.device, self.dtype)
             _COMPILED.add(key)
@@ -115,12 +143,18 @@ class QtoolLinearMethod(LinearMethodBase):
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """What each GEMM reads: one for all linears where they gather and quantize their input alike."""
         own = [name for name, axis in self.axes.items() if axis.output is None]
-        if len(self.names) == 1 or all(torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own):
+        if len(self.names) == 1 or all(
+            torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
+        ):
             return [stored | {name: stored[name][0] for name in own if len(self.names) > 1}]
         pieces: list[dict[str, Tensor]] = [{} for _ in self.outputs]
         for name, tensor in stored.items():
             axis = self.axes[name]
-            sizes = [] if axis.output is None else [int(rows / axis.per_output) for rows in self.outputs]
+            sizes = (
+                []
+                if axis.output is None
+                else [int(rows / axis.per_output) for rows in self.outputs]
+            )
             parts = tensor.unbind() if axis.output is None else tensor.split(sizes, axis.output)
             for piece, part in zip(pieces, parts, strict=True):
                 piece[name] = part.contiguous()
@@ -133,17 +167,19 @@ class QtoolLinearMethod(LinearMethodBase):
             y = self._multiply(layer, self.pieces[0], rows, bias)
         else:
             ends = list(accumulate(self.outputs, initial=0))
-            biases = [None if bias is None else bias[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+            biases = [None if bias is None else bias[a:b] for a, b in pairwise(ends)]
             pairs = zip(self.pieces, biases, strict=True)
             y = torch.cat([self._multiply(layer, piece, rows, part) for piece, part in pairs], -1)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def gemms(self, layer: nn.Module) -> Iterator[Gemm]:
+    def gemms(self, layer: Any) -> Iterator[Gemm]:
         """What the layer multiplies, for who wants to check it."""
         multiply = partial(self.apply, layer, bias=layer.bias)
         yield Gemm(self.name, self.names, _inputs(layer), self.dtype, multiply, self.kernel)
 
-    def _multiply(self, layer: nn.Module, piece: dict[str, str], x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(
+        self, layer: nn.Module, piece: dict[str, str], x: Tensor, bias: Tensor | None
+    ) -> Tensor:
         tensors = {name: getattr(layer, attribute) for name, attribute in piece.items()}
         permutation = tensors.pop("permutation", None)
         return self.kernel.multiply(Call(x, permutation, tensors, bias, self.format, x.dtype))
@@ -157,7 +193,9 @@ def _inputs(layer: Any) -> int:
 class OnePerLinear(RowvLLMParameter):
     """What each joined linear has of its own, whatever rows a rank has: ``[linears, ...]``."""
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_id: int | str, **kwargs: Any) -> None:
+    def load_merged_column_weight(
+        self, loaded_weight: Tensor, *, shard_id: int | str, **kwargs: Any
+    ) -> None:
         self.data[self._shard_id_as_int(shard_id)].copy_(loaded_weight)
 
     load_qkv_weight = load_merged_column_weight
@@ -169,7 +207,9 @@ class Recorded:
     def __init__(self, loader: Callable[..., None]) -> None:
         self.loader, self.shards = loader, set[Any]()
 
-    def __call__(self, parameter: Tensor, loaded_weight: Tensor, *shard: Any, **options: Any) -> None:
+    def __call__(
+        self, parameter: Tensor, loaded_weight: Tensor, *shard: Any, **options: Any
+    ) -> None:
         self.loader(parameter, loaded_weight, *shard, **options)
         last = shard[-1] if shard else options.get("loaded_shard_id")
         self.shards.update(last if isinstance(last, tuple) else (last,))
@@ -177,4 +217,6 @@ class Recorded:
     def require(self, name: str, linears: int) -> None:
         """Refuse a tensor of which some linears, or all, were not in the checkpoint."""
         if None not in self.shards and len(self.shards) < linears:
-            raise QtoolError(f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint lacks the rest")
+            raise QtoolError(
+                f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint lacks the rest"
+            )

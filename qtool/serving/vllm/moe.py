@@ -38,11 +38,17 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
     """
 
     def __init__(
-        self, name: str, layer: RoutedExperts, formats: dict[str, LinearFormat], names: dict[str, list[str]]
+        self,
+        name: str,
+        layer: RoutedExperts,
+        formats: dict[str, LinearFormat],
+        names: dict[str, list[str]],
     ) -> None:
         super().__init__(layer.moe_config)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input:
-            raise QtoolError(f"{name}: its experts are not SiLU(gate) * up, weighted at their outputs; nothing else runs")
+            raise QtoolError(
+                f"{name}: its experts are not SiLU(gate) * up, weighted at their outputs; nothing else runs"
+            )
         self.name, self.formats, self.names = name, formats, names
 
     def create_weights(  # type: ignore[override]
@@ -65,18 +71,29 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             with torch.device("cpu"):
                 outputs = tuple(n // len(shards) for _ in shards)
                 require_shares(
-                    self.name, linear_format, outputs, k, ranks if stack == "w2" else 1, permuted=False
+                    self.name,
+                    linear_format,
+                    outputs,
+                    k,
+                    ranks if stack == "w2" else 1,
+                    permuted=False,
                 )
                 stored, found = linear_format.tensors(n, k), axes(linear_format, n, k)
-            self.kernels[stack] = serving_kernel(self.name, linear_format, n, k, device, params_dtype)
+            self.kernels[stack] = serving_kernel(
+                self.name, linear_format, n, k, device, params_dtype
+            )
             for part, spec in stored.items():
                 each = spec.shape if found[part].output is not None else (len(shards), *spec.shape)
-                parameter = nn.Parameter(torch.empty(num_experts, *each, dtype=spec.dtype), requires_grad=False)
+                parameter = nn.Parameter(
+                    torch.empty(num_experts, *each, dtype=spec.dtype), requires_grad=False
+                )
                 layer.register_parameter(f"{stack}_{part}", parameter)
                 parameter.weight_loader = partial(self.load, layer)  # type: ignore[attr-defined]
         layer.load_weights = partial(self.load_weights, layer)  # type: ignore[method-assign]
 
-    def load_weights(self, layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    def load_weights(
+        self, layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[str]:
         """Load ``EXPERT.PROJECTION.TENSOR``: vLLM's own loader takes a tensor of three dimensions for all experts."""
         shards = {
             layer.ckpt_gate_proj_name: "w1",
@@ -114,7 +131,9 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                 target = target.chunk(len(STACKS[stack]), axis.output)[shard]
             cut = axis.input if stack == "w2" else axis.output
             if cut is not None:
-                loaded_weight = loaded_weight.narrow(cut, rank * target.shape[cut], target.shape[cut])
+                loaded_weight = loaded_weight.narrow(
+                    cut, rank * target.shape[cut], target.shape[cut]
+                )
             target.copy_(loaded_weight)
             self.loaded.add((name, expert, shard_id))
         return expert >= 0 if return_success else None
@@ -131,14 +150,20 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             found = axes(self.formats[stack], n, k)
             self.parts[stack] = list(found)
             for part, axis in found.items():
-                missing = {(f"{stack}_{part}", e, s) for e in range(self.experts) for s in shards} - self.loaded
+                missing = {
+                    (f"{stack}_{part}", e, s) for e in range(self.experts) for s in shards
+                } - self.loaded
                 if missing:
-                    raise QtoolError(f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were not loaded")
+                    raise QtoolError(
+                        f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were not loaded"
+                    )
                 parameter = getattr(layer, f"{stack}_{part}")
                 tensor = parameter.data
                 if axis.output is None:
                     if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
-                        raise QtoolError(f"{self.name}.{part}: gate and up of an expert differ; they share one input")
+                        raise QtoolError(
+                            f"{self.name}.{part}: gate and up of an expert differ; they share one input"
+                        )
                     tensor = tensor[:, 0].contiguous()
                 setattr(layer, f"{stack}_{part}", nn.Parameter(tensor, requires_grad=False))
             compile_kernels(partial(self._multiply, layer, stack, 0), k, tensor.device, self.dtype)
@@ -148,7 +173,14 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         for expert, (stack, names) in product(range(self.experts), self.names.items()):
             each = names[expert * len(STACKS[stack]) :][: len(STACKS[stack])]
             multiply = partial(self._multiply, layer, stack, expert)
-            yield Gemm(f"{self.name}.{expert}.{stack}", each, self.sizes[stack][1], self.dtype, multiply, self.kernels[stack])
+            yield Gemm(
+                f"{self.name}.{expert}.{stack}",
+                each,
+                self.sizes[stack][1],
+                self.dtype,
+                multiply,
+                self.kernels[stack],
+            )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
@@ -183,4 +215,6 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
 
     def _multiply(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
         stored = {part: getattr(layer, f"{stack}_{part}")[expert] for part in self.parts[stack]}
-        return self.kernels[stack].multiply(Call(x, None, stored, None, self.formats[stack], x.dtype))
+        return self.kernels[stack].multiply(
+            Call(x, None, stored, None, self.formats[stack], x.dtype)
+        )

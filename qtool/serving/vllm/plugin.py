@@ -19,7 +19,9 @@ def register() -> None:
     found = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
     if found < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise QtoolError(f"vLLM {vllm.__version__} is installed; the qtool plugin needs {oldest} or newer")
+        raise QtoolError(
+            f"vLLM {vllm.__version__} is installed; the qtool plugin needs {oldest} or newer"
+        )
 
     from qtool.serving.vllm.config import QtoolConfig
 
