@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module
 
-        module = "qtool.pipeline.as_export" if name == "load_as_export" else "qtool.runtime.load"
+        module = "qtool.exchange.as_export" if name == "load_as_export" else "qtool.runtime.load"
         return getattr(import_module(module), name)
     raise AttributeError(f"module 'qtool' has no attribute {name!r}")

@@ -1,4 +1,6 @@
-"""Kinds of command-line arguments that click does not know: a device that is there, a directory to be made."""
+"""Kinds of command-line arguments that click does not know: a device that is there, a directory to
+be made.
+"""
 
 import os
 from pathlib import Path
@@ -22,7 +24,11 @@ class Device(click.ParamType):
         if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
             self.fail(f"{value!r}; cpu, cuda or cuda:N is expected", param, ctx)
         if kind == "cuda" and int(number or 0) >= (there := torch.cuda.device_count()):
-            self.fail(f"{value!r}; this machine has {there or 'no'} CUDA device{'s' * (there > 1)}", param, ctx)
+            self.fail(
+                f"{value!r}; this machine has {there or 'no'} CUDA device{'s' * (there > 1)}",
+                param,
+                ctx,
+            )
         return str(value)
 
 
@@ -32,7 +38,12 @@ class NewPath(click.Path):
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
-    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
         path = Path(value).expanduser()
         if path.name in ("", ".."):
             self.fail(f"{str(value)!r} names nothing that could be made", param, ctx)

@@ -5,7 +5,9 @@ from difflib import get_close_matches
 
 
 class QtoolError(Exception):
-    """Bad input or bad usage: one sentence naming the thing, what was found, what would be accepted."""
+    """Bad input or bad usage: one sentence naming the thing, what was found, what would be
+    accepted.
+    """
 
 
 class CheckFailed(QtoolError):

@@ -30,7 +30,9 @@ class _Then(Loader):
 
 
 class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != AWAITED:
             return None
         sys.meta_path.remove(self)

@@ -10,10 +10,17 @@ def render(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     right = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+        return "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
+        ).rstrip()
 
-    return "\n".join([line(tuple(header)), line(["-" * w for w in widths]), *(line(row) for row in cells)])
+    return "\n".join(
+        [line(tuple(header)), line(["-" * w for w in widths]), *(line(row) for row in cells)]
+    )
 
 
 def _is_number(cell: str) -> bool:
-    return cell in ("", "-") or cell.lstrip("+-").replace(".", "").replace(",", "").rstrip("%x").isdigit()
+    return (
+        cell in ("", "-")
+        or cell.lstrip("+-").replace(".", "").replace(",", "").rstrip("%x").isdigit()
+    )

@@ -32,7 +32,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-FALCON: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": True}
+FALCON: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": True,
+}
 #: every model type and the variants that change how a block looks
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -48,11 +52,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True, "sliding_window": 16},
     "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16},
-    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "tie_word_embeddings": True, "num_key_value_heads": None},
+    "opt": {
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 128,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": None,
+    },
     "falcon": FALCON,  # 7B
     "falcon-new": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},  # 40B, 180B
-    "falcon-11b": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
-    "falcon-rw": FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    "falcon-11b": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    "falcon-rw": FALCON
+    | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 384},
     "qwen3_moe": MOE,
@@ -73,9 +84,17 @@ def save_model(
 ) -> Path:
     """Save a random model of ``variant`` with ``config`` changed in ``directory``."""
     torch.manual_seed(seed)
-    settings = {key: value for key, value in (SMALL | VARIANTS[variant] | config).items() if value is not None}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.split("-")[0], **settings))
-    for parameter in model.parameters():  # random norms and biases too, or half the folds go untested
+    settings = {
+        key: value
+        for key, value in (SMALL | VARIANTS[variant] | config).items()
+        if value is not None
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(variant.split("-")[0], **settings)
+    )
+    for (
+        parameter
+    ) in model.parameters():  # random norms and biases too, or half the folds go untested
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
@@ -84,7 +103,9 @@ def save_model(
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
-    """``make_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model; returns its directory."""
+    """``make_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model;
+    returns its directory.
+    """
 
     def make(variant: str = "llama", *, name: str | None = None, **options: Any) -> Path:
         return save_model(tmp_path / (name or variant), variant, **options)

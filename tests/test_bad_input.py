@@ -1,4 +1,6 @@
-"""Every mistake of design.md's list: one sentence that names the thing, exit code 2, nothing half-written."""
+"""Every mistake of design.md's list: one sentence that names the thing, exit code 2, nothing
+half-written.
+"""
 
 import json
 import shutil
@@ -12,9 +14,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import qtool.cli
-from qtool.checkpoint.source import DEMO
 from qtool.errors import QtoolError
-from qtool.pipeline.edges import all_finite
+from qtool.io.source import DEMO
+from qtool.pipeline.streaming.embedding_and_head import all_finite
 from tests.conftest import MakeModel
 
 
@@ -34,11 +36,15 @@ def qtool_run(
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
-    """``refused("text", MODEL, options...)``: quantizing is refused with that text and leaves no output."""
+    """``refused("text", MODEL, options...)``: quantizing is refused with that text and leaves no
+    output.
+    """
 
     def check(text: str, model: object, *options: object, scheme: str = "w4a8-lqq") -> None:
         out = tmp_path / "refused"
-        code, message = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", scheme, "--out", out, *options)
+        code, message = qtool_run(
+            monkeypatch, capsys, "quantize", model, "--scheme", scheme, "--out", out, *options
+        )
         assert code == 2, message
         assert text in message
         assert "Traceback" not in message
@@ -72,7 +78,12 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
 
 
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PATH": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "qtool", "quantize", "nobody/nothing", "--scheme", "w4a8-lqq"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 2
@@ -115,7 +126,9 @@ def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: 
     refused("is a pickle", model)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+)
 @pytest.mark.parametrize("value", [None, "4096", 0, -1, 1.5, True, []])
 def test_sizes_that_are_none(key: str, value: object, refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
@@ -182,11 +195,17 @@ def test_nan_and_inf(value: float, name: str, refused, make_model: MakeModel) ->
 
 
 def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
-    refused("mlp.down_proj: w4a8-lqq: 352 input channels are not divisible by group size 64 (sizes that do: 32)",
-            make_model(intermediate_size=352))  # fmt: skip
-    refused("not divisible by group size 128", make_model(hidden_size=192, head_dim=48), scheme="w4a16")
+    refused(
+        "mlp.down_proj: w4a8-lqq: 352 input channels are not divisible by group size 64 (sizes that do: 32)",
+        make_model(intermediate_size=352),
+    )
+    refused(
+        "not divisible by group size 128", make_model(hidden_size=192, head_dim=48), scheme="w4a16"
+    )
     small = make_model(num_key_value_heads=1, head_dim=16)
-    refused("k_proj: layout marlin: a weight of 16 x 128 does not divide", small, "--layout", "marlin")
+    refused(
+        "k_proj: layout marlin: a weight of 16 x 128 does not divide", small, "--layout", "marlin"
+    )
 
 
 def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -208,13 +227,17 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
         rule + "rounding: gtpq": "unknown rounding 'gtpq': did you mean gptq?",
         rule + "transforms: [{rotate: {sed: 1}}]": "unknown option 'sed'; did you mean seed?",
         rule + "transforms: [norm-fusion, rotate, rotate]": "rotate is listed twice",
-        rule + "rounding: {gptq: {damping: 1e-2}}": "gptq: damping is '1e-2'; expected a number of 0 or more",
-        rule + "rounding: {gptq: {clip_steps: 0}}": "gptq: clip_steps is 0; expected a whole number above 0",
-        rule + "rounding: {gptq: {rounds: -1}}": "rounds is -1; expected a whole number of 0 or more",
+        rule
+        + "rounding: {gptq: {damping: 1e-2}}": "gptq: damping is '1e-2'; expected a number of 0 or more",
+        rule
+        + "rounding: {gptq: {clip_steps: 0}}": "gptq: clip_steps is 0; expected a whole number above 0",
+        rule
+        + "rounding: {gptq: {rounds: -1}}": "rounds is -1; expected a whole number of 0 or more",
         rule + "rounding: {gptq: {act_order: 1}}": "act_order is 1; expected true or false",
         rule + "rounding: {distill: {start: [gptq]}}": "start is ['gptq']; expected a text",
         rule + "transforms: [{smooth: {groups: heads}}]": "groups is 'heads'; expected a list",
-        rule + "transforms: [{gather-outliers: {w4a4_share: .nan}}]": "w4a4_share is nan; expected a number of 0",
+        rule
+        + "transforms: [{gather-outliers: {w4a4_share: .nan}}]": "w4a4_share is nan; expected a number of 0",
         "layers: []": "layers must be a list with at least one rule",
         "layers: [{match: '(', scheme: w8a8}]": "is not a regular expression",
         "layers: [{match: '.*', group_size: 64}]": "a layer rule without scheme, found ['group_size', 'match']",
@@ -235,7 +258,11 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
 
 
 def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    model, text, recipe = make_model(vocab_size=4096), tmp_path / "text.txt", tmp_path / "recipe.yaml"
+    model, text, recipe = (
+        make_model(vocab_size=4096),
+        tmp_path / "text.txt",
+        tmp_path / "recipe.yaml",
+    )
     recipe.write_text(
         "layers: [{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-mma}]\ntransforms: [norm-fusion, smooth]"
     )
@@ -263,11 +290,15 @@ def test_quantized_models_are_not_quantized_again(refused, make_model: MakeModel
     refused("quantized already (quant_method 'gptq')", model)
 
 
-def test_output_that_holds_something_else(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_output_that_holds_something_else(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "out"
     out.mkdir()
     (out / "letter.txt").write_text("dear")
-    code, message = qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out", out)
+    code, message = qtool_run(
+        monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out", out
+    )
     assert code == 2 and "exists already" in message
     assert [p.name for p in out.iterdir()] == ["letter.txt"]
 
@@ -275,7 +306,7 @@ def test_output_that_holds_something_else(make_model: MakeModel, tmp_path, monke
 def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     import errno
 
-    from qtool.checkpoint import safetensors
+    from qtool.io import safetensors
     from qtool.pipeline import quantize
 
     model = make_model()
@@ -292,13 +323,18 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
     refused("no space left on the disk", model)
 
 
-def test_foreign_and_damaged_checkpoints(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_foreign_and_damaged_checkpoints(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     for command in ("verify", "inspect"):
         code, message = qtool_run(monkeypatch, capsys, command, model)
         assert code == 2 and "not quantized" in message
     out = tmp_path / "q"
-    assert qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w4a8-lqq", "--out", out)[0] == 0
+    assert (
+        qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w4a8-lqq", "--out", out)[0]
+        == 0
+    )
     config = json.loads((out / "config.json").read_text())
     edit_config(out, quantization_config=config["quantization_config"] | {"format_version": 99})
     code, message = qtool_run(monkeypatch, capsys, "inspect", out)
@@ -312,18 +348,29 @@ def test_what_transformers_cannot_load(make_model: MakeModel) -> None:
         qtool.load(model)
 
 
-def test_verify_misses_a_linear_that_the_index_left_out(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_verify_misses_a_linear_that_the_index_left_out(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "q"
     qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
     index, name = out / "model.safetensors.index.json", "model.layers.1.mlp.up_proj"
     content = json.loads(index.read_text())
-    kept = {tensor: file for tensor, file in content["weight_map"].items() if not tensor.startswith(name)}
+    kept = {
+        tensor: file
+        for tensor, file in content["weight_map"].items()
+        if not tensor.startswith(name)
+    }
     index.write_text(json.dumps(content | {"weight_map": kept}))
     code, message = qtool_run(monkeypatch, capsys, "verify", out)
-    assert code == 1 and f"{name}: quantization_config has it packed, but it is not stored so" in message
+    assert (
+        code == 1
+        and f"{name}: quantization_config has it packed, but it is not stored so" in message
+    )
 
 
-def test_a_text_with_fewer_windows_than_asked_for_is_said(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_text_with_fewer_windows_than_asked_for_is_said(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     model, text = make_model(vocab_size=4096), tmp_path / "text.txt"
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
@@ -339,7 +386,9 @@ def test_the_package_keeps_no_results_of_the_demo(monkeypatch, capsys) -> None: 
     assert not (DEMO / "eval.json").exists()
 
 
-def test_a_recipe_that_quantizes_nothing_can_be_looked_at(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_recipe_that_quantizes_nothing_can_be_looked_at(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     recipe, out = tmp_path / "none.yaml", tmp_path / "q"
     recipe.write_text("layers: [{match: '.*', scheme: null}]")
     options = ("--scheme", "w8a8", "--recipe", recipe, "--out", out)
@@ -372,27 +421,48 @@ def test_usage_errors_exit_2() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--device", "cuda:99"), ("--device", "cpux"), ("--samples", 0), ("--samples", -1), ("--seqlen", 0),
-     ("--max-8bit-blocks", -1), ("--out", ""), ("--out", "."), ("--out", "..")],
-)  # fmt: skip
-def test_values_that_no_run_could_have(option: str, value: object, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    [
+        ("--device", "cuda:99"),
+        ("--device", "cpux"),
+        ("--samples", 0),
+        ("--samples", -1),
+        ("--seqlen", 0),
+        ("--max-8bit-blocks", -1),
+        ("--out", ""),
+        ("--out", "."),
+        ("--out", ".."),
+    ],
+)
+def test_values_that_no_run_could_have(
+    option: str, value: object, tmp_path: Path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
-    code, message = qtool_run(monkeypatch, capsys, "quantize", DEMO, "--scheme", "w8a8", option, value)
+    code, message = qtool_run(
+        monkeypatch, capsys, "quantize", DEMO, "--scheme", "w8a8", option, value
+    )
     assert code == 2 and f"Invalid value for '{option}'" in message and "Traceback" not in message
     assert not list(tmp_path.parent.glob("*.partial")) and not list(tmp_path.iterdir())
 
 
-def test_places_that_cannot_be_written(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_places_that_cannot_be_written(
+    make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
     model, file = make_model(), tmp_path / "file"
     file.write_text("")
-    code, message = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", "--out", file / "out")
-    assert code == 2 and message.endswith(f"qtool: {file / 'out.partial' / '.run'}: Not a directory\n")
+    code, message = qtool_run(
+        monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", "--out", file / "out"
+    )
+    assert code == 2 and message.endswith(
+        f"qtool: {file / 'out.partial' / '.run'}: Not a directory\n"
+    )
     assert "Traceback" not in message
 
 
 def test_home_in_an_output_path(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("HOME", str(tmp_path))
-    code, _ = qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out=~/out")
+    code, _ = qtool_run(
+        monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out=~/out"
+    )
     assert code == 0 and (tmp_path / "out" / "config.json").exists()
 
 

@@ -63,18 +63,25 @@ def test_text_cuts_into_the_sampled_windows(tokenizer, name, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", 'He said: "No."\n\n\n  Then\tnothing.\r\n', "naïve — 漢字 🙂 1,234.5", "\ufeff\x00"]
+    "text",
+    ["", " ", 'He said: "No."\n\n\n  Then\tnothing.\r\n', "naïve — 漢字 🙂 1,234.5", "\ufeff\x00"],
 )
 def test_tokenizer_is_lossless(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_end_of_book_is_one_token(tokenizer, model):
-    assert tokenizer("<|endofbook|>")["input_ids"] == [tokenizer.eos_token_id] == [model.config.eos_token_id]
+    assert (
+        tokenizer("<|endofbook|>")["input_ids"]
+        == [tokenizer.eos_token_id]
+        == [model.config.eos_token_id]
+    )
 
 
 def test_model_is_as_surprised_by_its_own_text_as_it_is_uncertain(model, tokenizer):
-    """On sampled text, surprisal minus entropy has mean zero; any other text or model gives more or less."""
+    """On sampled text, surprisal minus entropy has mean zero; any other text or model gives more or
+    less.
+    """
     rows = windows("heldout.txt", tokenizer)[:8]
     log_probabilities = log_p(model, rows)
     entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
@@ -85,8 +92,13 @@ def test_model_is_as_surprised_by_its_own_text_as_it_is_uncertain(model, tokeniz
 
 def test_model_tells_text_from_shuffled_tokens(model, tokenizer):
     rows = windows("heldout.txt", tokenizer)[:2]
-    shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(0))].view_as(rows)
-    assert surprisal(log_p(model, shuffled), shuffled).mean() > surprisal(log_p(model, rows), rows).mean() + 4
+    shuffled = rows.flatten()[
+        torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(0))
+    ].view_as(rows)
+    assert (
+        surprisal(log_p(model, shuffled), shuffled).mean()
+        > surprisal(log_p(model, rows), rows).mean() + 4
+    )
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}])

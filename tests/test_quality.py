@@ -1,7 +1,7 @@
 """Quality orders as it must on the demo model: divergence from full precision, in nats a token.
 
-The margins are what was measured (docs/accuracy.md), with room: w8a8 0.001, w4a8-lqq 0.015, w4ax with half of its
-blocks in 8 bit 0.05, w4a4-g128 0.10, all rounded to nearest; w4a8-lqq/best 0.008.
+The margins are what was measured (docs/accuracy.md), with room: w8a8 0.001, w4a8-lqq 0.015, w4ax
+with half of its blocks in 8 bit 0.05, w4a4-g128 0.10, all rounded to nearest; w4a8-lqq/best 0.008.
 """
 
 from functools import cache
@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from qtool import corpora, recipes
-from qtool.calibration.data import windows
-from qtool.checkpoint.source import DEMO, Checkpoint
+from qtool import recipes
+from qtool.data import corpora
+from qtool.data.windows import windows
+from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.recipes import Recipe
 from qtool.runtime.load import load, load_tokenizer
@@ -55,5 +56,7 @@ def test_schemes_order_by_their_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a16"])
 def test_the_best_recipe_beats_rounding_to_nearest(scheme: str, tmp_path: Path) -> None:
-    nearest, best = (run(recipes.load(scheme, variant), tmp_path / variant) for variant in ("fast", "best"))
+    nearest, best = (
+        run(recipes.load(scheme, variant), tmp_path / variant) for variant in ("fast", "best")
+    )
     assert best < 0.8 * nearest, (best, nearest)

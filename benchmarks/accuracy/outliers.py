@@ -2,10 +2,11 @@
 
     python benchmarks/accuracy/outliers.py MODEL OUT [--factor 50] [--channels 4] [--seed 0]
 
-In every block a few channels of both norms become ``factor`` times larger and the columns that read them as much
-smaller; likewise a few rows of v against o's columns (the same for all query heads of a kv head) and of up against
-down's. Real models grow such channels by themselves (LLM.int8(), SmoothQuant); smoothing and rotation are for them.
-The model is stored in float32, so that its logits stay the same to rounding.
+In every block a few channels of both norms become ``factor`` times larger and the columns that read
+them as much smaller; likewise a few rows of v against o's columns (the same for all query heads of
+a kv head) and of up against down's. Real models grow such channels by themselves (LLM.int8(),
+SmoothQuant); smoothing and rotation are for them. The model is stored in float32, so that its
+logits stay the same to rounding.
 """
 
 import argparse
@@ -21,7 +22,9 @@ Weights = dict[str, Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--factor", type=float, default=50.0)
@@ -37,10 +40,15 @@ def main() -> None:
         inject(weights, config, block, arguments.factor, arguments.channels, random)
     shutil.copytree(arguments.model, arguments.out, ignore=shutil.ignore_patterns("*.safetensors*"))
     (arguments.out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, arguments.out / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        arguments.out / "model.safetensors",
+    )
 
 
-def inject(weights: Weights, config: dict, block: int, factor: float, count: int, random: torch.Generator) -> None:
+def inject(
+    weights: Weights, config: dict, block: int, factor: float, count: int, random: torch.Generator
+) -> None:
     """Put outliers into the block's norms, v and up, in place."""
 
     def weight(name: str) -> Tensor:
@@ -61,7 +69,10 @@ def inject(weights: Weights, config: dict, block: int, factor: float, count: int
     channels = chosen(config["intermediate_size"])
     weight("mlp.up_proj")[channels] *= factor
     weight("mlp.down_proj")[:, channels] /= factor
-    heads, dim = config["num_attention_heads"], len(weight("self_attn.q_proj")) // config["num_attention_heads"]
+    heads, dim = (
+        config["num_attention_heads"],
+        len(weight("self_attn.q_proj")) // config["num_attention_heads"],
+    )
     group = heads // (config.get("num_key_value_heads") or heads)
     channels = chosen(len(weight("self_attn.v_proj")))
     weight("self_attn.v_proj")[channels] *= factor

@@ -2,9 +2,10 @@
 
     python benchmarks/accuracy/peer_run.py ROW --work DIR [the options of peers.py]
 
-Quantizes by one tool, stores the result in its own format, loads that again in float32, evaluates it, and writes
-``DIR/ROW.json``. Every tool gets the same calibration windows as token ids. Wall-clock and CPU time run from opening
-the model to the stored result; imports before it are not counted.
+Quantizes by one tool, stores the result in its own format, loads that again in float32, evaluates
+it, and writes ``DIR/ROW.json``. Every tool gets the same calibration windows as token ids.
+Wall-clock and CPU time run from opening the model to the stored result; imports before it are not
+counted.
 """
 
 import argparse
@@ -23,10 +24,10 @@ from schemes import evaluated
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from qtool import corpora
-from qtool.calibration.data import windows
-from qtool.checkpoint.foreign import describe
-from qtool.checkpoint.source import Checkpoint, resolve
+from qtool.data import corpora
+from qtool.data.windows import windows
+from qtool.exchange.foreign import describe
+from qtool.io.source import Checkpoint, resolve
 from qtool.pipeline import commands
 from qtool.runtime.load import load
 
@@ -35,7 +36,9 @@ SEED = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("row", choices=ROWS)
     add_options(parser)
     arguments = parser.parse_args()
@@ -49,13 +52,19 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     base = load(resolve(arguments.model), dtype=torch.float32)
     model = base if arguments.row == "full" else stored(out, base)
-    found = evaluated(model, arguments, base) | {"seconds": seconds, "cpu_seconds": busy, "megabytes_peak": peak}
+    found = evaluated(model, arguments, base) | {
+        "seconds": seconds,
+        "cpu_seconds": busy,
+        "megabytes_peak": peak,
+    }
     (arguments.work / f"{arguments.row}.json").write_text(json.dumps(found))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a directory, or demo")
-    parser.add_argument("--calib", default="demo", help="calibration text: a file, or a corpus that qtool knows")
+    parser.add_argument(
+        "--calib", default="demo", help="calibration text: a file, or a corpus that qtool knows"
+    )
     parser.add_argument("--text", default="demo", help="evaluated text: likewise")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
@@ -65,15 +74,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def stored(directory: Path, base: PreTrainedModel) -> PreTrainedModel:
     """What a tool stored, in float32. GPTQ files are dequantized here, to do without their kernels."""
-    directory = next(directory.rglob("config.json")).parent  # AutoRound makes a folder of its own below
+    directory = next(
+        directory.rglob("config.json")
+    ).parent  # AutoRound makes a folder of its own below
     checkpoint = Checkpoint(directory)
     if checkpoint.config["quantization_config"]["quant_method"] != "gptq":
         return load(directory, dtype=torch.float32)
     model, foreign = copy.deepcopy(base), describe(checkpoint.config)
     for name, linear in model.named_modules():
         if f"{name}.qweight" in checkpoint:
-            parts = {part.removeprefix(f"{name}."): checkpoint.read(part) for part in checkpoint.under(name)}
-            linear.weight.data = foreign.read(parts, linear.out_features, linear.in_features).weight()
+            parts = {
+                part.removeprefix(f"{name}."): checkpoint.read(part)
+                for part in checkpoint.under(name)
+            }
+            linear.weight.data = foreign.read(
+                parts, linear.out_features, linear.in_features
+            ).weight()
     return model
 
 
@@ -81,9 +97,13 @@ def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
     """The windows that qtool draws with its seed 0, as batches of one."""
     source = Checkpoint(resolve(arguments.model))
     ids = windows(
-        corpora.load(arguments.calib, split="train").documents, AutoTokenizer.from_pretrained(source.directory),
-        samples=arguments.samples, seqlen=arguments.seqlen, vocabulary=source.config["vocab_size"], seed=SEED,
-    )  # fmt: skip
+        corpora.load(arguments.calib, split="train").documents,
+        AutoTokenizer.from_pretrained(source.directory),
+        samples=arguments.samples,
+        seqlen=arguments.seqlen,
+        vocabulary=source.config["vocab_size"],
+        seed=SEED,
+    )
     return [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
 
 
@@ -93,9 +113,19 @@ def full(arguments: argparse.Namespace, out: Path) -> None:
 
 def ours(scheme: str, variant: str, arguments: argparse.Namespace, out: Path) -> None:
     commands.quantize(
-        arguments.model, scheme, out, recipe=variant, calib=arguments.calib, data_dir=None, samples=arguments.samples,
-        seqlen=arguments.seqlen, seed=SEED, device="cpu", resume=False, progress=None,
-    )  # fmt: skip
+        arguments.model,
+        scheme,
+        out,
+        recipe=variant,
+        calib=arguments.calib,
+        data_dir=None,
+        samples=arguments.samples,
+        seqlen=arguments.seqlen,
+        seed=SEED,
+        device="cpu",
+        resume=False,
+        progress=None,
+    )
 
 
 def llm_compressor(scheme: str, smooth: bool, arguments: argparse.Namespace, out: Path) -> None:
@@ -110,9 +140,13 @@ def llm_compressor(scheme: str, smooth: bool, arguments: argparse.Namespace, out
     batches = calibration(arguments)
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     oneshot(
-        model=model, tokenizer=tokenizer, dataset=loader, recipe=recipe,
-        num_calibration_samples=len(batches), max_seq_length=arguments.seqlen,
-    )  # fmt: skip
+        model=model,
+        tokenizer=tokenizer,
+        dataset=loader,
+        recipe=recipe,
+        num_calibration_samples=len(batches),
+        max_seq_length=arguments.seqlen,
+    )
     model.save_pretrained(out, save_compressed=True)
     tokenizer.save_pretrained(out)
 
@@ -134,9 +168,18 @@ def autoround(iterations: int, arguments: argparse.Namespace, out: Path) -> None
     batches = calibration(arguments)
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     tuner = AutoRound(
-        model, tokenizer, scheme="W4A16", dataset=loader, iters=iterations, seqlen=arguments.seqlen,
-        nsamples=len(batches), batch_size=8, device_map="cpu", seed=SEED, amp=False,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        scheme="W4A16",
+        dataset=loader,
+        iters=iterations,
+        seqlen=arguments.seqlen,
+        nsamples=len(batches),
+        batch_size=8,
+        device_map="cpu",
+        seed=SEED,
+        amp=False,
+    )
     tuner.quantize_and_save(str(out), format="auto_gptq")
 
 

@@ -1,11 +1,14 @@
-"""The same model, calibration tokens and evaluation through qtool, llm-compressor, GPTQModel and AutoRound.
+"""The same model, calibration tokens and evaluation through qtool, llm-compressor, GPTQModel and
+AutoRound.
 
-    python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--text demo] [--rows all] [--write demo]
+    python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--text demo] [--rows all]
+    [--write demo]
 
-Makes its own virtual environment (--venv) with qtool and those peers that install beside its torch, runs every row
-there as its own process, and prints a Markdown table; --write NAME puts it between the two NAME markers of
-docs/peers.md. A peer that does not install or run has its reason in the table. What --work holds is reused: delete it
-to measure again. Options not listed below are those of peer_run.py. Standard library only.
+Makes its own virtual environment (--venv) with qtool and those peers that install beside its torch,
+runs every row there as its own process, and prints a Markdown table; --write NAME puts it between
+the two NAME markers of docs/peers.md. A peer that does not install or run has its reason in the
+table. What --work holds is reused: delete it to measure again. Options not listed below are those
+of peer_run.py. Standard library only.
 """
 
 import argparse
@@ -20,7 +23,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DOCUMENT = Path("docs/peers.md")
-#: first, by its exact version: the index then gives its CPU build where it has one, and no peer may replace it
+#: first, by its exact version: the index then gives its CPU build where it has one, and no peer may
+#: replace it
 TORCH = "torch==2.13.0"
 PEERS = ("llmcompressor", "auto-round", "gptqmodel")
 #: row -> what it is, the peer that it needs
@@ -42,14 +46,22 @@ ENVIRONMENT = {"GPTQMODEL_CPU_WORKERS": "2", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--venv", type=Path, default=Path("out/peers-venv"))
     parser.add_argument("--work", type=Path, default=Path("out/peers"))
-    parser.add_argument("--rows", default="all", help=f"all, or names with commas: {', '.join(ROWS)}")
+    parser.add_argument(
+        "--rows", default="all", help=f"all, or names with commas: {', '.join(ROWS)}"
+    )
     parser.add_argument("--timeout", type=int, default=7200, help="seconds a row may take")
-    parser.add_argument("--write", metavar="NAME", help=f"write the table between <!-- NAME --> twice in {DOCUMENT}")
+    parser.add_argument(
+        "--write", metavar="NAME", help=f"write the table between <!-- NAME --> twice in {DOCUMENT}"
+    )
     arguments, options = parser.parse_known_args()
-    arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[:8]  # other options, other results
+    arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[
+        :8
+    ]  # other options, other results
     arguments.work.mkdir(parents=True, exist_ok=True)
     missing = installed(arguments.venv)
     rows = list(ROWS) if arguments.rows == "all" else arguments.rows.split(",")
@@ -86,7 +98,9 @@ def installed(venv: Path) -> dict[str, str]:
     return missing
 
 
-def measured(row: str, arguments: argparse.Namespace, options: list[str], missing: dict[str, str]) -> dict[str, Any]:
+def measured(
+    row: str, arguments: argparse.Namespace, options: list[str], missing: dict[str, str]
+) -> dict[str, Any]:
     """What ``peer_run.py`` found, or ``{"error": reason}``."""
     record = arguments.work / f"{row}.json"
     if (peer := ROWS[row][1]) in missing:
@@ -94,13 +108,24 @@ def measured(row: str, arguments: argparse.Namespace, options: list[str], missin
     if not record.exists():
         log = arguments.work / f"{row}.log"
         print(f"{row} ...", file=sys.stderr, flush=True)
-        command = [arguments.venv / "bin/python", HERE / "peer_run.py", row, "--work", arguments.work, *options]
+        command = [
+            arguments.venv / "bin/python",
+            HERE / "peer_run.py",
+            row,
+            "--work",
+            arguments.work,
+            *options,
+        ]
         try:
             with log.open("w") as output:
                 subprocess.run(
-                    [str(part) for part in command], env=ENVIRONMENT | os.environ, stdout=output, stderr=output,
-                    check=True, timeout=arguments.timeout,
-                )  # fmt: skip
+                    [str(part) for part in command],
+                    env=ENVIRONMENT | os.environ,
+                    stdout=output,
+                    stderr=output,
+                    check=True,
+                    timeout=arguments.timeout,
+                )
         except subprocess.TimeoutExpired:
             return {"error": f"does not finish in {arguments.timeout} s"}
         except subprocess.CalledProcessError:
@@ -115,7 +140,10 @@ def last_line(text: str) -> str:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["| what | perplexity | KL, nats | seconds | CPU seconds | peak MB |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| what | perplexity | KL, nats | seconds | CPU seconds | peak MB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for row, r in found.items():
         name = ROWS[row][0]
         if "error" in r:
@@ -134,7 +162,9 @@ def versions(venv: Path) -> str:
     """The versions that were measured, with commas."""
     code = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     names = ["qtool", *(p for p in PEERS if p not in installed(venv)), "transformers", "torch"]
-    done = subprocess.run([venv / "bin/python", "-c", code, *names], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [venv / "bin/python", "-c", code, *names], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

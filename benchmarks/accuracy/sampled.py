@@ -1,10 +1,12 @@
 """Every scheme and recipe on a model that comes without text: it writes its own.
 
-    python benchmarks/accuracy/sampled.py MODEL [--schemes all] [--recipes fast,paper,best] [--kv none,kv4]
+    python benchmarks/accuracy/sampled.py MODEL [--schemes all] [--recipes fast,paper,best] [--kv
+    none,kv4]
 
-Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 to calibrate on, 96 others
-to evaluate on. The rise of log-perplexity on them estimates the divergence, which is computed too (docs/accuracy.md).
-Of several caches each after the first has what it adds to the first. Errors are standard errors, paired by window.
+Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 to
+calibrate on, 96 others to evaluate on. The rise of log-perplexity on them estimates the divergence,
+which is computed too (docs/accuracy.md). Of several caches each after the first has what it adds to
+the first. Errors are standard errors, paired by window.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from schemes import ORDER, divergence, rise
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qtool.checkpoint.source import Checkpoint, resolve
+from qtool.io.source import Checkpoint, resolve
 from qtool.pipeline.commands import Wishes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
@@ -48,32 +50,53 @@ def measured(model: PreTrainedModel, windows: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a directory, or demo")
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
     parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--kv", default="none", help="KV-cache quantizers with commas, each for every row")
+    parser.add_argument(
+        "--kv", default="none", help="KV-cache quantizers with commas, each for every row"
+    )
     parser.add_argument("--windows", type=int, default=96, help="evaluated")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     source = resolve(arguments.model)
     base = load(source, dtype=torch.float32, device=arguments.device)
-    calibration, windows = sample(base, 64, 512, seed=0), sample(base, arguments.windows, 512, seed=1)
+    calibration, windows = (
+        sample(base, 64, 512, seed=0),
+        sample(base, arguments.windows, 512, seed=1),
+    )
     full = measured(base, windows)
     print(f"full precision: perplexity {full['perplexity']:.3f}\n")
-    print("| scheme | recipe | cache | rise | KL, nats | the cache adds |\n|---|---|---|---:|---:|---:|")
+    print(
+        "| scheme | recipe | cache | rise | KL, nats | the cache adds |\n|---|---|---|---:|---:|---:|"
+    )
     for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
         for recipe in arguments.recipes.split(","):
             first = None
             for kv in arguments.kv.split(","):
                 with tempfile.TemporaryDirectory() as directory:
                     chosen = Wishes(recipe=recipe, kv=None if kv == "none" else kv).of(scheme)
-                    out, batches = Path(directory, "model"), Calibration(list(calibration.cpu().split(4)))
-                    quantize(Checkpoint(source), chosen, out, calibration=batches, device=arguments.device)
+                    out, batches = (
+                        Path(directory, "model"),
+                        Calibration(list(calibration.cpu().split(4))),
+                    )
+                    quantize(
+                        Checkpoint(source),
+                        chosen,
+                        out,
+                        calibration=batches,
+                        device=arguments.device,
+                    )
                     model = load(out, dtype=torch.float32, device=arguments.device)
                     found, kl = measured(model, windows), divergence(model, base, windows)
                 adds = "-" if first is None else rise(found, first)
-                print(f"| {scheme} | {recipe} | {kv} | {rise(found, full)} | {kl:.4f} | {adds} |", flush=True)
+                print(
+                    f"| {scheme} | {recipe} | {kv} | {rise(found, full)} | {kl:.4f} | {adds} |",
+                    flush=True,
+                )
                 first = first or found
 
 

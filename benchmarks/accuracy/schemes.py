@@ -1,9 +1,10 @@
 """Every scheme and recipe on one model: perplexity, divergence from full precision, size, time.
 
-    python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes all] [--kv kv4]
+    python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes
+    all] [--kv kv4]
 
-Prints a Markdown table and, with --write, docs/accuracy.md. Results are kept in --work and reused, so an
-interrupted run goes on where it was.
+Prints a Markdown table and, with --write, docs/accuracy.md. Results are kept in --work and reused,
+so an interrupted run goes on where it was.
 """
 
 import argparse
@@ -16,14 +17,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qtool import corpora, recipes
-from qtool.checkpoint.source import resolve
+from qtool import recipes
+from qtool.data import corpora
 from qtool.eval.perplexity import context_length, cut_windows, perplexity, standard_error
+from qtool.io.source import resolve
 from qtool.pipeline import commands
 from qtool.pipeline.inspect import inspect, total
 from qtool.runtime.load import load, load_tokenizer
 
-ORDER = ("w8a8", "w4a16", "w4a8-lqq", "w4a8-qoq-g128", "w4a8-qoq", "w4ax-fmpq", "w4a4-g128", "w4a4-mix", "w4a16-24")
+ORDER = (
+    "w8a8",
+    "w4a16",
+    "w4a8-lqq",
+    "w4a8-qoq-g128",
+    "w4a8-qoq",
+    "w4ax-fmpq",
+    "w4a4-g128",
+    "w4a4-mix",
+    "w4a16-24",
+)
 DOCUMENT = Path("docs/accuracy.md")
 
 
@@ -41,7 +53,11 @@ def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: torch.Ten
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
     """Quantize, then evaluate; reuses what ``--work`` holds."""
-    options = [o for o in (arguments.kv, arguments.windows, f"seed{arguments.seed}" * bool(arguments.seed)) if o]
+    options = [
+        o
+        for o in (arguments.kv, arguments.windows, f"seed{arguments.seed}" * bool(arguments.seed))
+        if o
+    ]
     out = arguments.work / "-".join([scheme, variant, *options])
     record = out.with_name(out.name + ".json")
     if record.exists():
@@ -49,15 +65,30 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     started = time.perf_counter()
     if not out.exists():
         commands.quantize(
-            arguments.model, scheme, out, recipe=variant, calib=arguments.calib, data_dir=None,
-            samples=arguments.samples, seqlen=arguments.seqlen, seed=arguments.seed, device=arguments.device,
-            resume=True, progress=None, kv=arguments.kv, windows=arguments.windows,
-        )  # fmt: skip
+            arguments.model,
+            scheme,
+            out,
+            recipe=variant,
+            calib=arguments.calib,
+            data_dir=None,
+            samples=arguments.samples,
+            seqlen=arguments.seqlen,
+            seed=arguments.seed,
+            device=arguments.device,
+            resume=True,
+            progress=None,
+            kv=arguments.kv,
+            windows=arguments.windows,
+        )
     seconds = time.perf_counter() - started
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     found = evaluated(load(out, device=arguments.device, dtype=dtype), arguments, base)
     packed = total("", (row for row in inspect(out) if row.layout))
-    found |= {"bits": packed.bits, "megabytes": sum(r.nbytes for r in inspect(out)) / 1e6, "seconds": seconds}
+    found |= {
+        "bits": packed.bits,
+        "megabytes": sum(r.nbytes for r in inspect(out)) / 1e6,
+        "seconds": seconds,
+    }
     record.write_text(json.dumps(found))
     return found
 
@@ -67,7 +98,11 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     tokenizer = load_tokenizer(resolve(arguments.model))
     text = corpora.load(arguments.text, split="test").text
     result = perplexity(text, model, tokenizer, seqlen=arguments.seqlen, limit=arguments.limit)
-    found = {"perplexity": result.perplexity, "stderr": result.stderr, "window_nll": result.window_nll}
+    found = {
+        "perplexity": result.perplexity,
+        "stderr": result.stderr,
+        "window_nll": result.window_nll,
+    }
     if base is not None:
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
         windows = cut_windows(ids, min(arguments.seqlen, context_length(base) or arguments.seqlen))
@@ -76,8 +111,12 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
 
 
 def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
-    """Of perplexity, with the standard error over windows: each is paired with itself in full precision."""
-    error = standard_error([a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)])
+    """Of perplexity, with the standard error over windows: each is paired with itself in full
+    precision.
+    """
+    error = standard_error(
+        [a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)]
+    )
     share = found["perplexity"] / full["perplexity"] - 1
     return f"{share:+.2%}" if error is None else f"{share:+.2%} ± {100 * error:.2f}"
 
@@ -105,20 +144,26 @@ def table(arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calib", default="demo")
     parser.add_argument("--text", default="demo")
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
     parser.add_argument("--recipes", default="fast,paper,best")
     parser.add_argument("--kv", help="a KV-cache quantizer for every row")
-    parser.add_argument("--windows", choices=("given", "continued"), help="of calibration; the recipes' by default")
+    parser.add_argument(
+        "--windows", choices=("given", "continued"), help="of calibration; the recipes' by default"
+    )
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not quantized")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not quantized"
+    )
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"))
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT}")
     arguments = parser.parse_args()
@@ -126,7 +171,9 @@ def main() -> None:
     found = table(arguments)
     print("\n" + found)
     if arguments.write:
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.device}"
+        versions = (
+            f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.device}"
+        )
         text = DOCUMENT.read_text().split("<!-- table -->")
         text[1] = f"\n{found}\n\nMeasured with {versions}, on {time.strftime('%Y-%m-%d')}.\n"
         DOCUMENT.write_text("<!-- table -->".join(text))

@@ -2,9 +2,10 @@
 
     python benchmarks/accuracy/standin.py OUT --text books.train.txt.xz --text c4.utf8 ...
 
-tokenizes the texts with the demo's tokenizer (kept as OUT/train.npy), trains on a GPU (two and a half minutes of an
-H200) and writes a Hugging Face model. Dropout keeps it from knowing its texts by heart: a model that does gets
-*better* on other texts when its weights are rounded, and nothing can be judged by it.
+tokenizes the texts with the demo's tokenizer (kept as OUT/train.npy), trains on a GPU (two and a
+half minutes of an H200) and writes a Hugging Face model. Dropout keeps it from knowing its texts by
+heart: a model that does gets *better* on other texts when its weights are rounded, and nothing can
+be judged by it.
 """
 
 import argparse
@@ -44,22 +45,38 @@ def tokens_of(paths: list[Path], tokenizer: PreTrainedTokenizerBase) -> np.ndarr
 
 
 def build(vocabulary: int) -> LlamaForCausalLM:
-    """384 wide, 8 blocks, 6 query and 2 kv heads; what is added to the residual stream passes a dropout."""
+    """384 wide, 8 blocks, 6 query and 2 kv heads; what is added to the residual stream passes a
+    dropout.
+    """
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj", "embed_tokens")):
-            module.register_forward_hook(lambda _, inputs, out: F.dropout(out, DROPOUT, model.training))
+            module.register_forward_hook(
+                lambda _, inputs, out: F.dropout(out, DROPOUT, model.training)
+            )
     return model.cuda()
 
 
 def batches(tokens: Tensor, seed: int = 1):
-    """``[WINDOWS, CONTEXT]`` each; every pass cuts the row at a new offset and shuffles the windows."""
+    """``[WINDOWS, CONTEXT]`` each; every pass cuts the row at a new offset and shuffles the
+    windows.
+    """
     random = torch.Generator().manual_seed(seed)
     count = len(tokens) // CONTEXT - 1
     for _ in range(PASSES):
@@ -79,7 +96,8 @@ def train(model: LlamaForCausalLM, tokens: Tensor) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / WARMUP, 0.01 + 0.495 * (1 + math.cos(math.pi * i / steps)))
+        optimizer,
+        lambda i: min((i + 1) / WARMUP, 0.01 + 0.495 * (1 + math.cos(math.pi * i / steps))),
     )
     started = time.monotonic()
     for step, batch in enumerate(batches(tokens), 1):
@@ -92,13 +110,20 @@ def train(model: LlamaForCausalLM, tokens: Tensor) -> None:
         rate.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 100 == 0:
-            print(f"step {step} of {steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"step {step} of {steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8, plain or .xz; more than once")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="UTF-8, plain or .xz; more than once"
+    )
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(Path(qtool.__file__).parent / "demo")
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -5,14 +5,16 @@ the rise of log-perplexity of a quantized model q is its divergence from the ful
 That holds when the scored windows are the sampled windows. So each window is exactly the 512 tokens that an evaluation
 cuts from the file, begins with the token of a blank line (given, not scored), and must tokenize to itself again.
 
-A model puts a little of its probability (the record's `redrawn_share`) on spellings that a tokenizer never produces:
-" th" + "e" for " the". Such a token is drawn again, so p above is the model restricted to tokens that can follow one
-another; a rise of log-perplexity then differs from the restricted models' divergence only by the mean change of
-the logarithm of the mass they keep, far below sampling error. The few windows that fail for another reason (bytes that
-are no UTF-8, a window's end that would join its neighbour) are dropped: `rejected_share`.
+A model puts a little of its probability (the record's `redrawn_share`) on spellings that a
+tokenizer never produces: " th" + "e" for " the". Such a token is drawn again, so p above is the
+model restricted to tokens that can follow one another; a rise of log-perplexity then differs from
+the restricted models' divergence only by the mean change of the logarithm of the mass they keep,
+far below sampling error. The few windows that fail for another reason (bytes that are no UTF-8, a
+window's end that would join its neighbour) are dropped: `rejected_share`.
 
-    python benchmarks/demo/sample.py --model qtool/demo --windows 64 --seed 1 --out heldout.txt --record heldout.json
-    python benchmarks/demo/sample.py --model qtool/demo --windows 128 --seed 2 --out calibration.txt --record ...
+    python benchmarks/demo/sample.py --model qtool/demo --windows 64 --seed 1 --out heldout.txt
+    --record heldout.json python benchmarks/demo/sample.py --model qtool/demo --windows 128 --seed 2
+    --out calibration.txt --record ...
 
 Float32 arithmetic over the bf16 weights, on CPU; about a minute for 64 windows.
 """
@@ -24,7 +26,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 CONTEXT = 512
 BATCH = 32
@@ -32,7 +39,9 @@ BLANK_LINE = "\n\n"
 
 
 class NextTo:
-    """Whether the tokenizer can produce two tokens side by side. Parts of a UTF-8 character are let pass."""
+    """Whether the tokenizer can produce two tokens side by side. Parts of a UTF-8 character are let
+    pass.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -41,12 +50,19 @@ class NextTo:
     def __call__(self, left: int, right: int) -> bool:
         if (left, right) not in self.known:
             text = self.tokenizer.decode([left, right])
-            self.known[left, right] = "\ufffd" in text or self.tokenizer(text)["input_ids"] == [left, right]
+            self.known[left, right] = "\ufffd" in text or self.tokenizer(text)["input_ids"] == [
+                left,
+                right,
+            ]
         return self.known[left, right]
 
 
-def draw(p: torch.Tensor, previous: list[int], next_to: NextTo, random: torch.Generator) -> tuple[torch.Tensor, int]:
-    """One token a row of p [BATCH, vocabulary], drawn again while it cannot follow; the tokens and the redraws."""
+def draw(
+    p: torch.Tensor, previous: list[int], next_to: NextTo, random: torch.Generator
+) -> tuple[torch.Tensor, int]:
+    """One token a row of p [BATCH, vocabulary], drawn again while it cannot follow; the tokens and
+    the redraws.
+    """
     tokens = torch.multinomial(p, 1, generator=random)
     redraws = 0
     while rows := [r for r, left in enumerate(previous) if not next_to(left, int(tokens[r]))]:
@@ -60,7 +76,9 @@ def draw(p: torch.Tensor, previous: list[int], next_to: NextTo, random: torch.Ge
 def sample(
     model: PreTrainedModel, first: int, next_to: NextTo, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tokens [BATCH, CONTEXT], the surprisal in nats of each but the first [BATCH, CONTEXT - 1], and the redraws."""
+    """Tokens [BATCH, CONTEXT], the surprisal in nats of each but the first [BATCH, CONTEXT - 1],
+    and the redraws.
+    """
     tokens = [torch.full((BATCH, 1), first)]
     surprisal, cache, redraws = [], None, 0
     for _ in range(CONTEXT - 1):
@@ -75,7 +93,9 @@ def sample(
 
 
 def survives_as_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the window's text, another window following, tokenizes to the same ids (so it is valid UTF-8 too)."""
+    """Whether the window's text, another window following, tokenizes to the same ids (so it is
+    valid UTF-8 too).
+    """
     text = tokenizer.decode(ids)
     return "\r" not in text and tokenizer(text + BLANK_LINE)["input_ids"] == [*ids, ids[0]]
 

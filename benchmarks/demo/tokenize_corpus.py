@@ -1,10 +1,11 @@
 """Train the demo model's tokenizer on a corpus of books and encode the corpus with it.
 
-A byte-level BPE (any text round-trips) of 4,096 tokens. A run of newlines is a pre-token of its own, so that a
-blank line is one token and a window of tokens that begins with one stays whole when its text is tokenized again
-(`sample.py` depends on it).
+A byte-level BPE (any text round-trips) of 4,096 tokens. A run of newlines is a pre-token of its
+own, so that a blank line is one token and a window of tokens that begins with one stays whole when
+its text is tokenized again (`sample.py` depends on it).
 
-    python benchmarks/demo/tokenize_corpus.py --train books.train.txt --valid books.valid.txt --out WORK
+    python benchmarks/demo/tokenize_corpus.py --train books.train.txt --valid books.valid.txt --out
+    WORK
 
 writes `WORK/tokenizer/` (for `AutoTokenizer`) and `WORK/train.bin`, `WORK/valid.bin` (uint16 ids).
 """
@@ -20,7 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 END_OF_BOOK = "<|endofbook|>"
 VOCABULARY = 4096
-PRE_TOKENS = r"\n+|'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
+PRE_TOKENS = (
+    r"\n+|'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
+)
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_BOOK,
@@ -85,10 +88,14 @@ def main() -> None:
         ids = encode(tokenizer, books)
         ids.tofile(arguments.out / f"{name}.bin")
         characters = sum(map(len, books))
-        print(f"{name}: {len(books)} books, {len(ids):,} tokens, {characters / len(ids):.3f} characters a token")
+        print(
+            f"{name}: {len(books)} books, {len(ids):,} tokens, {characters / len(ids):.3f} characters a token"
+        )
     (arguments.out / "tokenizer").mkdir(exist_ok=True)
     tokenizer.save(str(arguments.out / "tokenizer/tokenizer.json"))
-    (arguments.out / "tokenizer/tokenizer_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (arguments.out / "tokenizer/tokenizer_config.json").write_text(
+        json.dumps(CONFIG, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

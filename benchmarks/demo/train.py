@@ -1,11 +1,12 @@
-"""Train the demo model: a small Llama on books, several settings in one go, the best held-out checkpoint kept.
+"""Train the demo model: a small Llama on books, several settings in one go, the best held-out
+checkpoint kept.
 
     python benchmarks/demo/train.py --tokens WORK --out WORK/model
 
-reads `train.bin` and `valid.bin` (`tokenize_corpus.py`) and writes the best Hugging Face model of each shape in bf16
-and `training.json`, every evaluation of every setting. One GPU, about a minute a setting. The corpus is small (7 M
-tokens), so the model begins to memorize it within a few passes: strong weight decay delays that, the held-out loss
-ends it.
+reads `train.bin` and `valid.bin` (`tokenize_corpus.py`) and writes the best Hugging Face model of
+each shape in bf16 and `training.json`, every evaluation of every setting. One GPU, about a minute a
+setting. The corpus is small (7 M tokens), so the model begins to memorize it within a few passes:
+strong weight decay delays that, the held-out loss ends it.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def build(setting: Setting) -> LlamaForCausalLM:
 
 
 def windows(tokens: torch.Tensor, passes: int, seed: int):
-    """Batches [WINDOWS_PER_STEP, CONTEXT]: each pass cuts the corpus at a new offset and shuffles the windows."""
+    """Batches [WINDOWS_PER_STEP, CONTEXT]: each pass cuts the corpus at a new offset and shuffles
+    the windows.
+    """
     random = torch.Generator().manual_seed(seed)
     for _ in range(passes):
         offset = int(torch.randint(CONTEXT, (), generator=random))
@@ -97,7 +100,10 @@ def held_out_loss(model, tokens: torch.Tensor) -> float:
 
 def optimizer_for(model, setting: Setting) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": setting.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.dim() == 2],
+            "weight_decay": setting.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=setting.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -112,7 +118,9 @@ def train(setting: Setting, train_tokens, valid_tokens, deadline: float) -> tupl
     steps, warmup = setting.passes * steps_per_pass, 100
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / warmup, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps))),
+        lambda step: min(
+            (step + 1) / warmup, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        ),
     )
     every = steps_per_pass // EVALUATIONS_PER_PASS
     evaluations: list[dict] = []
@@ -145,7 +153,9 @@ def train(setting: Setting, train_tokens, valid_tokens, deadline: float) -> tupl
         running.zero_()
         if held_out < best:
             best, since_best = held_out, 0
-            best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            best_weights = {
+                name: value.detach().clone() for name, value in model.state_dict().items()
+            }
         else:
             since_best += 1
         if since_best == PATIENCE:
@@ -177,13 +187,19 @@ def one_line_each(document: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=Path, required=True, help="folder with train.bin and valid.bin")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help="folder with train.bin and valid.bin"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=600, help="start nothing new after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="start nothing new after this long"
+    )
     arguments = parser.parse_args()
 
     deadline = time.monotonic() + arguments.seconds
-    train_tokens, valid_tokens = (load_tokens(arguments.tokens / f"{name}.bin") for name in ("train", "valid"))
+    train_tokens, valid_tokens = (
+        load_tokens(arguments.tokens / f"{name}.bin") for name in ("train", "valid")
+    )
     record = {
         "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
         "versions": {
@@ -212,7 +228,9 @@ def main() -> None:
                 "best_held_out_loss": run["best_held_out_loss"],
                 "bf16_held_out_loss": round(bf16_loss, 4),
             }
-        (arguments.out / "training.json").write_text(one_line_each(json.dumps(record, indent=1)) + "\n")
+        (arguments.out / "training.json").write_text(
+            one_line_each(json.dumps(record, indent=1)) + "\n"
+        )
     print({key: value for key, value in record.items() if key != "runs"})
 
 

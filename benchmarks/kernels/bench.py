@@ -1,6 +1,7 @@
 """Time the GEMMs of three models' layers against their floor and torch's own matmuls, on this GPU.
 
-python benchmarks/kernels/bench.py [--models llama-3-8b,llama-2-70b] [--tokens 1,16,64] [--columns w4a4,w8a8]
+python benchmarks/kernels/bench.py [--models llama-3-8b,llama-2-70b] [--tokens 1,16,64] [--columns
+w4a4,w8a8]
     [--json FILE]
 """
 
@@ -11,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from qtool.kernels.bench import COLUMNS, DEFAULT_COLUMNS, MODELS, TOKENS, Source, gemm_table, markdown
+from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, TOKENS, Source, gemm_table, markdown
 from qtool.kernels.build import cubin, toolchain
 
 
@@ -24,15 +25,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--columns", default=",".join(DEFAULT_COLUMNS), help=f"of {', '.join(COLUMNS)}")
+    parser.add_argument(
+        "--columns", default=",".join(DEFAULT_COLUMNS), help=f"of {', '.join(COLUMNS)}"
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
-    names, models, sizes = args.columns.split(","), args.models.split(","), [int(m) for m in args.tokens.split(",")]
+    names, models, sizes = (
+        args.columns.split(","),
+        args.models.split(","),
+        [int(m) for m in args.tokens.split(",")],
+    )
     shapes = [shape for model in models for shape in MODELS[model].values()]
     chosen = ((COLUMNS[name], m, *shape) for name in names for m in sizes for shape in shapes)
     sources = [column.source(m, n, k) for column, m, n, k in chosen]
     with ProcessPoolExecutor() as pool:
-        list(pool.map(compile_one, [source for i, source in enumerate(sources) if source not in sources[:i]]))
+        list(
+            pool.map(
+                compile_one,
+                [source for i, source in enumerate(sources) if source not in sources[:i]],
+            )
+        )
     results = gemm_table(models, sizes, names)
     print(markdown(results))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NVRTC {toolchain()[2]}")

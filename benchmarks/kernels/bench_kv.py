@@ -7,7 +7,7 @@ import argparse
 
 import torch
 
-from qtool.kernels.bench_kv import SHAPES, kv_table
+from qtool.bench.kv import SHAPES, kv_table
 
 
 def main() -> None:

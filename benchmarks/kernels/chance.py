@@ -1,10 +1,12 @@
-"""How far chance moves a quantized model's perplexity: one checkpoint, its linears' sums off by a last place, on a CPU.
+"""How far chance moves a quantized model's perplexity: one checkpoint, its linears' sums off by a
+last place, on a CPU.
 
     python benchmarks/kernels/chance.py DIR [--text demo] [--draws 2] [--dtype float32]
 
-The float32 output of every linear with quantized activations is multiplied by 1 + u, u uniform within 2^-23, before it
-is rounded to the model's dtype: what another order of sums does, on any device. Prints each draw's perplexity, and
-beside the first (no noise) the relative change and the standard error of the paired difference over windows.
+The float32 output of every linear with quantized activations is multiplied by 1 + u, u uniform
+within 2^-23, before it is rounded to the model's dtype: what another order of sums does, on any
+device. Prints each draw's perplexity, and beside the first (no noise) the relative change and the
+standard error of the paired difference over windows.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qtool import corpora
+from qtool.data import corpora
 from qtool.eval.perplexity import perplexity
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load, load_tokenizer
@@ -28,7 +30,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of what is not quantized")
     args = parser.parse_args()
     text = corpora.load(args.text, split=corpora.TEST).text
-    model, tokenizer = load(args.directory, dtype=getattr(torch, args.dtype)), load_tokenizer(args.directory)
+    model, tokenizer = (
+        load(args.directory, dtype=getattr(torch, args.dtype)),
+        load_tokenizer(args.directory),
+    )
     exact = QuantLinear.reference
 
     def noisy(linear: QuantLinear, x: Tensor) -> Tensor:
@@ -43,9 +48,15 @@ def main() -> None:
         windows = torch.tensor(found.window_nll, dtype=torch.float64)
         first = windows if draw == 0 else first
         difference = windows - first
-        change, chance = float(difference.mean().expm1()), float(difference.std() / len(windows) ** 0.5)
+        change, chance = (
+            float(difference.mean().expm1()),
+            float(difference.std() / len(windows) ** 0.5),
+        )
         print(f"{args.directory.name} {args.dtype} draw {draw}: {found.perplexity:.5f}", end=" ")
-        print(f"({change:+.1e}, by chance {chance:.1e})" if draw else f"({found.tokens} tokens)", flush=True)
+        print(
+            f"({change:+.1e}, by chance {chance:.1e})" if draw else f"({found.tokens} tokens)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Is every GEMM right? One command on a Hopper GPU; prints one line a check, exits 1 on any failure.
+"""Is every GEMM right? One command on a Hopper GPU; prints one line a check, exits 1 on any
+failure.
 
     python benchmarks/kernels/check.py [--fuzz 500] [--quick]
 
-int32 sums equal the integer reference exactly (float64 products of integers are exact); every code, level-2
-scale and legal offset; one-hot tokens, which spell out the weight's layout; outputs poisoned before each run;
-the fused epilogue within one unit in the last place of a float64 reference; CUDA graphs; fuzzed shapes.
+int32 sums equal the integer reference exactly (float64 products of integers are exact); every code,
+level-2 scale and legal offset; one-hot tokens, which spell out the weight's layout; outputs
+poisoned before each run; the fused epilogue within one unit in the last place of a float64
+reference; CUDA graphs; fuzzed shapes.
 """
 
 import argparse
@@ -22,12 +24,12 @@ import torch
 from torch import Tensor
 
 from qtool import schemes
+from qtool.kernels.activation.quantize_activation import FUSIONS, quantize_activation
 from qtool.kernels.build import cubin
-from qtool.kernels.gemm import Operand, Weight, definition, run
-from qtool.kernels.quantize_activation import FUSIONS, quantize_activation
-from qtool.kernels.tiles import Tile
-from qtool.kernels.w4a8 import operand, packed_weight, w4a8_gemm
-from qtool.kernels.w8a8 import OPERAND as W8A8
+from qtool.kernels.hopper.gemm import Operand, Weight, definition, run
+from qtool.kernels.hopper.tiles import Tile
+from qtool.kernels.hopper.w4a8 import operand, packed_weight, w4a8_gemm
+from qtool.kernels.hopper.w8a8 import OPERAND as W8A8
 from qtool.layouts.dual_mma import DUAL_MMA
 
 SCHEMES = [
@@ -39,11 +41,29 @@ SCHEMES = [
     ("w4a8-qoq", None),
 ]
 TILES = [
-    Tile(8, 128, 1, 2), Tile(8, 128, 8, 2), Tile(16, 128, 4, 2), Tile(16, 256, 2), Tile(32, 256, 3), Tile(32),
-    Tile(64, 128, 4, 2), Tile(64, 256, 2), Tile(128, 128, 2), Tile(128, 256, 2), Tile(128), Tile(256), Tile(128, 256),
-    Tile(256, 128, 2), Tile(128, 128, 3), Tile(16, 128, 6, 2), Tile(64, 128, 1, 2), Tile(64, 128, 3), Tile(128, 256, 3),
-    Tile(16, 128, 2), Tile(32, 128, 2, 2), Tile(8, 128, 2),
-]  # fmt: skip
+    Tile(8, 128, 1, 2),
+    Tile(8, 128, 8, 2),
+    Tile(16, 128, 4, 2),
+    Tile(16, 256, 2),
+    Tile(32, 256, 3),
+    Tile(32),
+    Tile(64, 128, 4, 2),
+    Tile(64, 256, 2),
+    Tile(128, 128, 2),
+    Tile(128, 256, 2),
+    Tile(128),
+    Tile(256),
+    Tile(128, 256),
+    Tile(256, 128, 2),
+    Tile(128, 128, 3),
+    Tile(16, 128, 6, 2),
+    Tile(64, 128, 1, 2),
+    Tile(64, 128, 3),
+    Tile(128, 256, 3),
+    Tile(16, 128, 2),
+    Tile(32, 128, 2, 2),
+    Tile(8, 128, 2),
+]
 #: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
@@ -59,9 +79,17 @@ class Case:
     w8: Tensor  # [N, K] int8; per channel, the codes minus the zero point
 
     @classmethod
-    def make(cls, scheme: str, group: int | None, codes: Tensor, s1: Tensor, level2: dict[str, Tensor]) -> "Case":
+    def make(
+        cls, scheme: str, group: int | None, codes: Tensor, s1: Tensor, level2: dict[str, Tensor]
+    ) -> "Case":
         pack = {name: DUAL_MMA.pack_group(t) for name, t in level2.items()} if group else level2
-        arguments = (DUAL_MMA.pack(codes)["qweight"], s1, pack.get("s2"), pack.get("offset"), pack.get("zero"))
+        arguments = (
+            DUAL_MMA.pack(codes)["qweight"],
+            s1,
+            pack.get("s2"),
+            pack.get("offset"),
+            pack.get("zero"),
+        )
         if group is None:
             w8 = codes.to(torch.int8) - level2["zero"].to(torch.int8)[:, None]
         else:
@@ -92,13 +120,24 @@ class Case:
     def sums(self, x: Tensor) -> Tensor:
         return (x.double() @ self.w8.double().t()).long()
 
-    def run(self, tile: Tile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def run(
+        self, tile: Tile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         n = self.w8.shape[0]
         out = torch.full((x.shape[0] + 1, n), 77, dtype=dtype, device="cuda")
         out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
         token_sum = x.sum(1, dtype=torch.int32)
         weight = packed_weight(self.scheme, *self.arguments)
-        run(operand(self.scheme, self.group), tile, x, sx, weight, out[:-1], token_sum=token_sum, bias=bias)
+        run(
+            operand(self.scheme, self.group),
+            tile,
+            x,
+            sx,
+            weight,
+            out[:-1],
+            token_sum=token_sum,
+            bias=bias,
+        )
         torch.cuda.synchronize()
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
@@ -112,8 +151,12 @@ class Case:
         return compare(self.run(tile, x, sx, b, dtype), self.sums(x), sx, self.arguments[1], b)
 
 
-def compare(got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: Tensor | None) -> str | None:
-    """None, or where ``got`` is not the sums (int32), or not scaled and biased to one unit in the last place."""
+def compare(
+    got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> str | None:
+    """None, or where ``got`` is not the sums (int32), or not scaled and biased to one unit in the
+    last place.
+    """
     if got.dtype == torch.int32:
         wrong = got.long() != sums
     else:
@@ -121,7 +164,9 @@ def compare(got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: T
         product = sums.double() * sx.double()[:, None] * scale.double()
         want = product if bias is None else product + bias.double()
         smallest = torch.finfo(got.dtype).tiny
-        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[got.dtype])
+        ulp = torch.exp2(
+            torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[got.dtype]
+        )
         float32 = 2.0**-22 * (product.abs() + (0 if bias is None else bias.double().abs()))
         wrong = ~((got.double() - want).abs() <= ulp + float32)
     if not wrong.any():
@@ -131,25 +176,40 @@ def compare(got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: T
 
 
 def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
-    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight itself."""
+    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight
+    itself.
+    """
     offsets = range(9, 248) if scheme == "w4a8-lqq" else range(16)
     pairs = [(s, o) for s in range(1, 17) for o in offsets]
     n, groups = 256, -(-len(pairs) // 256 // (128 // group)) * (128 // group) + 128 // group
-    table = torch.tensor(pairs, device="cuda").repeat(2, 1)[: n * groups] if len(pairs) * 2 >= n * groups else None
+    table = (
+        torch.tensor(pairs, device="cuda").repeat(2, 1)[: n * groups]
+        if len(pairs) * 2 >= n * groups
+        else None
+    )
     if table is None:
-        table = torch.tensor(pairs, device="cuda").repeat(n * groups // len(pairs) + 1, 1)[: n * groups]
+        table = torch.tensor(pairs, device="cuda").repeat(n * groups // len(pairs) + 1, 1)[
+            : n * groups
+        ]
     s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
     codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups)
     wide, far = s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
     if scheme == "w4a8-lqq":
         codes, level2 = torch.minimum(codes, (255 - far) // wide), {"s2": s2, "offset": other}
     else:
-        codes, level2 = torch.clamp(codes, far - 128 // wide, far + 127 // wide), {"s2": s2, "zero": other}
+        codes, level2 = (
+            torch.clamp(codes, far - 128 // wide, far + 127 // wide),
+            {"s2": s2, "zero": other},
+        )
     case = Case.make(scheme, group, codes.to(torch.uint8), torch.ones(n, device="cuda"), level2)
     x = torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda")
     got = case.run(tile, x, torch.ones(len(x), device="cuda"), None, torch.int32)
     wrong = got != case.w8.t().int()
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}" if wrong.any() else None
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
+        if wrong.any()
+        else None
+    )
 
 
 def graph_capture() -> str | None:
@@ -175,14 +235,18 @@ def w8a8(tile: Tile, m: int, n: int, k: int, dtype: torch.dtype) -> str | None:
     scale = (torch.rand(n, device="cuda") + 0.1) * 1e-3
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
     sx, bias = torch.rand(m, device="cuda") * 0.05 + 1e-4, torch.randn(n, device="cuda")
-    out = torch.full((m, n), 0x5A5A5A5A if dtype == torch.int32 else float("nan"), dtype=dtype, device="cuda")
+    out = torch.full(
+        (m, n), 0x5A5A5A5A if dtype == torch.int32 else float("nan"), dtype=dtype, device="cuda"
+    )
     run(W8A8, tile, x, sx, Weight(scale, boxed=weight), out, bias=bias)
     sums = (x.double() @ weight.double().t()).long()
     return compare(out, sums, sx, scale, bias)
 
 
 def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) -> str | None:
-    """Plain: equal to the CPU's codes, scales and sums. Fused: scales to rounding, codes to one step."""
+    """Plain: equal to the CPU's codes, scales and sums. Fused: scales to rounding, codes to one
+    step.
+    """
     x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
     x[m // 2] = 0
     order = torch.randperm(k, device="cuda").int() if gather else None
@@ -194,17 +258,32 @@ def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) 
     if not torch.equal(total, codes.sum(1, dtype=torch.int32)):
         return "sums are not the codes' sums"
     if fusion == "none":
-        return None if torch.equal(codes, want[0]) and torch.equal(scale, want[1]) else "differs from the CPU"
+        return (
+            None
+            if torch.equal(codes, want[0]) and torch.equal(scale, want[1])
+            else "differs from the CPU"
+        )
     if not torch.allclose(scale, want[1], rtol=2 * torch.finfo(dtype).eps):
         return f"scale off by {(scale / want[1] - 1).abs().max():.1e}"
-    return None if (codes.int() - want[0].int()).abs().max() <= 1 + (dtype != torch.float32) else "codes differ"
+    return (
+        None
+        if (codes.int() - want[0].int()).abs().max() <= 1 + (dtype != torch.float32)
+        else "codes differ"
+    )
 
 
 def small() -> int:
     """Every tile once on a ragged shape: few enough launches for compute-sanitizer."""
-    wrong = [Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True) for tile in TILES]
-    wrong += [Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES]
-    many = Case.random("w4a8-lqq", 64, 128 * 71, 128)  # several tiles a block, a shared one first or last
+    wrong = [
+        Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True)
+        for tile in TILES
+    ]
+    wrong += [
+        Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES
+    ]
+    many = Case.random(
+        "w4a8-lqq", 64, 128 * 71, 128
+    )  # several tiles a block, a shared one first or last
     wrong += [
         many.verify(tile, 2 * tile.tokens + 5, torch.bfloat16, False)
         for tile in TILES
@@ -225,7 +304,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--quick", action="store_true", help="LiquidQuant g64 only")
-    parser.add_argument("--small", action="store_true", help="one tiny shape a tile, for compute-sanitizer")
+    parser.add_argument(
+        "--small", action="store_true", help="one tiny shape a tile, for compute-sanitizer"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
@@ -244,22 +325,36 @@ def main() -> int:
         nonlocal failures
         failures += wrong is not None
         if wrong or not name.startswith("fuzz"):
-            print(f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True)
+            print(
+                f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True
+            )
 
     for scheme, group in chosen:
         if group:
             for tile in (TILES[2], TILES[6], TILES[12]):
                 report(
-                    f"every code x scale x offset {scheme} g{group} {tile}", every_dequantization(scheme, group, tile)
+                    f"every code x scale x offset {scheme} g{group} {tile}",
+                    every_dequantization(scheme, group, tile),
                 )
         for tile in TILES:
             case = Case.random(scheme, group, 448, 640)
-            wrong = [case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)]
+            wrong = [
+                case.verify(tile, m, torch.int32, False)
+                for m in (1, 7, tile.tokens, tile.tokens + 3)
+            ]
             report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
-            report(f"epilogue {scheme} g{group} {tile}", case.verify(tile, tile.tokens + 5, torch.bfloat16, True))
-        case = Case.random(scheme, group, 128 * 71, 384)  # some blocks have several tiles, some clusters share one
+            report(
+                f"epilogue {scheme} g{group} {tile}",
+                case.verify(tile, tile.tokens + 5, torch.bfloat16, True),
+            )
+        case = Case.random(
+            scheme, group, 128 * 71, 384
+        )  # some blocks have several tiles, some clusters share one
         for tile in (t for t in TILES if t.split <= 2):
-            wrong = [case.verify(tile, 2 * tile.tokens + 5, dtype, False) for dtype in (torch.int32, torch.bfloat16)]
+            wrong = [
+                case.verify(tile, 2 * tile.tokens + 5, dtype, False)
+                for dtype in (torch.int32, torch.bfloat16)
+            ]
             report(f"many tiles {scheme} g{group} {tile}", next(filter(None, wrong), None))
     for tile in TILES:
         for m, n, k, dtype in (
@@ -282,13 +377,19 @@ def main() -> int:
         case = Case.random(scheme, group, n, k)
         if random.random() < 0.3:
             kind = random.choice([torch.float16, torch.bfloat16])
-            case = replace(case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:]))  # type: ignore[union-attr]
+            case = replace(
+                case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:])
+            )  # type: ignore[union-attr]
         wrong = case.verify(tile, m, dtype, dtype != torch.int32 and random.random() < 0.5)
         report(f"fuzz {i} {scheme} g{group} M={m} N={n} K={k} {tile} {dtype}", wrong)
     others = () if args.quick else OTHERS
-    for name, wrong in itertools.chain.from_iterable(module.checks(args.fuzz, False) for module in others):
+    for name, wrong in itertools.chain.from_iterable(
+        module.checks(args.fuzz, False) for module in others
+    ):
         report(name, wrong)
-    print(f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(
+        f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     return min(failures, 1)
 
 

@@ -1,8 +1,10 @@
-"""Is attention over the packed cache right? Part of ``check.py``; alone: ``python benchmarks/kernels/check_kv.py``.
+"""Is attention over the packed cache right? Part of ``check.py``; alone: ``python
+benchmarks/kernels/check_kv.py``.
 
-The kernel against float64 attention over what the codes stand for, the relative distance (Frobenius) of all outputs,
-less half a unit in the last place of each; bytes that no token was written to are poisoned; equal calls give equal
-bits; a CUDA graph sees the lengths change; the append writes the scheme's bytes and no others.
+The kernel against float64 attention over what the codes stand for, the relative distance
+(Frobenius) of all outputs, less half a unit in the last place of each; bytes that no token was
+written to are poisoned; equal calls give equal bits; a CUDA graph sees the lengths change; the
+append writes the scheme's bytes and no others.
 """
 
 import argparse
@@ -17,26 +19,28 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from qtool.kernels.attention.kv_append import definition as append_definition
+from qtool.kernels.attention.kv_append import kv_append
+from qtool.kernels.attention.kv_attention import kv_attention
+from qtool.kernels.attention.kv_plan import Plan, definition
+from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.build import cubin
-from qtool.kernels.kv_append import definition as append_definition
-from qtool.kernels.kv_append import kv_append
-from qtool.kernels.kv_attention import kv_attention
-from qtool.kernels.kv_plan import Plan, definition
-from qtool.kernels.packed_cache import TOKENS
 from qtool.schemes.kv import KV4, KV8
 
 Check = tuple[str, str | None]
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)
 #: of the whole output from float64, beyond its own rounding: weights are rounded to f16
 TOLERANCE = 6e-4
-#: more of it by the scores' root mean square: kv8's queries are rounded to f16 after the keys' scales went into them
+#: more of it by the scores' root mean square: kv8's queries are rounded to f16 after the keys'
+#: scales went into them
 SCORES = {"kv4": 0.0, "kv8": 1e-4}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by token, kv4's
-    channels then differ in importance."""
+    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by
+    token, kv4's channels then differ in importance.
+    """
 
     kv: str
     batch: int
@@ -56,15 +60,26 @@ class Shape:
     def draw(cls, rng: random.Random) -> "Shape":
         tokens = rng.choice([rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 2000)])
         return cls(
-            rng.choice(["kv4", "kv8"]), rng.choice([1, 2, 5, 40]), rng.randint(1, 4),
-            rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 20]), rng.choice([1, 1, 1, 2, 3, 5, 8]), rng.choice(DIMS), tokens,
-            rng.choice([torch.float16, torch.bfloat16]), rng.random() < 0.4, rng.random() < 0.3,
-            rng.choice([0.0, 5.0]), rng.choice([0, 0, rng.randint(1, 500)]), rng.random() < 0.3,
-        )  # fmt: skip
+            rng.choice(["kv4", "kv8"]),
+            rng.choice([1, 2, 5, 40]),
+            rng.randint(1, 4),
+            rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 20]),
+            rng.choice([1, 1, 1, 2, 3, 5, 8]),
+            rng.choice(DIMS),
+            tokens,
+            rng.choice([torch.float16, torch.bfloat16]),
+            rng.random() < 0.4,
+            rng.random() < 0.3,
+            rng.choice([0.0, 5.0]),
+            rng.choice([0, 0, rng.randint(1, 500)]),
+            rng.random() < 0.3,
+        )
 
     def __str__(self) -> str:
         flags = [name for name in ("ragged", "masked", "spread") if getattr(self, name)]
-        flags += [f"{name}={value}" for name in ("softcap", "window") if (value := getattr(self, name))]
+        flags += [
+            f"{name}={value}" for name in ("softcap", "window") if (value := getattr(self, name))
+        ]
         size = f"B={self.batch} H={self.heads}x{self.group} Tq={self.queries} D={self.dim} T={self.tokens}"
         return " ".join([self.kv, size, str(self.dtype).removeprefix("torch."), *flags])
 
@@ -84,12 +99,16 @@ class Case:
         self.query = randn(batch, heads * shape.group, shape.queries, dim).to(shape.dtype)
         self.lengths = None
         if shape.ragged:
-            self.lengths = torch.randint(0, tokens + 1, (batch,), generator=generator, device="cuda", dtype=torch.int32)
+            self.lengths = torch.randint(
+                0, tokens + 1, (batch,), generator=generator, device="cuda", dtype=torch.int32
+            )
         self.mask = None
         if shape.masked:
             width = max(1, tokens - int(randn(1).abs() * 5))
             self.mask = randn(batch, shape.queries, width) < 1.0
-        self.importance = torch.exp(2 * randn(heads, dim)) if shape.kv == "kv4" and shape.spread else None
+        self.importance = (
+            torch.exp(2 * randn(heads, dim)) if shape.kv == "kv4" and shape.spread else None
+        )
         self.x = []
         self.packed = []
         for part in range(2):
@@ -115,9 +134,20 @@ class Case:
     def run(self) -> Tensor:
         (k, v), shape = self.packed, self.shape
         return kv_attention(
-            self.query, k["codes"], k["scale"], k.get("zero"), v["codes"], v["scale"], v.get("zero"), shape.tokens,
-            self.lengths, self.mask, shape.dim**-0.5, shape.softcap, shape.window,
-        )  # fmt: skip
+            self.query,
+            k["codes"],
+            k["scale"],
+            k.get("zero"),
+            v["codes"],
+            v["scale"],
+            v.get("zero"),
+            shape.tokens,
+            self.lengths,
+            self.mask,
+            shape.dim**-0.5,
+            shape.softcap,
+            shape.window,
+        )
 
     def reference(self) -> tuple[Tensor, float]:
         """Float64 attention over the dequantized cache, and the root mean square of its scores."""
@@ -128,7 +158,11 @@ class Case:
         magnitude = float(scores.square().mean().sqrt())
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        ends = torch.full((shape.batch,), tokens, device="cuda") if self.lengths is None else self.lengths.long()
+        ends = (
+            torch.full((shape.batch,), tokens, device="cuda")
+            if self.lengths is None
+            else self.lengths.long()
+        )
         token = torch.arange(tokens, device="cuda")
         hidden = torch.ones(shape.batch, shape.queries, tokens, dtype=torch.bool, device="cuda")
         for b in range(shape.batch):
@@ -141,7 +175,9 @@ class Case:
                 hidden[b, q] = ~seen
         hidden = hidden[:, None, None]
         weights = torch.softmax(scores.masked_fill(hidden, -1e300), -1).masked_fill(hidden, 0)
-        return torch.einsum("bhgqt,bhtd->bhgqd", weights, values).reshape(self.query.shape), magnitude
+        return torch.einsum("bhgqt,bhtd->bhgqd", weights, values).reshape(
+            self.query.shape
+        ), magnitude
 
     def _dequantize(self, packed: dict[str, Tensor]) -> Tensor:
         if self.shape.kv == "kv8":
@@ -153,11 +189,17 @@ class Case:
         found, again, (expected, magnitude) = self.run(), self.run(), self.reference()
         if not torch.equal(found, again):
             return "two runs differ"
-        half_unit = torch.finfo(found.dtype).eps / 2 * torch.exp2(expected.abs().log2().floor())  # 0 of 0
+        half_unit = (
+            torch.finfo(found.dtype).eps / 2 * torch.exp2(expected.abs().log2().floor())
+        )  # 0 of 0
         beyond = ((found.double() - expected).abs() - half_unit).clamp(min=0)
         error = float(beyond.norm() / expected.norm().clamp(min=1e-30))
         allowed = TOLERANCE + SCORES[self.shape.kv] * magnitude
-        return None if error <= allowed else f"differs from float64 by {error:.1e}; allowed are {allowed:.1e}"
+        return (
+            None
+            if error <= allowed
+            else f"differs from float64 by {error:.1e}; allowed are {allowed:.1e}"
+        )
 
 
 def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:
@@ -179,7 +221,9 @@ def _prepare(shapes: list[Shape]) -> None:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[Check]:
-    """Name of each check, and what is wrong or None; ``small``: a few tiny shapes, for compute-sanitizer."""
+    """Name of each check, and what is wrong or None; ``small``: a few tiny shapes, for
+    compute-sanitizer.
+    """
     shapes = {f"kv attention {shape}": shape for shape in (_tiny() if small else _chosen())}
     rng = random.Random(0)
     drawn = [Shape.draw(rng) for _ in range(fuzz)]
@@ -198,7 +242,19 @@ def checks(fuzz: int, small: bool) -> Iterator[Check]:
 
 def _tiny() -> Iterator[Shape]:
     for kv, dim in product(("kv4", "kv8"), (16, 80, 128, 256)):
-        yield Shape(kv, 2, 1, 4, 3, dim, 300, torch.float16, ragged=True, masked=dim == 80, softcap=5.0 * (dim == 16))
+        yield Shape(
+            kv,
+            2,
+            1,
+            4,
+            3,
+            dim,
+            300,
+            torch.float16,
+            ragged=True,
+            masked=dim == 80,
+            softcap=5.0 * (dim == 16),
+        )
 
 
 def _chosen() -> Iterator[Shape]:
@@ -208,7 +264,9 @@ def _chosen() -> Iterator[Shape]:
         yield from (make(kv, 1, 1, 1, dim=64, tokens=n) for n in (1, 2, 31, 32, 33, 127, 128, 129))
         yield Shape(kv, 2, 2, 4, 8, 128, 300, torch.float16, masked=True, softcap=20.0, window=70)
         yield from (make(kv, 40, 4, 4, dim=dim, tokens=300) for dim in (16, 64, 80, 128, 256))
-        yield Shape(kv, 70, 2, 3, 5, 128, 300, torch.float16, ragged=True, masked=True, softcap=20.0)
+        yield Shape(
+            kv, 70, 2, 3, 5, 128, 300, torch.float16, ragged=True, masked=True, softcap=20.0
+        )
         yield make(kv, 64, 8, 4, dim=128, tokens=4096)
         yield make(kv, 1, 8, 4, dim=128, tokens=131072)
 
@@ -232,15 +290,25 @@ def _append(shape: Shape, seed: int) -> str | None:
     """Chunks of one random tensor appended one by one: the bytes of the whole, and poison beyond."""
     case, rng = Case(shape, seed), random.Random(seed)
     for x, packed in zip(case.x, case.packed, strict=True):
-        written = {n: torch.full_like(t, 77) for n, t in packed.items() if n in ("codes", "zero") or shape.kv == "kv4"}
+        written = {
+            n: torch.full_like(t, 77)
+            for n, t in packed.items()
+            if n in ("codes", "zero") or shape.kv == "kv4"
+        }
         channel = packed["scale"] if shape.kv == "kv8" else case.importance
         at = 0
         while at < shape.tokens:
             new = min(rng.choice([1, 1, 7, 64, 1000]), shape.tokens - at)
             part, at = x[:, :, at : at + new], at + new
-            part = part.transpose(1, 2).contiguous().transpose(1, 2) if rng.random() < 0.5 else part.clone()
+            part = (
+                part.transpose(1, 2).contiguous().transpose(1, 2)
+                if rng.random() < 0.5
+                else part.clone()
+            )
             part = part.float() if rng.random() < 0.3 else part
-            kv_append(part, written["codes"], written.get("scale"), written.get("zero"), channel, at, None)
+            kv_append(
+                part, written["codes"], written.get("scale"), written.get("zero"), channel, at, None
+            )
         for n, t in written.items():
             if not torch.equal(t[:, :, : shape.tokens], packed[n][:, :, : shape.tokens]):
                 different = (t != packed[n])[:, :, : shape.tokens].float().mean()
@@ -253,7 +321,9 @@ def _append(shape: Shape, seed: int) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
-    parser.add_argument("--small", action="store_true", help="a few tiny shapes, for compute-sanitizer")
+    parser.add_argument(
+        "--small", action="store_true", help="a few tiny shapes, for compute-sanitizer"
+    )
     args = parser.parse_args()
     failures = count = 0
     for name, wrong in checks(0 if args.small else args.fuzz, args.small):
@@ -261,7 +331,9 @@ def main() -> int:
         if wrong:
             failures += 1
             print(f"FAILED {name}: {wrong}", flush=True)
-    print(f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(
+        f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     return min(failures, 1)
 
 

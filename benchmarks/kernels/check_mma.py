@@ -2,9 +2,10 @@
 
     python benchmarks/kernels/check_mma.py [--fuzz 500] [--small]
 
-On Hopper s4 is emulated: slow, and the same integers. int32 sums equal the reference exactly; with unit scales so do
-the float totals of groups; with random scales they are within float32 rounding of float64. Every code, level-2 scale
-and legal offset; one-hot tokens spell out the weight; outputs are poisoned; two runs agree bit for bit.
+On Hopper s4 is emulated: slow, and the same integers. int32 sums equal the reference exactly; with
+unit scales so do the float totals of groups; with random scales they are within float32 rounding of
+float64. Every code, level-2 scale and legal offset; one-hot tokens spell out the weight; outputs
+are poisoned; two runs agree bit for bit.
 """
 
 import argparse
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from qtool import layouts, schemes
-from qtool.kernels import mma, w4a8_mma, w4ax_mma
-from qtool.kernels.arrangement import arrange
+from qtool.kernels.activation.arrangement import arrange
+from qtool.kernels.activation.quantize_packed_groups import pack_tokens, quantize_packed_groups
 from qtool.kernels.build import cubin
-from qtool.kernels.mma import TILES, MmaOperand, MmaTile, MmaWeight
-from qtool.kernels.quantize_packed_groups import pack_tokens, quantize_packed_groups
-from qtool.kernels.w4a8_mma import w4a8_mma_gemm
+from qtool.kernels.mma import gemm as mma
+from qtool.kernels.mma import w4a8 as w4a8_mma
+from qtool.kernels.mma import w4ax as w4ax_mma
+from qtool.kernels.mma.gemm import TILES, MmaOperand, MmaTile, MmaWeight
+from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.schemes.fmpq import BLOCK
 
@@ -58,7 +61,9 @@ class Case:
     layout: str | None = None  # of s4 weights: the tokens' arrangement
 
     @classmethod
-    def w4a8(cls, scheme: str, group: int | None, codes: Tensor, level2: dict[str, Tensor]) -> "Case":
+    def w4a8(
+        cls, scheme: str, group: int | None, codes: Tensor, level2: dict[str, Tensor]
+    ) -> "Case":
         """``level2``: s2 and offset or zero, ``[N, G]``; per channel only zero ``[N]``."""
         s1 = (torch.rand(len(codes), device="cuda") + 0.1) * 1e-3
         if group is None:
@@ -77,14 +82,22 @@ class Case:
         if group is None:
             return cls.w4a8(scheme, group, codes, {"zero": draw(0, 16, n)})
         lqq = scheme == "w4a8-lqq"
-        s2, other = draw(1, 17, n, k // group), draw(9, 248, n, k // group) if lqq else draw(0, 16, n, k // group)
+        s2, other = (
+            draw(1, 17, n, k // group),
+            draw(9, 248, n, k // group) if lqq else draw(0, 16, n, k // group),
+        )
         codes = legal(
-            scheme, codes.int(), s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
+            scheme,
+            codes.int(),
+            s2.repeat_interleave(group, 1).int(),
+            other.repeat_interleave(group, 1).int(),
         )
         return cls.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
 
     @classmethod
-    def random_w4ax(cls, layout: str, group: int | None, dtype: torch.dtype, mixed: bool, n: int, k: int) -> "Case":
+    def random_w4ax(
+        cls, layout: str, group: int | None, dtype: torch.dtype, mixed: bool, n: int, k: int
+    ) -> "Case":
         codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
         scale = ((torch.rand(k // (group or k), n, device="cuda") + 0.1) * 1e-2).to(dtype)
         eight_bit = draw(0, 2, k // BLOCK) if mixed else None
@@ -99,18 +112,38 @@ class Case:
             return wide
         narrow = torch.randint(-8, 8, (m, k), dtype=torch.int8, device="cuda")
         blocks = self.weight.eight_bit
-        return narrow if blocks is None else torch.where(blocks.bool().repeat_interleave(BLOCK), wide, narrow)
+        return (
+            narrow
+            if blocks is None
+            else torch.where(blocks.bool().repeat_interleave(BLOCK), wide, narrow)
+        )
 
-    def run(self, tile: MmaTile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def run(
+        self, tile: MmaTile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
         (m, k), n = x.shape, len(self.w8)
         out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
         out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
         scales = torch.full((sx.shape[1], (m + 3) // 4 * 4), float("nan"), device="cuda")
         scales[:, :m] = sx.t()
-        given = x if self.layout is None else pack_tokens(arrange(x, self.layout), self.weight.eight_bit)
+        given = (
+            x
+            if self.layout is None
+            else pack_tokens(arrange(x, self.layout), self.weight.eight_bit)
+        )
         total = x.sum(1, dtype=torch.int32)
-        mma.run(self.operand, given, scales, self.weight, out[:-1], k, token_sum=total, bias=bias, tile=tile)
+        mma.run(
+            self.operand,
+            given,
+            scales,
+            self.weight,
+            out[:-1],
+            k,
+            token_sum=total,
+            bias=bias,
+            tile=tile,
+        )
         torch.cuda.synchronize()
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
@@ -119,31 +152,53 @@ class Case:
         """None, or what is wrong: int32 sums, or an epilogue; of groups their totals."""
         n, groups = len(self.w8), len(self.scale)
         x, sx = self.tokens(m), torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
-        bias = torch.randn(n, device="cuda") if random.random() < 0.5 and dtype != torch.int32 else None
+        bias = (
+            torch.randn(n, device="cuda")
+            if random.random() < 0.5 and dtype != torch.int32
+            else None
+        )
         got = self.run(tile, x, sx, bias, dtype)
         if not torch.equal(got, self.run(tile, x, sx, bias, dtype)):
             return "two runs differ"
         # a kernel promotes the sums of 128 inputs at most: its rounding is to be measured by theirs
-        pieces = max(groups, self.w8.shape[1] // BLOCK) if self.operand.tiles == mma.NARROW_TILES else groups
+        pieces = (
+            max(groups, self.w8.shape[1] // BLOCK)
+            if self.operand.tiles == mma.NARROW_TILES
+            else groups
+        )
         parts = zip(x.double().chunk(pieces, 1), self.w8.double().chunk(pieces, 1), strict=True)
         sums = [a @ b.t() for a, b in parts]
         if dtype == torch.int32:
             return report(got.long() != sums[0].long())
         scales = [(sx[:, None, g].double(), self.scale[g].double()) for g in range(groups)]
-        terms = [s * scales[i * groups // pieces][0] * scales[i * groups // pieces][1] for i, s in enumerate(sums)]
+        terms = [
+            s * scales[i * groups // pieces][0] * scales[i * groups // pieces][1]
+            for i, s in enumerate(sums)
+        ]
         want, size = sum(terms), sum(t.abs() for t in terms)
         if bias is not None:
             want, size = want + bias.double(), size + bias.abs().double()
-        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny))) + 1 - ULP_BITS[dtype])
+        ulp = torch.exp2(
+            torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny)))
+            + 1
+            - ULP_BITS[dtype]
+        )
         rounding = 2.0**-23 * (pieces + 2) * size
         return report(~((got.double() - want).abs() <= ulp + rounding))
 
     def exact(self, tile: MmaTile, x: Tensor) -> str | None:
-        """None, or where the integer sums differ: int32 ones, or a group kernel's through scales of one."""
+        """None, or where the integer sums differ: int32 ones, or a group kernel's through scales of
+        one.
+        """
         case, dtype = self, torch.int32
         if self.operand.tiles == mma.NARROW_TILES:
-            case, dtype = replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale))), torch.float32
-        got = case.run(tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype).long()
+            case, dtype = (
+                replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale))),
+                torch.float32,
+            )
+        got = case.run(
+            tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype
+        ).long()
         return report(got != (x.double() @ self.w8.double().t()).long())
 
 
@@ -152,26 +207,38 @@ def draw(low: int, high: int, *shape: int) -> Tensor:
 
 
 def report(wrong: Tensor) -> str | None:
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}" if wrong.any() else None
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
+        if wrong.any()
+        else None
+    )
 
 
 def legal(scheme: str, codes: Tensor, s2: Tensor, other: Tensor) -> Tensor:
-    """``codes`` within the scheme's bounds for scales and offsets or zero points, all int32 ``[N, K]``."""
+    """``codes`` within the scheme's bounds for scales and offsets or zero points, all int32 ``[N,
+    K]``.
+    """
     if scheme == "w4a8-lqq":
         return torch.minimum(codes, (255 - other) // s2).to(torch.uint8)
     return torch.clamp(codes, other - 128 // s2, other + 127 // s2).to(torch.uint8)
 
 
 def every_dequantization(scheme: str, group: int, tile: MmaTile) -> str | None:
-    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight itself."""
+    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight
+    itself.
+    """
     lqq = scheme == "w4a8-lqq"
-    pairs = torch.tensor(list(product(range(1, 17), range(9, 248) if lqq else range(16))), device="cuda")
+    pairs = torch.tensor(
+        list(product(range(1, 17), range(9, 248) if lqq else range(16))), device="cuda"
+    )
     n = 256
     groups = -(-len(pairs) // n)
     table = pairs.repeat(2, 1)[torch.arange(n * groups, device="cuda") % len(pairs)]
     s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
     codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups).int()
-    codes = legal(scheme, codes, s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int())
+    codes = legal(
+        scheme, codes, s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
+    )
     case = Case.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
     return case.exact(tile, torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda"))
 
@@ -181,7 +248,13 @@ def graph_capture() -> str | None:
     case = Case.random_w4a8("w4a8-qoq-g128", 128, 256, 4096)
     x, one = torch.zeros(5, 4096, dtype=torch.int8, device="cuda"), torch.ones(5, device="cuda")
     weight = case.weight
-    level2 = (weight.scale1, weight.scale2, None, weight.offset2, torch.zeros(5, dtype=torch.int32, device="cuda"))
+    level2 = (
+        weight.scale1,
+        weight.scale2,
+        None,
+        weight.offset2,
+        torch.zeros(5, dtype=torch.int32, device="cuda"),
+    )
     arguments = (x, one, weight.qweight, *level2, None, "w4a8-qoq-g128", 128, torch.int32)
     w4a8_mma_gemm(*arguments)
     graph = torch.cuda.CUDAGraph()
@@ -234,7 +307,9 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     if not small:
         compile_all((torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):
-        for tile in random_case(kind, 32, 256).operand.tiles[-1 if small and kind != W4A8[0] else 0 :]:
+        for tile in random_case(kind, 32, 256).operand.tiles[
+            -1 if small and kind != W4A8[0] else 0 :
+        ]:
             name = f"mma {kind} {tile.rows} x {tile.tokens}"
             if small:
                 case = random_case(kind, 160, 384 + 128 * (256 in kind))
@@ -243,8 +318,14 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
             case = random_case(kind, 416, 1280)
             exact = [case.exact(tile, case.tokens(m)) for m in (1, 7, tile.tokens, tile.tokens + 3)]
             yield f"{name} exact sums", next(filter(None, exact), None)
-            yield f"{name} one-hot", case.exact(tile, torch.eye(1280, dtype=torch.int8, device="cuda"))
-            wrong = [case.verify(tile, 2 * tile.tokens + 5, t) for t in (torch.bfloat16, torch.float16, torch.float32)]
+            yield (
+                f"{name} one-hot",
+                case.exact(tile, torch.eye(1280, dtype=torch.int8, device="cuda")),
+            )
+            wrong = [
+                case.verify(tile, 2 * tile.tokens + 5, t)
+                for t in (torch.bfloat16, torch.float16, torch.float32)
+            ]
             yield f"{name} epilogue", next(filter(None, wrong), None)
     if small:
         return
@@ -280,8 +361,12 @@ def main() -> int:
     for name, wrong in checks(fuzz, args.small):
         failures += wrong is not None
         if wrong or not name.startswith("fuzz"):
-            print(f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True)
-    print(f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+            print(
+                f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True
+            )
+    print(
+        f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     return min(failures, 1)
 
 

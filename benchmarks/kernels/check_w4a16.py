@@ -1,9 +1,11 @@
-"""The 16-bit GEMMs (marlin, marlin-24) on this GPU against float64: part of ``check.py``, and alone.
+"""The 16-bit GEMMs (marlin, marlin-24) on this GPU against float64: part of ``check.py``, and
+alone.
 
     python benchmarks/kernels/check_w4a16.py [--fuzz 500] [--small]
 
-One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are fuzzed. Random sums may
-be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by the rounding of the output.
+One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are
+fuzzed. Random sums may be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by
+the rounding of the output.
 """
 
 import argparse
@@ -18,22 +20,29 @@ import torch
 from torch import Tensor
 
 from qtool.kernels.build import ARCHITECTURES, cubin
-from qtool.kernels.half_gemm import HalfWeight, Variant, definition, run
-from qtool.kernels.half_tiles import HalfTile
-from qtool.kernels.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
+from qtool.kernels.mma.half_tiles import HalfTile
+from qtool.kernels.mma.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
 #: of sum |x| |w|: tensor cores truncate up to 128 terms, then float32 additions of the groups
 TOLERANCE = 2.0**-20
 TILES = [
-    HalfTile(8, 4, teams=2, split=4, blocks_per_sm=2), HalfTile(16, 4, teams=2, split=4, blocks_per_sm=2),
-    HalfTile(16, 2, teams=4, split=3, blocks_per_sm=2), HalfTile(16, 4, teams=4), HalfTile(8, 1, teams=8, split=8),
-    HalfTile(32, 2, token_warps=4), HalfTile(32, 2, token_warps=2, teams=2, split=2), HalfTile(32, 4, teams=2),
-    HalfTile(16, 1, teams=16), HalfTile(16, 2, token_warps=2, teams=2, split=2),
-    HalfTile(8, 1, teams=8, split=2, blocks_per_sm=3), HalfTile(16, 1, teams=4, split=2, blocks_per_sm=3),
+    HalfTile(8, 4, teams=2, split=4, blocks_per_sm=2),
+    HalfTile(16, 4, teams=2, split=4, blocks_per_sm=2),
+    HalfTile(16, 2, teams=4, split=3, blocks_per_sm=2),
+    HalfTile(16, 4, teams=4),
+    HalfTile(8, 1, teams=8, split=8),
+    HalfTile(32, 2, token_warps=4),
+    HalfTile(32, 2, token_warps=2, teams=2, split=2),
+    HalfTile(32, 4, teams=2),
+    HalfTile(16, 1, teams=16),
+    HalfTile(16, 2, token_warps=2, teams=2, split=2),
+    HalfTile(8, 1, teams=8, split=2, blocks_per_sm=3),
+    HalfTile(16, 1, teams=4, split=2, blocks_per_sm=3),
     HalfTile(16, 1, teams=8, split=2, blocks_per_sm=2),
-]  # fmt: skip
+]
 GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
@@ -51,7 +60,9 @@ class Case:
     def make(cls, codes: Tensor, scale: Tensor, sparse: bool) -> "Case":
         layout = MARLIN_24 if sparse else MARLIN
         packed = layout.pack(codes)
-        weight = HalfWeight(packed["qweight"], layout.pack_group(scale).contiguous(), packed.get("metadata"))
+        weight = HalfWeight(
+            packed["qweight"], layout.pack_group(scale).contiguous(), packed.get("metadata")
+        )
         wide = scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         return cls(weight, (codes.double() - 8) * wide)
 
@@ -61,7 +72,9 @@ class Case:
         scale = (torch.rand(n, k // group if group else 1, device="cuda") + 0.1).mul(0.01).to(dtype)
         return cls.make(prune(codes) if sparse else codes, scale, sparse)
 
-    def run(self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, hopper: bool) -> Tensor:
+    def run(
+        self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, hopper: bool
+    ) -> Tensor:
         out = torch.full((len(x) + 1, len(self.exact)), 77.0, dtype=out_dtype, device="cuda")
         out[:-1] = float("nan")
         run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
@@ -69,7 +82,13 @@ class Case:
         return out[:-1]
 
     def verify(
-        self, tile: HalfTile, m: int, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, hopper: bool
+        self,
+        tile: HalfTile,
+        m: int,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        bias: bool,
+        hopper: bool,
     ) -> str | None:
         """None, or what is wrong."""
         n, k = self.exact.shape
@@ -78,7 +97,10 @@ class Case:
         got = self.run(tile, x, b, out_dtype, hopper)
         want = x.double() @ self.exact.t() + (0 if b is None else b.double())
         terms = x.double().abs() @ self.exact.abs().t() + (0 if b is None else b.double().abs())
-        wrong = ~((got.double() - want).abs() <= TOLERANCE * terms + torch.finfo(out_dtype).eps * want.abs())
+        wrong = ~(
+            (got.double() - want).abs()
+            <= TOLERANCE * terms + torch.finfo(out_dtype).eps * want.abs()
+        )
         if not torch.equal(got, self.run(tile, x, b, out_dtype, hopper)):
             return "a second run differs"
         return _describe(wrong, got)
@@ -98,23 +120,33 @@ def _describe(wrong: Tensor, got: Tensor) -> str | None:
     return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, got {values}"
 
 
-def one_hot(sparse: bool, group: int, tile: HalfTile, dtype: torch.dtype, scale_dtype: torch.dtype) -> str | None:
+def one_hot(
+    sparse: bool, group: int, tile: HalfTile, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> str | None:
     """Every code under many scales, read out by one-hot tokens: the output is the weight itself."""
     n, k = 384, 1024
     scale = torch.exp2(torch.randint(-8, 3, (n, k // group if group else 1), device="cuda").float())
     scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(scale_dtype)
     codes = (torch.arange(n, device="cuda")[:, None] * 5 + torch.arange(k, device="cuda") * 3) % 16
     if sparse:
-        pairs = torch.tensor(list(itertools.combinations(range(4), 2)), device="cuda")  # every pair of positions
+        pairs = torch.tensor(
+            list(itertools.combinations(range(4), 2)), device="cuda"
+        )  # every pair of positions
         kept = pairs[torch.randint(0, len(pairs), (n, k // 4), device="cuda")]
-        codes = torch.full((n, k // 4, 4), 8, device="cuda").scatter(-1, kept, codes.view(n, -1, 4)[..., :2]).view(n, k)
+        codes = (
+            torch.full((n, k // 4, 4), 8, device="cuda")
+            .scatter(-1, kept, codes.view(n, -1, 4)[..., :2])
+            .view(n, k)
+        )
     case = Case.make(codes.to(torch.uint8), scale, sparse)
     got = case.run(tile, torch.eye(k, dtype=dtype, device="cuda"), None, torch.float32, True)
     return _describe(got.double() != case.exact.t(), got)
 
 
 def op_under_graph_and_compile(sparse: bool) -> str | None:
-    """The op inside a CUDA graph replayed on new tokens, under torch.compile, and checked by opcheck."""
+    """The op inside a CUDA graph replayed on new tokens, under torch.compile, and checked by
+    opcheck.
+    """
     case = Case.random(sparse, 128, 256, 512, torch.bfloat16)
     w = case.weight
     op = w4a16_24_gemm if sparse else w4a16_gemm
@@ -133,7 +165,11 @@ def op_under_graph_and_compile(sparse: bool) -> str | None:
     torch.library.opcheck(op, (x, *packed, w.scale, None, torch.float32))
     if not torch.equal(out, call(x)):
         return "replay differs from a plain call"
-    return None if torch.equal(torch.compile(call, fullgraph=True)(x), out) else "compiled differs from a plain call"
+    return (
+        None
+        if torch.equal(torch.compile(call, fullgraph=True)(x), out)
+        else "compiled differs from a plain call"
+    )
 
 
 def _compile(job: tuple[Variant, HalfTile, bool]) -> None:
@@ -142,24 +178,41 @@ def _compile(job: tuple[Variant, HalfTile, bool]) -> None:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """Each check's name, and None or what is wrong; ``small`` is a few launches for compute-sanitizer."""
+    """Each check's name, and None or what is wrong; ``small`` is a few launches for
+    compute-sanitizer.
+    """
     bf16, f32 = torch.bfloat16, torch.float32
     if small:
         for tile, sparse in itertools.product(TILES, (False, True)):
             case = Case.random(sparse, 128, 256, 640, bf16)  # some teams get a step, some none
-            yield f"small sparse={sparse} {tile}", case.verify(tile, 5, bf16, bf16, True, tile.teams != 2)
+            yield (
+                f"small sparse={sparse} {tile}",
+                case.verify(tile, 5, bf16, bf16, True, tile.teams != 2),
+            )
         return
     rng = random.Random(0)
     kernels = []
     for _ in range(min(fuzz, MOST_FUZZED_KERNELS)):
         variant = Variant(
-            rng.random() < 0.5, rng.choice(GROUPS), rng.choice(HALF), rng.choice(SCALE_DTYPES), rng.choice((*HALF, f32))
+            rng.random() < 0.5,
+            rng.choice(GROUPS),
+            rng.choice(HALF),
+            rng.choice(SCALE_DTYPES),
+            rng.choice((*HALF, f32)),
         )
         kernels.append((variant, rng.choice(TILES), rng.random() < 0.7))
     fuzzed = [rng.choice(kernels) for _ in range(fuzz)]
     one_hots = list(itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES, TILES[1:6:4]))
-    jobs = [(Variant(sparse, group, x, scale, f32), tile, True) for sparse, group, x, scale, tile in one_hots]
-    jobs += [(Variant(s, 128, bf16, bf16, bf16), t, c) for s in (False, True) for t in TILES for c in (False, True)]
+    jobs = [
+        (Variant(sparse, group, x, scale, f32), tile, True)
+        for sparse, group, x, scale, tile in one_hots
+    ]
+    jobs += [
+        (Variant(s, 128, bf16, bf16, bf16), t, c)
+        for s in (False, True)
+        for t in TILES
+        for c in (False, True)
+    ]
     with ProcessPoolExecutor() as pool:
         list(pool.map(_compile, dict.fromkeys(jobs + fuzzed), chunksize=8))
     for sparse, group, dtype, scale_dtype, tile in one_hots:
@@ -171,7 +224,10 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
             wrong = case.verify(tile, m, bf16, bf16, True, hopper)
             yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
     for sparse in (False, True):
-        yield f"CUDA graph, torch.compile, opcheck sparse={sparse}", op_under_graph_and_compile(sparse)
+        yield (
+            f"CUDA graph, torch.compile, opcheck sparse={sparse}",
+            op_under_graph_and_compile(sparse),
+        )
     for i, (variant, tile, hopper) in enumerate(fuzzed):
         n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
         m = rng.choice([rng.randint(1, 2 * tile.block_tokens), rng.randint(1, 300)])

@@ -1,10 +1,12 @@
-"""Are the W4A4 and W4Ax GEMM and the activation quantization by groups right? Part of ``check.py``; alone it is
+"""Are the W4A4 and W4Ax GEMM and the activation quantization by groups right? Part of ``check.py``;
+alone it is
 
     python benchmarks/kernels/check_w4a4.py [--fuzz 500] [--small]
 
-Sums of whole channels equal the integers exactly; with unit scales so do the float totals of groups; with random
-scales they are within float32 rounding of float64 and, where no blocks share a tile, equal to the reference's to the
-bit. One-hot tokens spell out the weight; outputs are poisoned; two runs agree bit for bit.
+Sums of whole channels equal the integers exactly; with unit scales so do the float totals of
+groups; with random scales they are within float32 rounding of float64 and, where no blocks share a
+tile, equal to the reference's to the bit. One-hot tokens spell out the weight; outputs are
+poisoned; two runs agree bit for bit.
 """
 
 import argparse
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor
 
 from qtool import layouts
-from qtool.kernels.arrangement import ARRANGEMENTS, arrange
+from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange
+from qtool.kernels.activation.quantize_activation import FUSIONS
+from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.build import cubin
-from qtool.kernels.gemm import Operand, definition, run
-from qtool.kernels.quantize_activation import FUSIONS
-from qtool.kernels.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.tiles import Tile
-from qtool.kernels.w4ax import operand, packed_weight, w4ax_gemm
-from qtool.schemes.products import group_matmul
+from qtool.kernels.hopper.gemm import Operand, definition, run
+from qtool.kernels.hopper.tiles import Tile
+from qtool.kernels.hopper.w4ax import operand, packed_weight, w4ax_gemm
+from qtool.schemes.arithmetic.products import group_matmul
 
 #: layout, group size, dtype of the scales
 KINDS = [
@@ -38,9 +40,18 @@ KINDS = [
     ("w4ax-interleaved", 64, torch.float32),
 ]
 TILES = [
-    Tile(8, 128, 8), Tile(8, 128, 1, 2), Tile(16, 128, 4), Tile(16, 128, 2), Tile(32, 128, 1, 2), Tile(32, 128, 3),
-    Tile(64, 128, 1), Tile(64, 128, 4), Tile(128, 128, 1), Tile(128, 128, 3), Tile(128, 128, 2),
-]  # fmt: skip
+    Tile(8, 128, 8),
+    Tile(8, 128, 1, 2),
+    Tile(16, 128, 4),
+    Tile(16, 128, 2),
+    Tile(32, 128, 1, 2),
+    Tile(32, 128, 3),
+    Tile(64, 128, 1),
+    Tile(64, 128, 4),
+    Tile(128, 128, 1),
+    Tile(128, 128, 3),
+    Tile(128, 128, 2),
+]
 #: of whole channels only: groups leave no registers
 WIDE = [Tile(128, 256), Tile(128, 256, 2), Tile(256), Tile(256, 128, 2)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,7 +73,15 @@ class Case:
         scale = (torch.rand(k // (group or k), n, device="cuda") + 0.1) * 1e-2
         return cls(layout, group, codes, scale.to(dtype))
 
-    def run(self, tile: Tile, x: Tensor, sx: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def run(
+        self,
+        tile: Tile,
+        x: Tensor,
+        sx: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
         m, n = len(x), len(self.codes)
         out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
@@ -89,26 +108,34 @@ class Case:
         return where(got.double() != self.sums(x), got)
 
     def rounded(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
-        """Scaled totals within a unit in the last place and float32 rounding of float64, or exact; twice the same."""
+        """Scaled totals within a unit in the last place and float32 rounding of float64, or exact;
+        twice the same.
+        """
         n, k = self.codes.shape
         x, groups = tokens(m, k), len(self.scale)
         sx = torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
         b = torch.randn(n, device="cuda") if bias else None
         got = self.run(tile, x, sx, self.scale, b, dtype)
         span = min(self.group, 128) if self.group else k  # what is scaled at a time
-        parts = torch.einsum("mgk,ngk->gmn", *(t.double().unflatten(1, (-1, span)) for t in (x, self.codes)))
+        parts = torch.einsum(
+            "mgk,ngk->gmn", *(t.double().unflatten(1, (-1, span)) for t in (x, self.codes))
+        )
         scales = sx.double().t()[:, :, None] * self.scale.double()[:, None]
         parts *= scales.repeat_interleave(k // span // groups, 0)
         want, size = parts.sum(0), parts.abs().sum(0)
         if b is not None:
             want, size = want + b.double(), size + b.double().abs()
         smallest = torch.finfo(dtype).tiny
-        ulp = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[dtype])
+        ulp = torch.exp2(
+            torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[dtype]
+        )
         # each part is rounded twice, the total once a part; then the sums of a cluster and the bias
         rounding = (len(parts) + 8) * 2.0**-24 * size
         wrong = where(~((got.double() - want).abs() <= ulp + rounding), got)
         if (tile.split == 1 or not self.group) and wrong is None:
-            exactly = group_matmul(x, sx, self.codes, self.scale.float().t(), self.group, b).to(dtype)
+            exactly = group_matmul(x, sx, self.codes, self.scale.float().t(), self.group, b).to(
+                dtype
+            )
             wrong = where(got != exactly, got)
         if wrong is None and not torch.equal(got, self.run(tile, x, sx, self.scale, b, dtype)):
             return "two runs differ"
@@ -133,23 +160,45 @@ def where(wrong: Tensor, got: Tensor) -> str | None:
 
 
 def quantization(
-    m: int, k: int, dtype: torch.dtype, fusion: str, group: int | None, arrangement: str, mixed: bool
+    m: int,
+    k: int,
+    dtype: torch.dtype,
+    fusion: str,
+    group: int | None,
+    arrangement: str,
+    mixed: bool,
 ) -> str | None:
     """Plain: equal to the CPU's codes and scales. Fused: scales to rounding, codes to one step."""
     x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
     x[m // 2] = 0
     order = torch.randperm(k, device="cuda").int() if mixed else None
     norm = torch.rand(k, device="cuda").to(dtype) if fusion == "rms-norm" else None
-    blocks = torch.randint(0, 2, (k // (group or k),), dtype=torch.uint8, device="cuda") if mixed else None
+    blocks = (
+        torch.randint(0, 2, (k // (group or k),), dtype=torch.uint8, device="cuda")
+        if mixed
+        else None
+    )
     given = (x, order, norm, blocks)
-    codes, scale = (t.cpu() for t in quantize_activation_groups(*given, fusion, 1e-5, group, arrangement))
+    codes, scale = (
+        t.cpu() for t in quantize_activation_groups(*given, fusion, 1e-5, group, arrangement)
+    )
     here = [None if t is None else t.cpu() for t in given]
     want_codes, want_scale = quantize_activation_groups(*here, fusion, 1e-5, group, arrangement)  # type: ignore[arg-type]
     if fusion == "none":
-        return None if torch.equal(codes, want_codes) and torch.equal(scale, want_scale) else "differs from the CPU"
-    if not torch.allclose(scale, want_scale, rtol=(8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps):
+        return (
+            None
+            if torch.equal(codes, want_codes) and torch.equal(scale, want_scale)
+            else "differs from the CPU"
+        )
+    if not torch.allclose(
+        scale, want_scale, rtol=(8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+    ):
         return f"scale off by {(scale / want_scale - 1).abs().max():.1e}"
-    return None if (codes.int() - want_codes.int()).abs().max() <= 1 + (dtype != torch.float32) else "codes differ"
+    return (
+        None
+        if (codes.int() - want_codes.int()).abs().max() <= 1 + (dtype != torch.float32)
+        else "codes differ"
+    )
 
 
 def graph_capture() -> str | None:
@@ -183,27 +232,50 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
                 case = Case.random(*kind, 192, 1024)
                 yield f"w4ax {kind} {tile}", case.rounded(tile, 5, torch.bfloat16, True)
         for fusion in FUSIONS:
-            yield f"quantize groups {fusion}", quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True)
+            yield (
+                f"quantize groups {fusion}",
+                quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True),
+            )
         return
     jobs = [(kind, tile, dtype) for kind in KINDS for tile in tiles(kind) for dtype in DTYPES]
     work = [(operand(*kind), tile, dtype) for kind, tile, dtype in jobs]
-    work += [(operand(*kind), tile, torch.int32) for kind in KINDS if kind[1] is None for tile in tiles(kind)]
+    work += [
+        (operand(*kind), tile, torch.int32)
+        for kind in KINDS
+        if kind[1] is None
+        for tile in tiles(kind)
+    ]
     with ProcessPoolExecutor(16) as pool:
         list(pool.map(compile_one, work))
     for kind in KINDS:
         for tile in tiles(kind):
             case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)
-            found = [case.exact(tile, tokens(m, case.codes.shape[1])) for m in (1, 7, tile.tokens, tile.tokens + 3)]
+            found = [
+                case.exact(tile, tokens(m, case.codes.shape[1]))
+                for m in (1, 7, tile.tokens, tile.tokens + 3)
+            ]
             yield f"exact {kind} {tile}", next(filter(None, found), None)
             yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
-        case = Case.random(*kind, 128 * 71, 1024)  # some blocks have several tiles, some clusters share the last
+        case = Case.random(
+            *kind, 128 * 71, 1024
+        )  # some blocks have several tiles, some clusters share the last
         for tile in (t for t in tiles(kind) if t.split <= 2):
-            yield f"many tiles {kind} {tile}", case.rounded(tile, 2 * tile.tokens + 5, torch.bfloat16, True)
+            yield (
+                f"many tiles {kind} {tile}",
+                case.rounded(tile, 2 * tile.tokens + 5, torch.bfloat16, True),
+            )
         case = Case.random(*kind, 256, 1024)
         eye = torch.eye(1024, dtype=torch.int8, device="cuda")
         yield f"one-hot tokens {kind}", case.exact(TILES[-3], eye)
-    for dtype, fusion, arrangement in itertools.product((torch.bfloat16, torch.float32), FUSIONS, ARRANGEMENTS):
-        for k, group, mixed in ((4096, 128, True), (14336, 32, False), (1024, 512, True), (11008, None, False)):
+    for dtype, fusion, arrangement in itertools.product(
+        (torch.bfloat16, torch.float32), FUSIONS, ARRANGEMENTS
+    ):
+        for k, group, mixed in (
+            (4096, 128, True),
+            (14336, 32, False),
+            (1024, 512, True),
+            (11008, None, False),
+        ):
             name = f"quantize groups K={k} g{group} {dtype} {fusion} {arrangement}"
             yield name, quantization(5, k, dtype, fusion, group, arrangement, mixed)
     yield "CUDA graph w4ax", graph_capture()

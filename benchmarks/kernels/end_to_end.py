@@ -1,18 +1,21 @@
-"""The bundled model through every step on a GPU: quantize, verify, perplexity against the CPU's, generate.
+"""The bundled model through every step on a GPU: quantize, verify, perplexity against the CPU's,
+generate.
 
-    python benchmarks/kernels/end_to_end.py [--schemes w4a8-lqq,w8a8] [--kv kv4] [--dtype float32] [--text wikitext2]
-    python benchmarks/kernels/end_to_end.py --schemes w4a4-g128 --text wikitext2 --given DIR
+    python benchmarks/kernels/end_to_end.py [--schemes w4a8-lqq,w8a8] [--kv kv4] [--dtype float32]
+    [--text wikitext2] python benchmarks/kernels/end_to_end.py --schemes w4a4-g128 --text wikitext2
+    --given DIR
 
-(kv8 calibrates on the demo text. DIR/SCHEME is a checkpoint, DIR/SCHEME.json what `qtool eval TEXT --model DIR/SCHEME
---json` said on a CPU, where that takes long.)
+(kv8 calibrates on the demo text. DIR/SCHEME is a checkpoint, DIR/SCHEME.json what `qtool eval TEXT
+--model DIR/SCHEME --json` said on a CPU, where that takes long.)
 
-Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over 1e-3 (relative) from
-the CPU reference's, if decoding through the packed cache leaves the logits of one forward, or did not use the kernel.
+Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over
+1e-3 (relative) from the CPU reference's, if decoding through the packed cache leaves the logits of
+one forward, or did not use the kernel.
 
-Models with quantized activations have the same hidden states on both (qtool/eval/same_bits.py): what is left comes from
-the head. The largest difference of a window's log-perplexity is printed beside. Decoded logits may leave one forward's
-by half more than they do without the kernel: two roundings that know nothing of each other are 1.4 times as far apart
-as one of them is from none.
+Models with quantized activations have the same hidden states on both (qtool/eval/deterministic.py):
+what is left comes from the head. The largest difference of a window's log-perplexity is printed
+beside. Decoded logits may leave one forward's by half more than they do without the kernel: two
+roundings that know nothing of each other are 1.4 times as far apart as one of them is from none.
 """
 
 import argparse
@@ -39,7 +42,9 @@ PROMPT, DECODED = 48, 80
 
 def qtool(*arguments: str) -> str:
     """Run a qtool command; its output, or SystemExit with what it said."""
-    done = subprocess.run([sys.executable, "-m", "qtool", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "qtool", *arguments], capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"qtool {' '.join(arguments)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout
@@ -47,17 +52,24 @@ def qtool(*arguments: str) -> str:
 
 def windows(printed: str) -> Tensor:
     """Mean NLL of each window, nats a token, from what `qtool eval --json` printed."""
-    return torch.tensor(json.loads(printed)["tasks"][0]["details"]["window_nll"], dtype=torch.float64)
+    return torch.tensor(
+        json.loads(printed)["tasks"][0]["details"]["window_nll"], dtype=torch.float64
+    )
 
 
 def evaluate(text: str, directory: Path, device: str, dtype: str) -> Tensor:
-    return windows(qtool("eval", text, "--model", str(directory), "--device", device, "--dtype", dtype, "--json"))
+    return windows(
+        qtool(
+            "eval", text, "--model", str(directory), "--device", device, "--dtype", dtype, "--json"
+        )
+    )
 
 
 @torch.no_grad()
 def decode(directory: Path) -> tuple[float, float, int, str]:
-    """Distance of decoded logits from one forward's, through the cache's kernel and with SDPA on the dequantized cache;
-    calls of the kernel; a greedy continuation."""
+    """Distance of decoded logits from one forward's, through the cache's kernel and with SDPA on
+    the dequantized cache; calls of the kernel; a greedy continuation.
+    """
     model: Any = load(directory, device="cuda")
     tokenizer = load_tokenizer(directory)
     text = (Path(__file__).parents[2] / "qtool/demo/heldout.txt").read_text()[:4000]
@@ -84,9 +96,17 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--kv", default="kv4")
-    parser.add_argument("--dtype", default="bfloat16", help="of what is not quantized, where perplexities are compared")
-    parser.add_argument("--text", default="demo", help="whose perplexities are compared, as of qtool eval")
-    parser.add_argument("--given", type=Path, help="checkpoints and the CPU's evaluations of the text")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        help="of what is not quantized, where perplexities are compared",
+    )
+    parser.add_argument(
+        "--text", default="demo", help="whose perplexities are compared, as of qtool eval"
+    )
+    parser.add_argument(
+        "--given", type=Path, help="checkpoints and the CPU's evaluations of the text"
+    )
     args = parser.parse_args()
     schemes, wrong = args.schemes.split(","), 0
     how = ["--kv", args.kv]
@@ -95,7 +115,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         outs = {scheme: (args.given or Path(folder)) / scheme for scheme in schemes}
         made = {
-            scheme: pool.submit(qtool, "quantize", "demo", "--scheme", scheme, "--out", str(out), *how)
+            scheme: pool.submit(
+                qtool, "quantize", "demo", "--scheme", scheme, "--out", str(out), *how
+            )
             for scheme, out in outs.items()
             if not args.given
         }

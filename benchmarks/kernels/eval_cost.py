@@ -1,6 +1,8 @@
-"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain one.
+"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain
+one.
 
-    python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs 5]
+    python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs
+    5]
 
 MODEL is a checkpoint with quantized activations. Prints the median seconds of both and their ratio.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.eval.same_bits import same_bits
+from qtool.eval.deterministic import deterministic
 from qtool.runtime.load import load
 
 
@@ -31,7 +33,10 @@ def main() -> None:
     ids = torch.randint(3, model.config.vocab_size, (args.batch, args.tokens), device=args.device)
     seconds: dict[str, list[float]] = {"plain": [], "the same everywhere": []}
     for run in range(args.runs + 1):
-        for name, context in (("plain", nullcontext()), ("the same everywhere", same_bits(model))):
+        for name, context in (
+            ("plain", nullcontext()),
+            ("the same everywhere", deterministic(model)),
+        ):
             with context:
                 start = time.perf_counter()
                 float(model(ids, use_cache=False, logits_to_keep=1).logits.sum())  # waits

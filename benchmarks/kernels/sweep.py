@@ -1,4 +1,4 @@
-"""Time every tile on every shape: the measurement behind ``qtool/kernels/tiles.py``.
+"""Time every tile on every shape: the measurement behind ``qtool/kernels/hopper/tiles.py``.
 
 python benchmarks/kernels/sweep.py [--models llama-3-8b] [--tokens 16,64] [--json FILE]
 """
@@ -10,14 +10,24 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from qtool.kernels.bench import MODELS, S4_LAYOUTS, Column, floor_us, graph_us, kernel_calls, random_weights
+from qtool.bench.gemm import (
+    MODELS,
+    S4_LAYOUTS,
+    Column,
+    floor_us,
+    graph_us,
+    kernel_calls,
+    random_weights,
+)
 from qtool.kernels.build import cubin
-from qtool.kernels.gemm import definition
-from qtool.kernels.tiles import Tile
+from qtool.kernels.hopper.gemm import definition
+from qtool.kernels.hopper.tiles import Tile
 
 # rows, split, blocks per SM
 SMALL = (
-    [(128, s, 2) for s in (1, 2, 4, 5, 6, 7)] + [(128, s, 1) for s in (1, 2, 3, 4)] + [(256, s, 1) for s in (1, 2, 3)]
+    [(128, s, 2) for s in (1, 2, 4, 5, 6, 7)]
+    + [(128, s, 1) for s in (1, 2, 3, 4)]
+    + [(256, s, 1) for s in (1, 2, 3)]
 )
 LARGE = [(rows, s, 1) for rows in (128, 256) for s in (1, 2, 3)]
 
@@ -26,7 +36,9 @@ def tiles(m: int, s4_groups: bool) -> list[Tile]:
     """Tiles worth trying for ``m`` tokens; groups of s4 weights leave few registers."""
     exact = next((size for size in (8, 16, 32, 64, 128) if m <= size), 128 if s4_groups else 256)
     widths = {exact} | ({exact // 2} if m >= 64 else set())
-    pairs = itertools.chain.from_iterable(((w, c) for c in (SMALL if w <= 64 else LARGE)) for w in sorted(widths))
+    pairs = itertools.chain.from_iterable(
+        ((w, c) for c in (SMALL if w <= 64 else LARGE)) for w in sorted(widths)
+    )
     candidates = (Tile(w, *c) for w, c in pairs if w * c[0] <= 256 * 128)
     if not s4_groups:
         return list(candidates)
@@ -66,16 +78,29 @@ def main() -> None:
             weights = random_weights(args.scheme, args.group, n, k)
             for m in sizes:
                 rows = []
-                for tile, overlap in itertools.product(tiles(m, s4_groups), (True, False) if args.both else (True,)):
+                for tile, overlap in itertools.product(
+                    tiles(m, s4_groups), (True, False) if args.both else (True,)
+                ):
                     calls = kernel_calls(
-                        Column(args.scheme, args.group, 4.0).operand(), weights, m, n, k, tile, overlap
+                        Column(args.scheme, args.group, 4.0).operand(),
+                        weights,
+                        m,
+                        n,
+                        k,
+                        tile,
+                        overlap,
                     )
                     us = graph_us(calls, replays=7)
                     rows.append((us, tile, overlap))
                     results.append([model, name, m, n, k, str(tile), overlap, us])
                 rows.sort(key=lambda row: row[0])
-                best = "  ".join(f"{us:.1f}[{describe(tile, overlap)}]" for us, tile, overlap in rows[:5])
-                print(f"{model} {name:8} M={m:5} floor {floor_us(m, n, k, 4.25):6.1f}  {best}", flush=True)
+                best = "  ".join(
+                    f"{us:.1f}[{describe(tile, overlap)}]" for us, tile, overlap in rows[:5]
+                )
+                print(
+                    f"{model} {name:8} M={m:5} floor {floor_us(m, n, k, 4.25):6.1f}  {best}",
+                    flush=True,
+                )
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file)

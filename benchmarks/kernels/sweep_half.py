@@ -1,4 +1,5 @@
-"""Time every tile of the W4A16 kernels on a layer's shapes: the measurement behind ``qtool/kernels/half_tiles.py``.
+"""Time every tile of the W4A16 kernels on a layer's shapes: the measurement behind
+``qtool/kernels/mma/half_tiles.py``.
 
 python benchmarks/kernels/sweep_half.py [--model llama-3-8b] [--tokens 16,64] [--sparse]
 """
@@ -6,23 +7,28 @@ python benchmarks/kernels/sweep_half.py [--model llama-3-8b] [--tokens 16,64] [-
 import argparse
 import itertools
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import torch
 
-from qtool.kernels.bench import MODELS, HalfColumn, floor_us, graph_us
+from qtool.bench.gemm import MODELS, HalfColumn, floor_us, graph_us
 from qtool.kernels.build import cubin
-from qtool.kernels.half_gemm import Variant, definition, run, shared_bytes
-from qtool.kernels.half_tiles import MULTIPROCESSORS, HalfTile
+from qtool.kernels.mma.half_gemm import Variant, definition, run, shared_bytes
+from qtool.kernels.mma.half_tiles import MULTIPROCESSORS, HalfTile
 
 HOPPER = (9, 0)
 
 
 def tiles(m: int, variant: Variant) -> list[HalfTile]:
-    """Tiles worth trying for ``m`` tokens: at least 8 warps a multiprocessor, as many as their registers allow."""
+    """Tiles worth trying for ``m`` tokens: at least 8 warps a multiprocessor, as many as their
+    registers allow.
+    """
     tokens = next((size for size in (8, 16, 32) if m <= size), 32)
     most_threads = {8: 1024, 16: 512, 32: 256}[tokens]
     token_warps = (1,) if m <= 32 else (1, 2, 4)
-    choices = itertools.product((1, 2, 4), token_warps, (1, 2, 4, 8, 12, 16), (1, 2, 3, 4, 6, 8), (1, 2, 3))
+    choices = itertools.product(
+        (1, 2, 4), token_warps, (1, 2, 4, 8, 12, 16), (1, 2, 3, 4, 6, 8), (1, 2, 3)
+    )
     made = (HalfTile(tokens, *choice) for choice in choices)
     return [
         tile
@@ -36,7 +42,9 @@ def tiles(m: int, variant: Variant) -> list[HalfTile]:
 def fills(tile: HalfTile, m: int, n: int) -> bool:
     """Whether the tile's blocks fill half of the chip, and its clusters at most two waves."""
     blocks = -(-n // tile.columns) * -(-m // tile.block_tokens) * tile.split
-    return blocks >= MULTIPROCESSORS // 2 and (tile.split == 1 or blocks <= 2 * MULTIPROCESSORS * tile.blocks_per_sm)
+    return blocks >= MULTIPROCESSORS // 2 and (
+        tile.split == 1 or blocks <= 2 * MULTIPROCESSORS * tile.blocks_per_sm
+    )
 
 
 def compile_one(job: tuple[Variant, HalfTile]) -> None:
@@ -58,12 +66,18 @@ def main() -> None:
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
         for m in sizes:
-            x, out = torch.randn(m, k, device="cuda").to(bf16), torch.empty(m, n, dtype=bf16, device="cuda")
+            x, out = (
+                torch.randn(m, k, device="cuda").to(bf16),
+                torch.empty(m, n, dtype=bf16, device="cuda"),
+            )
 
             def microseconds(tile: HalfTile, x: torch.Tensor = x, out: torch.Tensor = out) -> float:
-                return graph_us([lambda w=w: run(tile, x, w, out, None) for w in weights], replays=5)  # type: ignore[misc]  # noqa: B023
+                calls = [partial(run, tile, x, weight, out, None) for weight in weights]  # noqa: B023
+                return graph_us(calls, replays=5)
 
-            rows = sorted((microseconds(tile), str(tile)) for tile in tiles(m, variant) if fills(tile, m, n))
+            rows = sorted(
+                (microseconds(tile), str(tile)) for tile in tiles(m, variant) if fills(tile, m, n)
+            )
             print(f"{name} M={m} floor {floor_us(m, n, k, column.bits):.1f}")
             print("".join(f"  {us:6.2f} {tile}\n" for us, tile in rows[:5]), end="", flush=True)
 

@@ -1,11 +1,12 @@
-"""Where the time of search and rounding goes, method by method, on one rank or several; and whether the results agree.
+"""Where the time of search and rounding goes, method by method, on one rank or several; and whether
+the results agree.
 
     python benchmarks/quantize/detail.py DIR [--layers 6]
     torchrun --nproc-per-node 2 benchmarks/quantize/detail.py DIR [--layers 6]
 
-Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a stage around each function
-named below, and compares the codes with those that other numbers of ranks have left in DIR. After one rank and two it
-prints what four would take by their stages.
+Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a stage
+around each function named below, and compares the codes with those that other numbers of ranks have
+left in DIR. After one rank and two it prints what four would take by their stages.
 """
 
 import argparse
@@ -21,15 +22,18 @@ from typing import Any
 import torch
 from ranks import differences
 
-from qtool import ranks, recipes
-from qtool.calibration import clip, gptq, hessian, smooth
-from qtool.calibration.stages import Stages, stage
-from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline import bench, blocks, shards
+from qtool import recipes
+from qtool.bench import quantize as bench
+from qtool.bench.random_checkpoint import SHAPES, config_of, make
+from qtool.calibration.rounding.gptq import gptq, hessian
+from qtool.calibration.timing import Stages, stage
+from qtool.calibration.transforms import clip, smooth
+from qtool.distributed import ranks
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
 from qtool.pipeline.run_record import beside
-from qtool.runtime.format import LinearFormat
+from qtool.pipeline.streaming import blocks, shards
 from qtool.schemes.base import Scheme
 
 NAMED = (
@@ -47,7 +51,9 @@ made: list[Stages] = []
 
 
 def named(owner: Any, attribute: str) -> None:
-    """Let ``owner.attribute`` be a stage of its own, one of ``ranks`` one for each function that asks for it."""
+    """Let ``owner.attribute`` be a stage of its own, one of ``ranks`` one for each function that
+    asks for it.
+    """
     function: Callable[..., Any] = getattr(owner, attribute)
     label = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
 
@@ -76,7 +82,9 @@ class Kept(Stages):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--shape", default="llama-3-8b", choices=list(SHAPES))
@@ -88,49 +96,68 @@ def main() -> None:
     for owner, attribute in NAMED:
         named(owner, attribute)
     setattr(shards, "Stages", Kept)  # noqa: B010
-    with ranks.joined(chosen.device) as own:
+    with ranks.process_group(chosen.device) as own:
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
-            source, out = chosen.directory / f"source-{layers}", chosen.directory / f"ranks-{ranks.size()}"
+            source, out = (
+                chosen.directory / f"source-{layers}",
+                chosen.directory / f"ranks-{ranks.size()}",
+            )
             if ranks.rank() == 0:
                 if not source.exists():
-                    make(config_of(chosen.shape, layers) | ({"vocab_size": 1024} if layers == 1 else {}), source)
+                    make(
+                        config_of(chosen.shape, layers)
+                        | ({"vocab_size": 1024} if layers == 1 else {}),
+                        source,
+                    )
                 for old in (out, out.with_name(out.name + ".partial")):
                     shutil.rmtree(old, ignore_errors=True)
-            ranks.meet()
+            ranks.barrier()
             checkpoint = Checkpoint(source)
             samples = chosen.samples if layers > 1 else 2 * ranks.size()
             tokens = bench.random_tokens(checkpoint.config["vocab_size"], samples, chosen.seqlen)
             began = time.perf_counter()
             quantize(checkpoint, recipe, out, device=own, calibration=tokens)
-            ranks.meet()
+            ranks.barrier()
         seconds = time.perf_counter() - began
-        others = ranks.every(dict(made[-1].seconds))[1:]
+        others = ranks.all_gather(dict(made[-1].seconds))[1:]
         if ranks.rank() == 0:
             report(out, chosen.layers, seconds, others)
 
 
 def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
-    """Print the stages, of ``others`` beside the first rank's, and what differs from other results beside ``out``."""
+    """Print the stages, of ``others`` beside the first rank's, and what differs from other results
+    beside ``out``.
+    """
     record = json.loads(beside(out).read_text())
-    print(f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
-          f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
+        f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB"
+    )
     for name, spent in sorted(record["stages"].items(), key=lambda item: -item[1]):
         each = [1e3 * stages.get(name, 0.0) / layers for stages in (record["stages"], *others)]
         print(f"   {name:45s} {spent:8.3f} s   {', '.join(f'{ms:.1f}' for ms in each)} ms a block")
     for other in sorted(out.parent.glob("ranks-?")):
         if other != out:
-            codes, all_codes, values = (sum(counts) for counts in zip(*differences(other, out), strict=True))
-            print(f"against {other.name}: {codes} of {all_codes} codes and {values} other values differ")
+            codes, all_codes, values = (
+                sum(counts) for counts in zip(*differences(other, out), strict=True)
+            )
+            print(
+                f"against {other.name}: {codes} of {all_codes} codes and {values} other values differ"
+            )
     one, two = (out.with_name(f"ranks-{count}.run.json") for count in (1, 2))
     if one.exists() and two.exists():
         first, second = json.loads(one.read_text()), json.loads(two.read_text())
         four = more_ranks(first["stages"], second["stages"], 4)
-        print(f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by their stages: "
-              f"{four:.1f} s, {first['seconds'] / four:.2f} times")  # fmt: skip
+        print(
+            f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by their stages: "
+            f"{four:.1f} s, {first['seconds'] / four:.2f} times"
+        )
 
 
 def more_ranks(one: Mapping[str, float], two: Mapping[str, float], count: int) -> float:
-    """Seconds of ``count`` ranks: of each stage of 1 and 2 the part that was halved is shared out, the rest stays."""
+    """Seconds of ``count`` ranks: of each stage of 1 and 2 the part that was halved is shared out,
+    the rest stays.
+    """
     total = 0.0
     for name in {*one, *two}:
         if not name.endswith(bench.BESIDE):

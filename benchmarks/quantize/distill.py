@@ -1,12 +1,15 @@
-"""AutoRound beside our block distillation: one machine, one checkpoint, the same tokens, bit width and steps.
+"""AutoRound beside our block distillation: one machine, one checkpoint, the same tokens, bit width
+and steps.
 
-    python benchmarks/quantize/distill.py WORK [--layers 1] [--samples 256] [--epochs 10] [--tools qtool auto-round]
+    python benchmarks/quantize/distill.py WORK [--layers 1] [--samples 256] [--epochs 10] [--tools
+    qtool auto-round]
 
-Needs auto-round beside qtool, and a GPU. Each tool runs in a fresh process; its log stays in WORK. ``qtool`` and
-``auto-round`` learn symmetric 4-bit weights in groups of 128, ``qtool-lqq`` learns w4a8-lqq. AutoRound has its defaults
-(8 sequences a step, torch.compile as it decides) and as many steps as ours: the epochs over all sequences but the
-held-out ones. The time of a block is that of its learning alone, the GPU waited for on both sides; the first has the
-compilation of kernels in it. The error is that of the last block's output on held-out random tokens, relative.
+Needs auto-round beside qtool, and a GPU. Each tool runs in a fresh process; its log stays in WORK.
+``qtool`` and ``auto-round`` learn symmetric 4-bit weights in groups of 128, ``qtool-lqq`` learns
+w4a8-lqq. AutoRound has its defaults (8 sequences a step, torch.compile as it decides) and as many
+steps as ours: the epochs over all sequences but the held-out ones. The time of a block is that of
+its learning alone, the GPU waited for on both sides; the first has the compilation of kernels in
+it. The error is that of the last block's output on held-out random tokens, relative.
 """
 
 import argparse
@@ -27,10 +30,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.calibration.distill import Distill
-from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline import bench
-from qtool.pipeline.random_checkpoint import config_of, make
+from qtool.bench import quantize as bench
+from qtool.bench.random_checkpoint import config_of, make
+from qtool.calibration.rounding.distill.distill import Distill
+from qtool.io.source import Checkpoint
 from qtool.text_table import render
 
 TOOLS = {"qtool": "w4a16", "qtool-lqq": "w4a8-lqq", "auto-round": "W4A16"}
@@ -39,16 +42,24 @@ BATCH = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", type=Path)
     parser.add_argument("--tool", choices=TOOLS, help="only quantize by this one, in this process")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="one after another")
+    parser.add_argument(
+        "--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="one after another"
+    )
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes, to the tool's log (slower)")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the GPU's time goes, to the tool's log (slower)",
+    )
     arguments = parser.parse_args()
     source = arguments.work / f"{arguments.shape}-{arguments.layers}"
     if arguments.tool:
@@ -63,15 +74,27 @@ def main() -> None:
             command = [sys.executable, *sys.argv, "--tool", tool]
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
-            print(f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}", flush=True)
+            print(
+                f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}",
+                flush=True,
+            )
             continue
         facts = json.loads((arguments.work / f"{tool}.json").read_text())
         error = output_error(source, arguments.work / tool, arguments.seqlen)
-        rows.append((tool, f"{facts['seconds']:.1f}", " ".join(f"{s:.2f}" for s in facts["blocks"]),
-                     f"{facts['device_bytes'] / 1e9:.1f}", f"{error:.5f}"))  # fmt: skip
+        rows.append(
+            (
+                tool,
+                f"{facts['seconds']:.1f}",
+                " ".join(f"{s:.2f}" for s in facts["blocks"]),
+                f"{facts['device_bytes'] / 1e9:.1f}",
+                f"{error:.5f}",
+            )
+        )
         print(rows[-1], flush=True)
-    print(f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} tokens, "
-          f"{steps(arguments)} steps of {BATCH} sequences")  # fmt: skip
+    print(
+        f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} tokens, "
+        f"{steps(arguments)} steps of {BATCH} sequences"
+    )
     print(render(("tool", "in all, s", "each block, s", "device GB", "error"), rows))
 
 
@@ -105,7 +128,11 @@ def timed(owner: Any, attribute: str, blocks: list[float], profile: bool) -> Non
             with torch.profiler.profile() as found:
                 result = function(*positional, **named)
                 wait()
-            print(found.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
+            print(
+                found.key_averages().table(
+                    sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
+                )
+            )
         else:
             result = function(*positional, **named)
             wait()
@@ -123,18 +150,32 @@ def wait() -> None:
 
 def ours(arguments: argparse.Namespace, source: Path, out: Path, blocks: list[float]) -> float:
     """Seconds from file to file."""
-    learned = recipes.Step("distill", {"start": "rtn", "epochs": arguments.epochs, "samples": arguments.samples})
-    recipe = replace(recipes.load(TOOLS[arguments.tool], "fast"), rounding=learned, variant="custom")
+    learned = recipes.Step(
+        "distill", {"start": "rtn", "epochs": arguments.epochs, "samples": arguments.samples}
+    )
+    recipe = replace(
+        recipes.load(TOOLS[arguments.tool], "fast"), rounding=learned, variant="custom"
+    )
     timed(Distill, "round", blocks, arguments.profile)
-    measured = bench.run(source, recipe, out, samples=arguments.samples, seqlen=arguments.seqlen, device=DEVICE)
+    measured = bench.run(
+        source, recipe, out, samples=arguments.samples, seqlen=arguments.seqlen, device=DEVICE
+    )
     print(measured.table())
-    losses = [note["distill"]["loss"] for note in json.loads((out / "qtool.json").read_text())["blocks"]
-              if "distill" in note]  # fmt: skip
-    print("held-out loss by epoch: " + "; ".join(" ".join(f"{x:.5f}" for x in curve) for curve in losses))
+    losses = [
+        note["distill"]["loss"]
+        for note in json.loads((out / "qtool.json").read_text())["blocks"]
+        if "distill" in note
+    ]
+    print(
+        "held-out loss by epoch: "
+        + "; ".join(" ".join(f"{x:.5f}" for x in curve) for curve in losses)
+    )
     return float(measured.record["seconds"])
 
 
-def auto_round(arguments: argparse.Namespace, source: Path, out: Path, blocks: list[float]) -> float:
+def auto_round(
+    arguments: argparse.Namespace, source: Path, out: Path, blocks: list[float]
+) -> float:
     """Seconds from opening the model to the stored result."""
     from auto_round import AutoRound
     from auto_round.algorithms.quantization.sign_round.quantizer import SignRoundQuantizer
@@ -149,7 +190,9 @@ def auto_round(arguments: argparse.Namespace, source: Path, out: Path, blocks: l
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tool = AutoRound(
         model,
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())),  # wanted, though tokens come as ids
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel())
+        ),  # wanted, though tokens come as ids
         scheme=TOOLS[arguments.tool],
         iters=steps(arguments),
         nsamples=arguments.samples,
@@ -168,15 +211,29 @@ def output_error(source: Path, quantized: Path, seqlen: int) -> float:
     checkpoint, outputs = Checkpoint(found[0].parent), []
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(DEVICE).eval()
     model.model.norm = nn.Identity()
-    ids = torch.randint(model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1)
+    )
     for state in ("float", "quantized"):
         if state == "quantized":
             for name, linear in model.named_modules():
-                if isinstance(linear, nn.Linear) and (weight := dequantized(checkpoint, name, linear)) is not None:
+                if (
+                    isinstance(linear, nn.Linear)
+                    and (weight := dequantized(checkpoint, name, linear)) is not None
+                ):
                     linear.weight.data.copy_(weight)
-        outputs.append([model.model(row[None].to(DEVICE), use_cache=False).last_hidden_state.float() for row in ids])
-    lost = sum(float((a - b).square().sum(dtype=torch.float64)) for a, b in zip(*outputs, strict=True))
-    return float((lost / sum(float(a.square().sum(dtype=torch.float64)) for a in outputs[0])) ** 0.5)
+        outputs.append(
+            [
+                model.model(row[None].to(DEVICE), use_cache=False).last_hidden_state.float()
+                for row in ids
+            ]
+        )
+    lost = sum(
+        float((a - b).square().sum(dtype=torch.float64)) for a, b in zip(*outputs, strict=True)
+    )
+    return float(
+        (lost / sum(float(a.square().sum(dtype=torch.float64)) for a in outputs[0])) ** 0.5
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""GPTQ of experts of one shape, one by one and several together: time, peak memory, and a hash of codes and scales.
+"""GPTQ of experts of one shape, one by one and several together: time, peak memory, and a hash of
+codes and scales.
 
-    python benchmarks/quantize/experts.py [--shape 32x96x256] [--schemes w4a8-lqq] [--together 1,32] [--device cuda]
+    python benchmarks/quantize/experts.py [--shape 32x96x256] [--schemes w4a8-lqq] [--together 1,32]
+    [--device cuda]
 
-Random weights ``[N, K]`` and Hessians of correlated inputs; the hash must be the same in every row of a shape.
+Random weights ``[N, K]`` and Hessians of correlated inputs; the hash must be the same in every row
+of a shape.
 """
 
 import argparse
@@ -11,9 +14,9 @@ import time
 
 import torch
 
-from qtool.calibration.gptq import Gptq
-from qtool.calibration.gptq_problem import Rows, Solution
-from qtool.calibration.hessian import Hessian
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.rounding.gptq.problem import Rows, Solution
 from qtool.schemes import get
 
 
@@ -25,7 +28,9 @@ def experts(count: int, n: int, k: int, scheme: str, device: torch.device) -> li
     for _ in range(count):
         size = torch.rand(k, generator=random, device=device)
         hessian = Hessian(k, device)
-        hessian.add((torch.randn(2048, k, generator=random, device=device) @ mixing * size).bfloat16())
+        hessian.add(
+            (torch.randn(2048, k, generator=random, device=device) @ mixing * size).bfloat16()
+        )
         weight = 0.02 * torch.randn(n, k, generator=random, device=device)
         found.append(Rows(get(scheme), weight, hessian.complete()))
     return found
@@ -41,7 +46,9 @@ def digest(solutions: list[Solution]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="32x96x256", help="experts x N x K, several with commas")
     parser.add_argument("--schemes", default="w4a8-lqq")
     parser.add_argument("--together", default="1,4,16,32")

@@ -1,6 +1,8 @@
-"""llm-compressor's GPTQ beside ours: one machine, one checkpoint, the same tokens and bit width; time and layer error.
+"""llm-compressor's GPTQ beside ours: one machine, one checkpoint, the same tokens and bit width;
+time and layer error.
 
-    python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128] [--seqlen 2048]
+    python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128]
+    [--seqlen 2048]
 
 Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to symmetric 4-bit
 weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its log stays in WORK. The clock runs from
@@ -21,20 +23,24 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.checkpoint.foreign import describe
-from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline import bench
+from qtool.bench import quantize as bench
+from qtool.bench.random_checkpoint import config_of, make
+from qtool.exchange.foreign import describe
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
-from qtool.pipeline.random_checkpoint import config_of, make
 from qtool.text_table import render
 
 TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: to try it on --shape llama-tiny, not to measure
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # cpu: to try it on --shape llama-tiny, not to measure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", type=Path)
     parser.add_argument("--tool", choices=TOOLS, help="only quantize by this one, in this process")
     parser.add_argument("--shape", default="llama-3-8b")
@@ -44,7 +50,9 @@ def main() -> None:
     arguments = parser.parse_args()
     source = arguments.work / f"{arguments.shape}-{arguments.layers}"
     if arguments.tool:
-        seconds = {"qtool": ours, "llm-compressor": llm_compressor}[arguments.tool](arguments, source)
+        seconds = {"qtool": ours, "llm-compressor": llm_compressor}[arguments.tool](
+            arguments, source
+        )
         facts = {"seconds": seconds, "device_bytes": torch.cuda.max_memory_allocated()}
         (arguments.work / f"{arguments.tool}.json").write_text(json.dumps(facts))
         return
@@ -57,15 +65,25 @@ def main() -> None:
             command = [sys.executable, *sys.argv, "--tool", tool]
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
-            print(f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}")
+            print(
+                f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}"
+            )
             continue
         facts = json.loads((arguments.work / f"{tool}.json").read_text())
         errors = layer_errors(source, arguments.work / tool, arguments.seqlen)
         mean, worst = sum(errors.values()) / len(errors), max(errors.values())
         rows.append(
-            (tool, f"{facts['seconds']:.1f}", f"{facts['device_bytes'] / 1e9:.1f}", f"{mean:.5f}", f"{worst:.5f}")
+            (
+                tool,
+                f"{facts['seconds']:.1f}",
+                f"{facts['device_bytes'] / 1e9:.1f}",
+                f"{mean:.5f}",
+                f"{worst:.5f}",
+            )
         )
-    print(f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x {arguments.seqlen} tokens")
+    print(
+        f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x {arguments.seqlen} tokens"
+    )
     print(render(("tool", "s", "device GB", "mean layer error", "largest"), rows))
 
 
@@ -79,8 +97,14 @@ def tokens(arguments: argparse.Namespace, source: Path) -> list[Tensor]:
 def ours(arguments: argparse.Namespace, source: Path) -> float:
     """Seconds of w4a16/paper."""
     recipe = recipes.load("w4a16", "paper")
-    measured = bench.run(source, recipe, arguments.work / "qtool", samples=arguments.samples, seqlen=arguments.seqlen,
-                         device=DEVICE)  # fmt: skip
+    measured = bench.run(
+        source,
+        recipe,
+        arguments.work / "qtool",
+        samples=arguments.samples,
+        seqlen=arguments.seqlen,
+        device=DEVICE,
+    )
     print(measured.table())
     return float(measured.record["seconds"])
 
@@ -95,14 +119,19 @@ def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
 
     out = arguments.work / "llm-compressor"
     shutil.rmtree(out, ignore_errors=True)
-    batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens(arguments, source)]
+    batches = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row)}
+        for row in tokens(arguments, source)
+    ]
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     oneshot(
         model=model,
-        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())),  # wanted, though tokens come as ids
+        processor=PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel())
+        ),  # wanted, though tokens come as ids
         dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         recipe=[GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
         num_calibration_samples=len(batches),
@@ -118,10 +147,17 @@ def layer_errors(source: Path, quantized: Path, seqlen: int) -> dict[str, float]
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(DEVICE).eval()
     checkpoint, sums = Checkpoint(quantized), {}
     for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear) and (weight := dequantized(checkpoint, name, linear)) is not None:
+        if (
+            isinstance(linear, nn.Linear)
+            and (weight := dequantized(checkpoint, name, linear)) is not None
+        ):
             sums[name] = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-            linear.register_forward_pre_hook(counting(sums[name], weight.to(DEVICE).float() - linear.weight.float()))
-    ids = torch.randint(model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1))
+            linear.register_forward_pre_hook(
+                counting(sums[name], weight.to(DEVICE).float() - linear.weight.float())
+            )
+    ids = torch.randint(
+        model.config.vocab_size, (HELD_OUT, seqlen), generator=torch.Generator().manual_seed(1)
+    )
     for row in ids.to(DEVICE):
         model.model(row[None], use_cache=False)
     return {name: float((lost / power).sqrt()) for name, (lost, power) in sums.items()}
@@ -140,7 +176,9 @@ def counting(total: Tensor, difference: Tensor):  # type: ignore[no-untyped-def]
 
 def dequantized(checkpoint: Checkpoint, name: str, linear: nn.Linear) -> Tensor | None:
     """The weight ``[N, K]`` of linear ``name`` as it was quantized; None if it was not."""
-    parts = {part.removeprefix(f"{name}."): checkpoint.read(part) for part in checkpoint.under(name)}
+    parts = {
+        part.removeprefix(f"{name}."): checkpoint.read(part) for part in checkpoint.under(name)
+    }
     n, k = linear.weight.shape
     if checkpoint.config["quantization_config"]["quant_method"] == "qtool":
         found = native_format(checkpoint.config).of(name) if "qweight" in parts else None

@@ -1,10 +1,12 @@
-"""One rank of ``ranks.sh``: quantize a random checkpoint of a known shape and time it; or compare two results.
+"""One rank of ``ranks.sh``: quantize a random checkpoint of a known shape and time it; or compare
+two results.
 
     torchrun --nproc-per-node 2 benchmarks/quantize/ranks.py run DIR --layers 16
     python benchmarks/quantize/ranks.py compare DIR 1 2
 
-``run`` quantizes ``DIR/source`` (made by ``make``) to ``DIR/ranks-R`` and writes the times to ``DIR/ranks-R.json``. A
-first run of one block, not timed, pays for the kernels' compilation and the GPU's start.
+``run`` quantizes ``DIR/source`` (made by ``make``) to ``DIR/ranks-R`` and writes the times to
+``DIR/ranks-R.json``. A first run of one block, not timed, pays for the kernels' compilation and the
+GPU's start.
 """
 
 import argparse
@@ -17,48 +19,70 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from qtool import ranks, recipes
-from qtool.checkpoint.safetensors import read_header
-from qtool.checkpoint.source import Checkpoint
-from qtool.pipeline.bench import random_tokens
+from qtool import recipes
+from qtool.bench.quantize import random_tokens
+from qtool.bench.random_checkpoint import SHAPES, config_of, make
+from qtool.distributed import ranks
+from qtool.io.safetensors import read_header
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
 
 
 def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) -> None:
     """Quantize ``DIR/warm`` and then, timed, ``DIR/source``; rank 0 writes the seconds down."""
     chosen = recipes.load("w4a8-lqq", recipe)
-    with ranks.joined(device) as own:
+    with ranks.process_group(device) as own:
         warm, source = Checkpoint(directory / "warm"), Checkpoint(directory / "source")
-        quantize(warm, chosen, directory / f"warm-{ranks.size()}", device=own,
-                 calibration=random_tokens(warm.config["vocab_size"], 2 * ranks.size(), seqlen))  # fmt: skip
+        quantize(
+            warm,
+            chosen,
+            directory / f"warm-{ranks.size()}",
+            device=own,
+            calibration=random_tokens(warm.config["vocab_size"], 2 * ranks.size(), seqlen),
+        )
         if own.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
         tokens = random_tokens(source.config["vocab_size"], samples, seqlen)
-        ranks.meet()
+        ranks.barrier()
         began = time.perf_counter()
-        quantize(source, chosen, directory / f"ranks-{ranks.size()}", device=own, calibration=tokens)
-        ranks.meet()
+        quantize(
+            source, chosen, directory / f"ranks-{ranks.size()}", device=own, calibration=tokens
+        )
+        ranks.barrier()
         seconds = time.perf_counter() - began
-        peaks = ranks.every(torch.cuda.max_memory_allocated() if own.startswith("cuda") else 0)
+        peaks = ranks.all_gather(torch.cuda.max_memory_allocated() if own.startswith("cuda") else 0)
         if ranks.rank() == 0:
             record = json.loads((directory / f"ranks-{ranks.size()}.run.json").read_text())
-            found = {"ranks": ranks.size(), "blocks": source.config["num_hidden_layers"], "seconds": seconds,
-                     "peak_device_bytes": peaks, "stages": record["stages"]}  # fmt: skip
+            found = {
+                "ranks": ranks.size(),
+                "blocks": source.config["num_hidden_layers"],
+                "seconds": seconds,
+                "peak_device_bytes": peaks,
+                "stages": record["stages"],
+            }
             (directory / f"ranks-{ranks.size()}.json").write_text(json.dumps(found))
             print(json.dumps(found), flush=True)
 
 
 def compare(directory: Path, counts: list[int], layers: int) -> None:
-    """Print the speed-ups, and how many codes and how much error differ from the first count's result."""
+    """Print the speed-ups, and how many codes and how much error differ from the first count's
+    result.
+    """
     times = {n: json.loads((directory / f"ranks-{n}.json").read_text()) for n in counts}
     first = counts[0]
     for n in counts:
         seconds, blocks = times[n]["seconds"], times[n]["blocks"]
         peak = max(times[n]["peak_device_bytes"]) / 1e9
-        print(f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, {times[first]['seconds'] / seconds:.2f}x, "
-              f"peak {peak:.2f} GB on each GPU")  # fmt: skip
-        print("   " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(times[n]["stages"].items(), key=lambda x: -x[1])))
+        print(
+            f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, {times[first]['seconds'] / seconds:.2f}x, "
+            f"peak {peak:.2f} GB on each GPU"
+        )
+        print(
+            "   "
+            + ", ".join(
+                f"{k} {v:.2f}" for k, v in sorted(times[n]["stages"].items(), key=lambda x: -x[1])
+            )
+        )
     errors = {n: errors_of(directory / f"ranks-{n}") for n in counts}
     for n in counts[1:]:
         shards = differences(directory / f"ranks-{first}", directory / f"ranks-{n}")
@@ -66,20 +90,29 @@ def compare(directory: Path, counts: list[int], layers: int) -> None:
         pairs = list(zip(errors[n], errors[first], strict=True))
         worst = max((abs(a / b - 1) for a, b in pairs if b), default=0.0)
         mean = sum(errors[n]) / sum(errors[first]) - 1 if sum(errors[first]) else 0.0
-        print(f"{n} ranks against {first}: {different} of {codes} codes differ ({100 * different / codes:.4f} %)")
-        print(f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most {100 * worst:.4f} %")
+        print(
+            f"{n} ranks against {first}: {different} of {codes} codes differ ({100 * different / codes:.4f} %)"
+        )
+        print(
+            f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most {100 * worst:.4f} %"
+        )
         print("   codes by block: " + " ".join(str(shard[0]) for shard in shards[1:-1]))
 
 
 def differences(a: Path, b: Path) -> list[tuple[int, int, int]]:
-    """Four-bit codes that differ, all of them, and other values that differ, by shard; whole ones by their hashes."""
+    """Four-bit codes that differ, all of them, and other values that differ, by shard; whole ones
+    by their hashes.
+    """
     found = []
     hashes = [json.loads((directory / "qtool.json").read_text())["shards"] for directory in (a, b)]
     for path in sorted(a.glob("*.safetensors")):
         different = codes = others = 0
         if hashes[0][path.name] == hashes[1][path.name]:
-            sizes = [math.prod(entry.shape) * entry.dtype.itemsize for name, entry in read_header(path).items()
-                     if name.endswith("qweight")]  # fmt: skip
+            sizes = [
+                math.prod(entry.shape) * entry.dtype.itemsize
+                for name, entry in read_header(path).items()
+                if name.endswith("qweight")
+            ]
             found.append((0, 2 * sum(sizes), 0))
             continue
         one, two = load_file(path), load_file(b / path.name)
@@ -101,7 +134,9 @@ def errors_of(directory: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["make", "run", "compare"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("counts", type=int, nargs="*")

@@ -1,8 +1,10 @@
-"""Calibration activations on the device, in host memory and on disk: the same bytes, and what each place costs.
+"""Calibration activations on the device, in host memory and on disk: the same bytes, and what each
+place costs.
 
     python benchmarks/quantize/spill.py DIR [--layers 2]
 
-The 8B shape with random weights, calibrated on 128 x 2048 random tokens; a first run pays for the kernels' compilation.
+The 8B shape with random weights, calibrated on 128 x 2048 random tokens; a first run pays for the
+kernels' compilation.
 """
 
 import argparse
@@ -10,12 +12,14 @@ import json
 from pathlib import Path
 
 from qtool import recipes
-from qtool.pipeline import bench
-from qtool.pipeline.random_checkpoint import config_of, make
+from qtool.bench import quantize as bench
+from qtool.bench.random_checkpoint import config_of, make
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=2)
     chosen = parser.parse_args()
@@ -26,12 +30,17 @@ def main() -> None:
     first = None
     for place in ("device", "device", "host", "disk"):
         out = chosen.directory / place
-        found = bench.run(source, recipe, out, samples=128, seqlen=2048, device="cuda", activations=place)
+        found = bench.run(
+            source, recipe, out, samples=128, seqlen=2048, device="cuda", activations=place
+        )
         digests, record = json.loads((out / "qtool.json").read_text())["shards"], found.record
         first = first or digests
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["stages"].items())
-        print(f"{place}: {record['seconds']:.2f} s ({stages}); device {record['peak_device_bytes'] / 1e9:.2f} GB, host "
-              f"{record['peak_host_bytes'] / 1e9:.2f} GB; same bytes: {digests == first}", flush=True)  # fmt: skip
+        print(
+            f"{place}: {record['seconds']:.2f} s ({stages}); device {record['peak_device_bytes'] / 1e9:.2f} GB, host "
+            f"{record['peak_host_bytes'] / 1e9:.2f} GB; same bytes: {digests == first}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

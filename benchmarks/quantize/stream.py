@@ -1,9 +1,11 @@
-"""Round-to-nearest of a large random checkpoint against reading, converting and writing the same bytes.
+"""Round-to-nearest of a large random checkpoint against reading, converting and writing the same
+bytes.
 
     python benchmarks/quantize/stream.py DIR [--gigabytes 4] [--scheme w4a8-lqq]
 
-Makes a random Llama checkpoint in DIR (kept for the next run), copies it tensor by tensor (read, to float32 and
-back, write), quantizes it in a fresh process, and prints both times, their ratio and the peak resident memory.
+Makes a random Llama checkpoint in DIR (kept for the next run), copies it tensor by tensor (read, to
+float32 and back, write), quantizes it in a fresh process, and prints both times, their ratio and
+the peak resident memory.
 """
 
 import argparse
@@ -18,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from qtool.checkpoint.safetensors import write, write_json
-from qtool.checkpoint.source import Checkpoint
+from qtool.io.safetensors import write, write_json
+from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.recipes import parse
@@ -50,7 +52,11 @@ def make(directory: Path, gigabytes: float) -> None:
     weight_map = {}
     for number, spec in enumerate(job.shards()):
         name = f"model-{number:05d}.safetensors"
-        write(directory / name, spec, ((k, 0.02 * torch.randn(t.shape, dtype=torch.bfloat16)) for k, t in spec.items()))
+        write(
+            directory / name,
+            spec,
+            ((k, 0.02 * torch.randn(t.shape, dtype=torch.bfloat16)) for k, t in spec.items()),
+        )
         weight_map |= dict.fromkeys(spec, name)
     write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
     write_json(directory / "config.json", job.config)
@@ -67,13 +73,17 @@ def copy(source: Path, out: Path) -> float:
         for name in checkpoint.entries:
             yield name, checkpoint.read(name).float().bfloat16()
 
-    specs = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in checkpoint.entries.items()}
+    specs = {
+        n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in checkpoint.entries.items()
+    }
     write(out / "model.safetensors", specs, tensors())
     return time.perf_counter() - started
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--scheme", default="w4a8-lqq")
@@ -86,12 +96,24 @@ def main() -> None:
     copied = copy(source, arguments.directory / "copy")
     command = [sys.executable, "-m", "qtool", "quantize", str(source), "--scheme", arguments.scheme]
     started = time.perf_counter()
-    subprocess.run([*command, "--out", str(arguments.directory / "quantized")], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, "--out", str(arguments.directory / "quantized")],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
     quantized = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     size = sum(p.stat().st_size for p in source.glob("*.safetensors")) / 1e9
-    found = {"scheme": arguments.scheme, "checkpoint GB": round(size, 2), "copy s": round(copied, 1)}
-    found |= {"quantize s": round(quantized, 1), "ratio": round(quantized / copied, 2), "peak GB": round(peak, 2)}
+    found = {
+        "scheme": arguments.scheme,
+        "checkpoint GB": round(size, 2),
+        "copy s": round(copied, 1),
+    }
+    found |= {
+        "quantize s": round(quantized, 1),
+        "ratio": round(quantized / copied, 2),
+        "peak GB": round(peak, 2),
+    }
     print(json.dumps(found))
 
 

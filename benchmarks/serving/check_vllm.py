@@ -1,6 +1,7 @@
 """What vLLM makes of native checkpoints: kernels, outputs and greedy tokens beside our runtime's.
 
-    python benchmarks/serving/check_vllm.py DIR [--eager] [--text FILE] [--tokens N] [--tensor-parallel N]
+    python benchmarks/serving/check_vllm.py DIR [--eager] [--text FILE] [--tokens N]
+    [--tensor-parallel N]
 
 The last line says how many rows are wrong; so does the exit status.
 """

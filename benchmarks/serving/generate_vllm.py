@@ -1,15 +1,19 @@
-"""Exports through vLLM's kernels on a GPU: greedy tokens and log-probabilities beside our own runtime's.
+"""Exports through vLLM's kernels on a GPU: greedy tokens and log-probabilities beside our own
+runtime's.
 
-    python benchmarks/serving/generate_vllm.py NATIVE EXPORT [EXPORT ...] [--text FILE] [--dtype float16] [--again]
+    python benchmarks/serving/generate_vllm.py NATIVE EXPORT [EXPORT ...] [--text FILE] [--dtype
+    float16] [--again]
 
-Each export is served in a process of its own. The same token ids go to both sides: windows of ``--text``, or random ids
-for a model without a tokenizer. A line for each export: the kernel that ran; how many greedy continuations are equal,
-and by how much our two best logits differ where the others part; the mean log-probability of the prompts, ours and
-vLLM's, and the mean and largest distance of a token's. First the same distance of our runtime from itself in float32,
-which no other kernel can be expected to be under. With ``--again`` each side also answers one prompt after another
-where it had all of them at once, and vLLM compiled and with CUDA graphs (its default) where it ran eagerly: how far a
-stack is from itself, which two stacks cannot be expected to be under either. An export whose activations have 16 bits
-where the checkpoint's are quantized is held against our dequantized weights.
+Each export is served in a process of its own. The same token ids go to both sides: windows of
+``--text``, or random ids for a model without a tokenizer. A line for each export: the kernel that
+ran; how many greedy continuations are equal, and by how much our two best logits differ where the
+others part; the mean log-probability of the prompts, ours and vLLM's, and the mean and largest
+distance of a token's. First the same distance of our runtime from itself in float32, which no other
+kernel can be expected to be under. With ``--again`` each side also answers one prompt after another
+where it had all of them at once, and vLLM compiled and with CUDA graphs (its default) where it ran
+eagerly: how far a stack is from itself, which two stacks cannot be expected to be under either. An
+export whose activations have 16 bits where the checkpoint's are quantized is held against our
+dequantized weights.
 """
 
 import argparse
@@ -49,7 +53,9 @@ def ours(
 
 
 def answer(model: Any, ids: torch.Tensor, tokens: int) -> dict[str, Any]:
-    """Continuations ``[P, T]``, the gap of the two best logits at each token, log-probabilities of the prompts."""
+    """Continuations ``[P, T]``, the gap of the two best logits at each token, log-probabilities of
+    the prompts.
+    """
     whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -81,16 +87,17 @@ def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
 
     ids = torch.tensor(prompts, device=DEVICE)
     found, exact = (
-        scores_of(load(native, device=DEVICE, dtype=d), ids) for d in (getattr(torch, dtype), torch.float32)
+        scores_of(load(native, device=DEVICE, dtype=d), ids)
+        for d in (getattr(torch, dtype), torch.float32)
     )
     distance = (found - exact).abs()
-    return (
-        f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at most {distance.max():.4f}"
-    )
+    return f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at most {distance.max():.4f}"
 
 
 def serve(export: str, request: Path, compiled: bool) -> None:
-    """In a process with vLLM: answer ``request`` (prompts, tokens, dtype, again) as JSON, last line of the output."""
+    """In a process with vLLM: answer ``request`` (prompts, tokens, dtype, again) as JSON, last line
+    of the output.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
@@ -110,11 +117,18 @@ def serve(export: str, request: Path, compiled: bool) -> None:
         gpu_memory_utilization=0.02,  # asked for at the start only: the cache's size is given
     )
     greedy = SamplingParams(
-        temperature=0.0, max_tokens=wanted["tokens"], ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False
+        temperature=0.0,
+        max_tokens=wanted["tokens"],
+        ignore_eos=True,
+        prompt_logprobs=0,
+        logprobs=2,
+        detokenize=False,
     )
 
     def answers(prompts: list[list[int]]) -> list[Any]:
-        return model.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
+        return model.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False
+        )
 
     found = [read(answers(wanted["prompts"]))]
     if wanted["again"] and not compiled:
@@ -124,12 +138,18 @@ def serve(export: str, request: Path, compiled: bool) -> None:
 
 def read(answers: list[Any]) -> dict[str, Any]:
     """vLLM's answers as :func:`answer` gives ours."""
-    best = [[sorted((e.logprob for e in at.values()), reverse=True) for at in a.outputs[0].logprobs] for a in answers]
+    best = [
+        [sorted((e.logprob for e in at.values()), reverse=True) for at in a.outputs[0].logprobs]
+        for a in answers
+    ]
     return {
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
         "gaps": [[at[0] - at[1] for at in row] for row in best],
         "scores": [
-            [at[token].logprob for at, token in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)]
+            [
+                at[token].logprob
+                for at, token in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)
+            ]
             for a in answers
         ],
     }
@@ -138,7 +158,11 @@ def read(answers: list[Any]) -> dict[str, Any]:
 def kernels_of(model: torch.nn.Module) -> list[str]:
     """What multiplies in each quantized module."""
     ends = ("weight_packed", "qweight", "weight_scale", "scales")
-    modules = (m for m in model.modules() if any(n.endswith(ends) for n, _ in m.named_parameters(recurse=False)))
+    modules = (
+        m
+        for m in model.modules()
+        if any(n.endswith(ends) for n, _ in m.named_parameters(recurse=False))
+    )
     return sorted({kernel_of(module) for module in modules})
 
 
@@ -146,12 +170,15 @@ def activation_bits(directory: Path) -> int:
     """Of an export's quantized linears."""
     quantization = json.loads((directory / "config.json").read_text())["quantization_config"]
     groups = quantization.get("config_groups", {}).values()
-    return min((g["input_activations"]["num_bits"] for g in groups if g.get("input_activations")), default=16)
+    return min(
+        (g["input_activations"]["num_bits"] for g in groups if g.get("input_activations")),
+        default=16,
+    )
 
 
 def own_activation_bits(native: Path) -> int:
     """Of a native checkpoint's quantized linears."""
-    from qtool.checkpoint.source import Checkpoint
+    from qtool.io.source import Checkpoint
     from qtool.pipeline.job import native_format
     from qtool.pipeline.verify import packed_linears
 
@@ -175,7 +202,14 @@ def compare(export: Path, served: list[Future[Any]], mine: dict[str, Any]) -> st
 
 def ask(export: Path, request: Path, compiled: bool) -> Any:
     """What a process with vLLM answers."""
-    command = [sys.executable, __file__, "--serve", str(export), str(request), *["compiled"] * compiled]
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        str(export),
+        str(request),
+        *["compiled"] * compiled,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout[-1500:] + done.stderr[-3500:])
@@ -188,7 +222,11 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
     for a, b, gap in zip(first["tokens"], second["tokens"], first["gaps"], strict=True):
         gaps += [next(g for x, y, g in zip(a, b, gap, strict=True) if x != y)] if a != b else []
     count = len(first["tokens"])
-    parted = f", the others part where the best two logits differ by {min(gaps):.4f} to {max(gaps):.4f}" if gaps else ""
+    parted = (
+        f", the others part where the best two logits differ by {min(gaps):.4f} to {max(gaps):.4f}"
+        if gaps
+        else ""
+    )
     x, y = torch.tensor(first["scores"]), torch.tensor(second["scores"])
     distance = (x - y).abs()
     scores = f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most {distance.max():.4f}"
@@ -196,10 +234,16 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("native", type=Path)
-    parser.add_argument("exports", type=Path, nargs="*", help="none: only our own distance, without a GPU too")
-    parser.add_argument("--text", type=Path, help="prompts are its windows; without it they are random ids")
+    parser.add_argument(
+        "exports", type=Path, nargs="*", help="none: only our own distance, without a GPU too"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="prompts are its windows; without it they are random ids"
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
@@ -211,7 +255,9 @@ def main() -> None:
     if options.text:
         from qtool.runtime.load import load_tokenizer
 
-        read = load_tokenizer(options.native)(options.text.read_text())["input_ids"][: count * length]
+        read = load_tokenizer(options.native)(options.text.read_text())["input_ids"][
+            : count * length
+        ]
         prompts = torch.tensor(read).view(count, length).tolist()
     else:
         vocabulary = json.loads((options.native / "config.json").read_text())["vocab_size"]
@@ -219,21 +265,36 @@ def main() -> None:
         prompts = torch.randint(3, vocabulary, (count, length), generator=random).tolist()
 
     own_bits = own_activation_bits(options.native)
-    sixteen = {export: activation_bits(export) == 16 and own_bits < 16 for export in options.exports}
+    sixteen = {
+        export: activation_bits(export) == 16 and own_bits < 16 for export in options.exports
+    }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         request = Path(folder, "request.json")
-        wanted = {"prompts": prompts, "tokens": options.tokens, "dtype": options.dtype, "again": options.again}
+        wanted = {
+            "prompts": prompts,
+            "tokens": options.tokens,
+            "dtype": options.dtype,
+            "again": options.again,
+        }
         request.write_text(json.dumps(wanted))
         ways = (False, True) if options.again else (False,)
-        served = {e: [pool.submit(ask, e, request, compiled) for compiled in ways] for e in options.exports}
+        served = {
+            e: [pool.submit(ask, e, request, compiled) for compiled in ways]
+            for e in options.exports
+        }
         print(from_itself(options.native, prompts, options.dtype), flush=True)
         sides = {}
         for plain in set(sixteen.values()):
-            found = ours(options.native, prompts, options.tokens, options.dtype, plain, options.again)
+            found = ours(
+                options.native, prompts, options.tokens, options.dtype, plain, options.again
+            )
             sides[plain] = found[0]
             if options.again:
                 name = f"{options.native.name}{', dequantized' if plain else ''}"
-                print(f"{name}: ours beside itself, one prompt after another: {beside(*found)}", flush=True)
+                print(
+                    f"{name}: ours beside itself, one prompt after another: {beside(*found)}",
+                    flush=True,
+                )
         for export in options.exports:
             print(compare(export, served[export], sides[sixteen[export]]), flush=True)
 

@@ -2,9 +2,10 @@
 
     python benchmarks/serving/memorize.py MODEL OUT [--windows 16] [--length 64] [--steps 400]
 
-MODEL is a small causal language model, random or not, whose vocabulary holds the demo's 4096 tokens. It learns to
-continue each of the first ``--windows`` windows of the demo's held-out text by the next window, until every token of
-those is likelier than the next best by e^5. OUT gets it in bfloat16, with the demo's tokenizer; then
+MODEL is a small causal language model, random or not, whose vocabulary holds the demo's 4096
+tokens. It learns to continue each of the first ``--windows`` windows of the demo's held-out text by
+the next window, until every token of those is likelier than the next best by e^5. OUT gets it in
+bfloat16, with the demo's tokenizer; then
 
     qtool quantize OUT --scheme w4a8-lqq --calib demo --out NATIVE
     python benchmarks/serving/generate_vllm.py NATIVE EXPORT --text qtool/demo/heldout.txt
@@ -17,14 +18,16 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from qtool.checkpoint.source import DEMO
+from qtool.io.source import DEMO
 from qtool.runtime.load import load_tokenizer
 
 SURE = 5.0  #: smallest wanted distance of the right token's logit from the next best
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--windows", type=int, default=16)
@@ -36,7 +39,9 @@ def main() -> None:
     tokenizer = load_tokenizer(DEMO)
     text = tokenizer((DEMO / "heldout.txt").read_text(), verbose=False)["input_ids"]
     length = options.length
-    ids = torch.tensor(text[: (options.windows + 1) * length]).unfold(0, 2 * length, length)  # [windows, 2 length]
+    ids = torch.tensor(text[: (options.windows + 1) * length]).unfold(
+        0, 2 * length, length
+    )  # [windows, 2 length]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.0)

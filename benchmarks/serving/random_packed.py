@@ -1,9 +1,11 @@
-"""A packed checkpoint of a known model's shape, to measure serving: seconds instead of a quantization.
+"""A packed checkpoint of a known model's shape, to measure serving: seconds instead of a
+quantization.
 
     python benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq OUT [--layers N]
 
-256 rows of a random weight of each width are quantized; every linear of that width repeats them. The bytes are legal
-(scales, offsets, sums that do not overflow), and a GPU does the same work as on a trained model.
+256 rows of a random weight of each width are quantized; every linear of that width repeats them.
+The bytes are legal (scales, offsets, sums that do not overflow), and a GPU does the same work as on
+a trained model.
 """
 
 import argparse
@@ -14,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qtool.checkpoint.safetensors import write, write_json
-from qtool.checkpoint.source import INDEX
+from qtool.bench.random_checkpoint import config_of
+from qtool.format import SLAB_ROWS, LinearFormat
+from qtool.io.safetensors import write, write_json
+from qtool.io.source import INDEX
 from qtool.pipeline.job import Job
-from qtool.pipeline.random_checkpoint import config_of
 from qtool.recipes import load
-from qtool.runtime.format import SLAB_ROWS, LinearFormat
 from qtool.serving.partition import axes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

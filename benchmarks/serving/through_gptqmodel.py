@@ -1,13 +1,15 @@
-"""Load our gptq, gptq-v2, awq and qqq exports with GPTQModel's torch backends on CPU and compare logits.
+"""Load our gptq, gptq-v2, awq and qqq exports with GPTQModel's torch backends on CPU and compare
+logits.
 
     pip install gptqmodel        (or, beside an older torch: pip install --no-deps, then what it asks for)
     python benchmarks/serving/through_gptqmodel.py
 
-GPTQModel is a client that nobody here wrote and is heavy to install, so this is a script and no test. It makes a
-random model, quantizes and exports it, and prints for every case the relative distance between GPTQModel and qtool's
-own model with the exported weights: the largest of one linear's outputs on the same input, and of the logits. Exit
-code 1 if a linear is beyond the limit. (QQQ's logits differ more than its linears: an activation that fp16 moved
-across a rounding boundary is one int8 step away from ours.)
+GPTQModel is a client that nobody here wrote and is heavy to install, so this is a script and no
+test. It makes a random model, quantizes and exports it, and prints for every case the relative
+distance between GPTQModel and qtool's own model with the exported weights: the largest of one
+linear's outputs on the same input, and of the logits. Exit code 1 if a linear is beyond the limit.
+(QQQ's logits differ more than its linears: an activation that fp16 moved across a rounding boundary
+is one int8 step away from ours.)
 """
 
 import shutil
@@ -21,18 +23,24 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.checkpoint import targets
-from qtool.checkpoint.source import DEMO, Checkpoint
-from qtool.pipeline.export import export
+from qtool.exchange import targets
+from qtool.exchange.export import export
+from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 320, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+}
 #: format, scheme, group size, GPTQModel's backend
 CASES = (
     ("gptq", "w4a16", 128, BACKEND.GPTQ_TORCH),
@@ -55,22 +63,34 @@ def main() -> None:
         for variant in ("llama", "qwen2"):
             source = _model(variant, Path(directory) / variant)
             for index, (name, scheme, size, backend) in enumerate(CASES):
-                native, out = (Path(directory) / f"{variant}-{index}-{kind}" for kind in ("native", "out"))
+                native, out = (
+                    Path(directory) / f"{variant}-{index}-{kind}" for kind in ("native", "out")
+                )
                 rules = [{"match": ".*", "scheme": scheme, "group_size": size}]
-                quantize(Checkpoint(source), recipes.parse({"scheme": "t", "layers": rules}, "t"), native)
+                quantize(
+                    Checkpoint(source), recipes.parse({"scheme": "t", "layers": rules}, "t"), native
+                )
                 export(native, name, out)
-                theirs = GPTQModel.load(str(out), device="cpu", backend=backend, dtype=torch.float16)
+                theirs = GPTQModel.load(
+                    str(out), device="cpu", backend=backend, dtype=torch.float16
+                )
                 ours = _expected(native, out, name)
-                worst = max(_distance(theirs.model.get_submodule(n), m) for n, m in _linears(ours).items())
+                worst = max(
+                    _distance(theirs.model.get_submodule(n), m) for n, m in _linears(ours).items()
+                )
                 failed |= worst > LIMIT
                 logits = _relative(_logits(theirs.model), _logits(ours))
-                print(f"{variant:6} {name:8} {scheme:14} {size!s:8} linears {worst:.1e}  logits {logits:.1e}")
+                print(
+                    f"{variant:6} {name:8} {scheme:14} {size!s:8} linears {worst:.1e}  logits {logits:.1e}"
+                )
     sys.exit(failed)
 
 
 def _model(variant: str, directory: Path) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant, **SIZES, tie_word_embeddings=False))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(variant, **SIZES, tie_word_embeddings=False)
+    )
     model.half().save_pretrained(directory)
     for file in DEMO.glob("tokenizer*"):  # GPTQModel wants one
         shutil.copy(file, directory)
@@ -79,11 +99,20 @@ def _model(variant: str, directory: Path) -> Path:
 
 def _expected(native: Path, out: Path, name: str) -> nn.Module:
     """Our model with the weights that the export says a loader computes with, in float32."""
-    target, checkpoint, model = targets.get(name), Checkpoint(out), load(native, dtype=torch.float32)
+    target, checkpoint, model = (
+        targets.get(name),
+        Checkpoint(out),
+        load(native, dtype=torch.float32),
+    )
     weights = {}
     for linear, module in quantized_linears(model).items():
-        stored = {part.removeprefix(f"{linear}."): checkpoint.read(part) for part in checkpoint.under(linear)}
-        weights[linear] = target.weight(module.format, stored, module.out_features, module.in_features)
+        stored = {
+            part.removeprefix(f"{linear}."): checkpoint.read(part)
+            for part in checkpoint.under(linear)
+        }
+        weights[linear] = target.weight(
+            module.format, stored, module.out_features, module.in_features
+        )
     model = dequantized(model)
     for linear, weight in weights.items():
         plain = model.get_submodule(linear)
@@ -94,13 +123,17 @@ def _expected(native: Path, out: Path, name: str) -> nn.Module:
 
 
 def _int8(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """Activations as GPTQModel quantizes them for QQQ: per token, amax / 127, that quotient in fp16."""
+    """Activations as GPTQModel quantizes them for QQQ: per token, amax / 127, that quotient in
+    fp16.
+    """
     scale = (args[0].half().abs().amax(-1, keepdim=True) / 127).float()
     return ((args[0] / scale).round().clamp(-128, 127) * scale,)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     return {name: module for name, module in found.items() if name != "lm_head"}
 
 

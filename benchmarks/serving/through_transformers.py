@@ -1,9 +1,12 @@
-"""Greedy tokens of transformers from an export beside those of qtool's runtime from the native checkpoint.
+"""Greedy tokens of transformers from an export beside those of qtool's runtime from the native
+checkpoint.
 
-    python benchmarks/serving/through_transformers.py NATIVE EXPORT [EXPORT ...] [--prompts 32] [--tokens 64]
+    python benchmarks/serving/through_transformers.py NATIVE EXPORT [EXPORT ...] [--prompts 32]
+    [--tokens 64]
 
-Prints for each export, way of loading it and dtype: how many of the prompts continue alike to the last token, first by
-`qtool.load(NATIVE)`, then by `qtool.load_as_export(NATIVE, FORMAT)`, and after how many tokens the others part.
+Prints for each export, way of loading it and dtype: how many of the prompts continue alike to the
+last token, first by `qtool.load(NATIVE)`, then by `qtool.load_as_export(NATIVE, FORMAT)`, and after
+how many tokens the others part.
 """
 
 import argparse
@@ -15,13 +18,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import qtool
-from qtool import corpora
+from qtool.data import corpora
 
 
 @torch.no_grad()
 def tokens(model: nn.Module, ids: Tensor, count: int) -> Tensor:
     """``[prompts, count]`` that follow ``ids [prompts, length]``."""
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
     return found[:, ids.shape[1] :]
 
@@ -36,7 +44,9 @@ def compared(ours: Tensor, theirs: Tensor) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("native", type=Path)
     parser.add_argument("exports", type=Path, nargs="+")
     parser.add_argument("--text", default="demo")
@@ -45,7 +55,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
     text = corpora.load(arguments.text, split="test").text
-    ids = qtool.load_tokenizer(arguments.native)(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    ids = qtool.load_tokenizer(arguments.native)(text, return_tensors="pt", verbose=False)[
+        "input_ids"
+    ][0]
     apart = len(ids) // arguments.prompts
     prompts = ids[: apart * arguments.prompts].view(arguments.prompts, apart)[:, : arguments.length]
     for export in arguments.exports:
@@ -55,12 +67,19 @@ def main() -> None:
             for dequantize in (False, True):
                 config = CompressedTensorsConfig(dequantize=dequantize)  # type: ignore[no-untyped-call]
                 try:
-                    theirs = AutoModelForCausalLM.from_pretrained(export, quantization_config=config, dtype=dtype)
+                    theirs = AutoModelForCausalLM.from_pretrained(
+                        export, quantization_config=config, dtype=dtype
+                    )
                 except RuntimeError:
-                    print(f"{name}, dequantize={dequantize}, {dtype}: transformers does not load it", flush=True)
+                    print(
+                        f"{name}, dequantize={dequantize}, {dtype}: transformers does not load it",
+                        flush=True,
+                    )
                     continue
                 expected = tokens(theirs.eval(), prompts, arguments.tokens)
-                like = qtool.load_as_export(arguments.native, name, dtype=dtype, dequantize=dequantize)
+                like = qtool.load_as_export(
+                    arguments.native, name, dtype=dtype, dequantize=dequantize
+                )
                 as_export = compared(tokens(like, prompts, arguments.tokens), expected)
                 line = f"load: {compared(own, expected)}; load_as_export: {as_export}"
                 print(f"{name}, dequantize={dequantize}, {dtype}: {line}", flush=True)

@@ -1,10 +1,12 @@
-"""Load exports with vLLM's own loaders and compare every linear with ours: names, shapes, fusion, tensor values.
+"""Load exports with vLLM's own loaders and compare every linear with ours: names, shapes, fusion,
+tensor values.
 
     python benchmarks/serving/through_vllm.py NATIVE EXPORT [EXPORT ...]
 
-Kernels do not run, so no GPU is needed: vLLM is told that it is on a GPU of compute capability 9.0, builds the model,
-chooses each layer's scheme and kernel, and loads the checkpoint into its fused parameters. Those are read back here, by
-the formats' closed forms, and held against qtool's weights. The printed kernel is the one vLLM would take on an H200.
+Kernels do not run, so no GPU is needed: vLLM is told that it is on a GPU of compute capability 9.0,
+builds the model, chooses each layer's scheme and kernel, and loads the checkpoint into its fused
+parameters. Those are read back here, by the formats' closed forms, and held against qtool's
+weights. The printed kernel is the one vLLM would take on an H200.
 """
 
 import os
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.checkpoint.source import Checkpoint
+from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.parts import Experts
 from qtool.pipeline.job import native_format
@@ -36,7 +38,9 @@ def built(directory: Path) -> torch.nn.Module:
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    config = EngineArgs(model=str(directory), enforce_eager=True, max_model_len=64).create_engine_config()
+    config = EngineArgs(
+        model=str(directory), enforce_eager=True, max_model_len=64
+    ).create_engine_config()
     with set_current_vllm_config(config):
         _one_process()
         real, current_platform._enum = current_platform._enum, PlatformEnum.CUDA
@@ -49,13 +53,16 @@ def built(directory: Path) -> torch.nn.Module:
 
 
 def _on_a_cpu() -> None:
-    """The platform, where vLLM found none: on a machine without a GPU its CUDA wheel does not take the CPU for one."""
+    """The platform, where vLLM found none: on a machine without a GPU its CUDA wheel does not take
+    the CPU for one.
+    """
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
     if not platforms.current_platform.device_type:
         platforms._current_platform = platforms.current_platform = CpuPlatform()
-        attention = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"  # asked by itself it refuses an fp8 cache
+        # asked by itself it refuses an fp8 cache
+        attention = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
         CpuPlatform.get_attn_backend_cls = lambda *_, **__: attention
 
 
@@ -68,9 +75,14 @@ def _one_process() -> None:
         return
     init_distributed_environment(1, 0, "tcp://127.0.0.1:29577", 0, backend="gloo")
     initialize_model_parallel(1, 1)
-    ninety = lambda capability: capability if isinstance(capability, int) else 10 * capability[0] + capability[1]  # noqa: E731
+
+    def ninety(capability: Any) -> int:
+        return capability if isinstance(capability, int) else 10 * capability[0] + capability[1]
+
     current_platform.get_device_capability = lambda device_id=0: DeviceCapability(9, 0)
-    current_platform.has_device_capability = lambda capability, device_id=0: ninety(capability) <= 90
+    current_platform.has_device_capability = lambda capability, device_id=0: (
+        ninety(capability) <= 90
+    )
     current_platform.is_device_capability = lambda capability, device_id=0: ninety(capability) == 90
     lookup = torch._ops._OpNamespace.__getattr__
 
@@ -89,7 +101,9 @@ def nibbles(words: Tensor, axis: int) -> Tensor:
     """int32 words along ``axis`` as eight codes each, the lowest nibble first."""
     shape = [1] * (words.dim() + 1)
     shape[axis + 1] = 8
-    return ((words.unsqueeze(axis + 1) >> torch.arange(0, 32, 4).view(shape)) & 15).flatten(axis, axis + 1)
+    return ((words.unsqueeze(axis + 1) >> torch.arange(0, 32, 4).view(shape)) & 15).flatten(
+        axis, axis + 1
+    )
 
 
 def weight(parameters: Mapping[str, Tensor], export: str) -> Tensor:
@@ -109,22 +123,37 @@ def weight(parameters: Mapping[str, Tensor], export: str) -> Tensor:
             for part in ("qweight", "qzeros")
         )
     else:
-        codes, zero = nibbles(parameters["qweight"], 0), nibbles(parameters["qzeros"], 1) + (export == "gptq")
+        codes, zero = (
+            nibbles(parameters["qweight"], 0),
+            nibbles(parameters["qzeros"], 1) + (export == "gptq"),
+        )
     size = codes.shape[0] // scale.shape[0]
     return ((codes - zero.repeat_interleave(size, 0)) * scale.repeat_interleave(size, 0)).t()
 
 
-def quantized(model: torch.nn.Module, experts: Experts | None) -> Iterator[tuple[Any, dict[str, Tensor], list[str]]]:
-    """Each quantized module, its parameters and the names of its linears; a stack of experts comes one by one."""
+def quantized(
+    model: torch.nn.Module, experts: Experts | None
+) -> Iterator[tuple[Any, dict[str, Tensor], list[str]]]:
+    """Each quantized module, its parameters and the names of its linears; a stack of experts comes
+    one by one.
+    """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own.keys() & {"weight_packed", "qweight"} or own.keys() >= {"weight", "weight_scale"}:
             parent, _, last = name.rpartition(".")
             yield module, own, [f"{parent}.{part}" for part in packed.get(last, [last])]
-        stacks = {"w13": ("gate", "up"), "w2": ("down",)} if any(part.startswith("w13_") for part in own) else {}
+        stacks = (
+            {"w13": ("gate", "up"), "w2": ("down",)}
+            if any(part.startswith("w13_") for part in own)
+            else {}
+        )
         for stack, roles in stacks.items():
-            parts = {part.removeprefix(stack + "_"): t for part, t in own.items() if part.startswith(stack + "_")}
+            parts = {
+                part.removeprefix(stack + "_"): t
+                for part, t in own.items()
+                if part.startswith(stack + "_")
+            }
             for number in range(len(next(iter(parts.values())))):
                 expert = f"{name.partition('.experts')[0]}.experts.{number}"
                 names = [f"{expert}.{getattr(experts, role)}" for role in roles]
@@ -132,9 +161,14 @@ def quantized(model: torch.nn.Module, experts: Experts | None) -> Iterator[tuple
 
 
 def ours(native: Path) -> dict[str, Tensor]:
-    """Our weights by name; the rows of a fused linear in the order query, key, value, as vLLM puts them."""
+    """Our weights by name; the rows of a fused linear in the order query, key, value, as vLLM puts
+    them.
+    """
     checkpoint = Checkpoint(native)
-    checkpoint_format, family = native_format(checkpoint.config), family_of(checkpoint.config["model_type"])
+    checkpoint_format, family = (
+        native_format(checkpoint.config),
+        family_of(checkpoint.config["model_type"]),
+    )
     settings: SimpleNamespace = family.settings(checkpoint.config)
     found = {}
     for name in packed_linears(checkpoint):
@@ -143,7 +177,9 @@ def ours(native: Path) -> dict[str, Tensor]:
         found[name] = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
         within = name.removeprefix(family.blocks + ".").partition(".")[2]
         if family.fused_by_head and within in family.fused:
-            found[name] = torch.cat([found[name][family.rows(part, settings)] for part in family.fused[within]])
+            found[name] = torch.cat(
+                [found[name][family.rows(part, settings)] for part in family.fused[within]]
+            )
     return found
 
 
@@ -160,7 +196,9 @@ def main(native: Path, exports: list[Path]) -> None:
             worst = max(worst, float((weight(parameters, export) - wanted).norm() / wanted.norm()))
             kernels.add(kernel_of(module))
             seen.update(linears)
-        assert seen == expected.keys(), f"{directory}: vLLM has no module of {min(expected.keys() - seen)}"
+        assert seen == expected.keys(), (
+            f"{directory}: vLLM has no module of {min(expected.keys() - seen)}"
+        )
         line = f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; {', '.join(sorted(kernels))}"
         print(f"{directory.name}: {line}", flush=True)
 
@@ -168,7 +206,10 @@ def main(native: Path, exports: list[Path]) -> None:
 def kernel_of(module: Any) -> str:
     """What would multiply: the kernel of a linear, the method of a stack of experts."""
     owners = (module, getattr(module, "scheme", None), module.quant_method)
-    kernel = next((found for owner in owners if (found := getattr(owner, "kernel", None))), module.quant_method)
+    kernel = next(
+        (found for owner in owners if (found := getattr(owner, "kernel", None))),
+        module.quant_method,
+    )
     return type(kernel).__name__
 
 

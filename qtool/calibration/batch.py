@@ -33,7 +33,9 @@ class Batch:
     def part(self, sequences: slice) -> "Batch":
         """Some of the sequences."""
         size = len(self.hidden)
-        return Batch(self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs])
+        return Batch(
+            self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs]
+        )
 
     def keep(self, hidden: Tensor) -> None:
         """``hidden`` takes the place of the hidden states, where those are kept."""
@@ -41,7 +43,9 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """This rank's share of the calibration batches; ``shapes``: ``(B, S)`` of those of all ranks, in order."""
+    """This rank's share of the calibration batches; ``shapes``: ``(B, S)`` of those of all ranks,
+    in order.
+    """
 
     def __init__(self, own: Iterable[Batch], shapes: Iterable[tuple[int, int]]) -> None:
         super().__init__(own)
@@ -49,7 +53,9 @@ class Batches(list[Batch]):
 
 
 def _sequences(value: Any, part: slice, size: int) -> Any:
-    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to ``part``."""
+    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to
+    ``part``.
+    """
     if isinstance(value, Tensor):
         return value[part] if value.dim() and len(value) == size else value
     if isinstance(value, (tuple, list)):
@@ -79,7 +85,8 @@ def first_inputs(
 ) -> list[Batch]:
     """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
 
-    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a batch of both.
+    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a
+    batch of both.
     """
     batches = []
     for ids in tokens:

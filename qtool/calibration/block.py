@@ -1,22 +1,25 @@
-"""The unit of work: one decoder block on a device, its exact weights, and what methods decide about it.
+"""The unit of work: one decoder block on a device, its exact weights, and what methods decide about
+it.
 
-On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in float32.
+On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in
+float32.
 
-A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the
-weights in place or notes a decision (clip ratios, an input permutation), and returns. It knows
-schemes only through their protocol and names of linears only through the family; :mod:`.forwards` runs the block.
+A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the weights
+in place or notes a decision (clip ratios, an input permutation), and returns. It knows schemes only
+through their protocol and names of linears only through the family; :mod:`.forwards` runs the
+block.
 
 Legend: H hidden size, N x K a linear's weight.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.rounded import Rounded, SimulatedLinear
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.models.family import Family
 from qtool.models.parts import Heads, OncePerHead
 from qtool.schemes.base import Clip, Params, Scheme
@@ -38,9 +41,10 @@ class Block:
         permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
             the stored columns are in that order and the input is gathered at run time.
         notes: what methods report (errors, choices), written to qtool.json.
-        exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows them; empty where
-            the module's own are the exact ones.
-        full_kv: arguments of a run that keep keys and values in full precision, where they are quantized.
+        exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows
+            them; empty where the module's own are the exact ones.
+        full_kv: arguments of a run that keep keys and values in full precision, where they are
+            quantized.
         reference: what the float model computes at this place, where the run follows it.
     """
 
@@ -55,14 +59,18 @@ class Block:
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
     reference: "Reference | None" = None
-    _copied: dict[str, int] = field(default_factory=dict, init=False)  # the version of an exact tensor the module has
+    _copied: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # the version of an exact tensor the module has
 
     @property
     def heads(self) -> Heads:
         return Heads.of(self.config)
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The argument of :func:`.forwards.run`, or of the attention, that puts ``cache`` where the KV cache is."""
+        """The argument of :func:`.forwards.run`, or of the attention, that puts ``cache`` where the
+        KV cache is.
+        """
         return {self.family.attention.cache: OncePerHead(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
@@ -70,7 +78,9 @@ class Block:
         return self.module.get_submodule(name)
 
     def weight(self, name: str) -> Tensor:
-        """The weight of submodule ``name``, detached: change it in place. Of a part of a fused linear: to read."""
+        """The weight of submodule ``name``, detached: change it in place. Of a part of a fused
+        linear: to read.
+        """
         owner, rows = self._rows(name)
         weight = self._exact(owner, "weight")
         assert weight is not None
@@ -83,7 +93,9 @@ class Block:
         return None if bias is None else bias[rows]
 
     def change_rows(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Rows ``[n, K]`` of a linear (or of a part of a fused one) and its bias ``[n]`` become ``change`` of them."""
+        """Rows ``[n, K]`` of a linear (or of a part of a fused one) and its bias ``[n]`` become
+        ``change`` of them.
+        """
         owner, rows = self._rows(name)
         for tensor in (self.weight(owner), self.bias(owner)):
             if tensor is not None:
@@ -91,14 +103,18 @@ class Block:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, detached, the exact one where there are two."""
-        return {name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()}
+        return {
+            name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()
+        }
 
     def forget(self, name: str) -> None:
         """Linear ``name`` has been rounded and is installed: its exact weight is needed no more."""
         self.exact.pop(f"{name}.weight", None)
 
     def follow(self) -> None:
-        """Copy exact tensors that were changed into the module. What was installed in their place stays."""
+        """Copy exact tensors that were changed into the module. What was installed in their place
+        stays.
+        """
         for name, exact in self.exact.items():
             if self._copied.get(name) != exact._version:
                 owner, _, part = name.rpartition(".")
@@ -124,17 +140,23 @@ class Block:
             bias.copy_(bias.double() * factor.double())
 
     def fit(self, name: str) -> Params:
-        """Parameters of linear ``name`` by its scheme and the clip chosen for it; its weight is taken to be finite."""
+        """Parameters of linear ``name`` by its scheme and the clip chosen for it; its weight is
+        taken to be finite.
+        """
         clip, group_clip = self.clips.get(name, (1.0, 1.0))
         scheme = self.schemes[name]
-        return scheme.fit_range(*scheme.range(self.weight(name), finite=True), clip=clip, group_clip=group_clip)
+        return scheme.fit_range(
+            *scheme.range(self.weight(name), finite=True), clip=clip, group_clip=group_clip
+        )
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
     def permute(self, name: str, order: Tensor) -> None:
-        """Reorder the input channels of linear ``name``: its columns at once, its input as it arrives."""
+        """Reorder the input channels of linear ``name``: its columns at once, its input as it
+        arrives.
+        """
         weight = self.weight(name)
         weight.copy_(weight[:, order])
         earlier = self.permutations.get(name)
@@ -143,6 +165,6 @@ class Block:
 
     def install(self, name: str, rounded: Rounded) -> None:
         """From now on linear ``name`` computes what the quantized one will."""
-        linear = self.get(name)
-        quantized = SimulatedLinear(linear, self.schemes[name], rounded, self.permutations.get(name))  # type: ignore[arg-type]
+        linear, scheme = cast(nn.Linear, self.get(name)), self.schemes[name]
+        quantized = SimulatedLinear(linear, scheme, rounded, self.permutations.get(name))
         self.module.set_submodule(name, quantized)

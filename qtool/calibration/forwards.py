@@ -1,7 +1,8 @@
-"""Forwards of a block: its outputs, the inputs of its linears, and the float block that runs beside it.
+"""Forwards of a block: its outputs, the inputs of its linears, and the float block that runs beside
+it.
 
-A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is only looked at ends
-where the last of the linears is reached.
+A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is
+only looked at ends where the last of the linears is reached.
 
 Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
-from qtool.calibration.stages import stage
+from qtool.calibration.timing import stage
 from qtool.errors import QtoolError
 
 
@@ -43,7 +44,10 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
 
 @torch.no_grad()
 def observe(
-    block: Block, batches: Sequence[Batch], observers: dict[str, Callable[[Tensor], None]], **extra: Any
+    block: Block,
+    batches: Sequence[Batch],
+    observers: dict[str, Callable[[Tensor], None]],
+    **extra: Any,
 ) -> None:
     """Run all batches; each observer gets its submodule's input ``[tokens, K]``, batch by batch."""
     for batch in batches:
@@ -71,18 +75,25 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
         dtype = str(out.dtype).removeprefix("torch.")
         del out  # the next run needs its room
     if finite and not torch.stack(finite).all():  # a GPU is waited for once
-        hint = "; it overflows in this model, convert it to bfloat16 first" if dtype == "float16" else ""
-        raise QtoolError(f"block {block.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}")
+        hint = (
+            "; it overflows in this model, convert it to bfloat16 first"
+            if dtype == "float16"
+            else ""
+        )
+        raise QtoolError(
+            f"block {block.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}"
+        )
 
 
 @dataclass
 class Reference:
-    """The float model beside the quantized path: a block that stays float, and what enters it there.
+    """The float model beside the quantized path: a block that stays float, and what enters it
+    there.
 
     Attributes:
         block: transformed like the one to be rounded.
-        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that is absent stands
-            for itself.
+        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that
+            is absent stands for itself.
     """
 
     block: Block
@@ -92,7 +103,10 @@ class Reference:
     def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
         """A copy of ``block`` as it is now."""
         block.follow()
-        return cls(replace(block, module=copy.deepcopy(block.module), exact={}, reference=None), batches or {})
+        return cls(
+            replace(block, module=copy.deepcopy(block.module), exact={}, reference=None),
+            batches or {},
+        )
 
     def inputs(self, batch: Batch, name: str) -> Tensor | None:
         """The float input ``[tokens, K]`` of submodule ``name`` for the tokens of ``batch``."""
@@ -121,7 +135,9 @@ def _attempt(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
     return None
 
 
-def _observe(block: Block, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any) -> None:
+def _observe(
+    block: Block, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any
+) -> None:
     seen: set[str] = set()
 
     def hook(name: str) -> Callable[..., None]:
@@ -133,7 +149,10 @@ def _observe(block: Block, batch: Batch, observers: dict[str, Callable[[Tensor],
 
         return see
 
-    fits, handles = True, [block.get(name).register_forward_pre_hook(hook(name)) for name in observers]
+    fits, handles = (
+        True,
+        [block.get(name).register_forward_pre_hook(hook(name)) for name in observers],
+    )
     try:
         with suppress(_Reached):
             fits = _attempt(block, batch, **extra) is not None
@@ -142,4 +161,6 @@ def _observe(block: Block, batch: Batch, observers: dict[str, Callable[[Tensor],
             handle.remove()
     if not fits:  # what was seen before the memory ended is not seen again
         for half in batch.halves():
-            _observe(block, half, {name: o for name, o in observers.items() if name not in seen}, **extra)
+            _observe(
+                block, half, {name: o for name, o in observers.items() if name not in seen}, **extra
+            )

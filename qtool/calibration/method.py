@@ -15,15 +15,16 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.rounded import Rounded
-from qtool.calibration.work import BlockShape, Work
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; no bias where ``bias`` is None.
+    """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; no bias where ``bias`` is
+    None.
 
     ``offset``: what the stored weight leaves out of the gain (1 in Gemma).
     """
@@ -54,7 +55,9 @@ class Method(ABC):
     positive: ClassVar[tuple[str, ...]] = ()
 
     def work(self, block: BlockShape) -> Work:
-        """What it does to a block; unless it says otherwise, one look at all inputs if it needs data."""
+        """What it does to a block; unless it says otherwise, one look at all inputs if it needs
+        data.
+        """
         return Work(forward_flops=block.look() if self.needs_data else 0)
 
     def held_bytes(self, block: BlockShape) -> int:
@@ -101,7 +104,9 @@ class Transform(Method):
         return rows
 
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
-        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the gain of the norm before it."""
+        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the gain of the norm before
+        it.
+        """
         return rows
 
     def final_norm(self, norm: Norm) -> Norm:
@@ -118,7 +123,9 @@ class Rounding(Method):
 
     @property
     def compares(self) -> bool:
-        """It looks at what the float model computes (``Block.reference``), so that model runs beside."""
+        """It looks at what the float model computes (``Block.reference``), so that model runs
+        beside.
+        """
         return False
 
     @abstractmethod

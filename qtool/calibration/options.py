@@ -11,7 +11,8 @@ from qtool.errors import QtoolError, suggest
 
 
 def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
-    """Refuse options that ``method`` does not have, and values that are not of the kind its field declares.
+    """Refuse options that ``method`` does not have, and values that are not of the kind its field
+    declares.
 
     Raises:
         QtoolError: naming the option, its value and what would be accepted.

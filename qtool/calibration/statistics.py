@@ -1,4 +1,5 @@
-"""What transforms look at: the largest input of every channel and a bounded random sample of tokens.
+"""What transforms look at: the largest input of every channel and a bounded random sample of
+tokens.
 
 Every rank looks at its own batches; what is found is the same on all of them.
 """
@@ -10,10 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from qtool import ranks
 from qtool.calibration.batch import Batch, Batches
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe
+from qtool.distributed import ranks
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
 LEAST_TOKENS = 16
@@ -28,10 +29,12 @@ class Inputs:
 
 
 class _Collector:
-    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all tokens it gets.
+    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all
+    tokens it gets.
 
     Attributes:
-        there: the positions on the device of the inputs. kept, counts: inputs, and how many of each turn.
+        there: the positions on the device of the inputs. kept, counts: inputs, and how many of each
+            turn.
     """
 
     def __init__(self, positions: Tensor, there: Tensor) -> None:
@@ -57,7 +60,9 @@ class _Collector:
         """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
         start, count = self.seen + sum(tokens[: ranks.rank()]), 0
         for x in self.waiting:
-            first, last = torch.searchsorted(self.positions, torch.tensor([start, start + len(x)])).tolist()
+            first, last = torch.searchsorted(
+                self.positions, torch.tensor([start, start + len(x)])
+            ).tolist()
             self.kept.append(x[self.there[first:last] - start].float())  # a GPU is not waited for
             start, count = start + len(x), count + last - first
         self.counts.append(count)
@@ -71,13 +76,16 @@ class _Collector:
 @lru_cache(maxsize=8)
 def _positions(total: int, tokens: int, seed: int) -> Tensor:
     """Which of ``total`` tokens are in a sample: the same for every block, so drawn once."""
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
+    return (
+        torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
+    )
 
 
 def collect(
     block: Block, batches: Sequence[Batch], linears: Iterable[str], tokens: int, seed: int = 0
 ) -> dict[str, Inputs]:
-    """Run ``block`` once; the inputs of ``linears``, sampled at the same ``tokens`` random positions.
+    """Run ``block`` once; the inputs of ``linears``, sampled at the same ``tokens`` random
+    positions.
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
@@ -85,24 +93,29 @@ def collect(
     total, positions = sum(sizes), _positions(sum(sizes), tokens, seed)
     there = positions.to(block.device)
     collectors = {name: _Collector(positions, there) for name in linears}
-    routed = any(group.routed for group in block.family.groups)  # an expert's tokens are known only when it was run
+    routed = any(
+        group.routed for group in block.family.groups
+    )  # an expert's tokens are known only when it was run
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
             observe(block, [batches[turn]], dict(collectors))
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
         new = [[size] * len(collectors) for size in of_ranks]
         if routed:
-            new = ranks.every([collector.new for collector in collectors.values()])
+            new = ranks.all_gather([collector.new for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
             collector.turn(tokens_new)
     own = [collector.found() for collector in collectors.values()]
     found = {}
-    for (name, collector), parts in zip(collectors.items(), zip(*ranks.every(own), strict=True), strict=True):
+    for (name, collector), parts in zip(
+        collectors.items(), zip(*ranks.all_gather(own), strict=True), strict=True
+    ):
         amax = maximum([amax for amax, _, _ in parts])
         turns = [
-            [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts) for _, kept, counts in parts
+            [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts)
+            for _, kept, counts in parts
         ]
-        sample = [x for turn in ranks.interleaved(turns) for x in turn]
+        sample = [x for turn in ranks.interleave(turns) for x in turn]
         if saw_enough(block, [name], collector.seen, total) and amax is not None:
             found[name] = Inputs(amax, torch.cat(sample))
     return found
@@ -115,7 +128,9 @@ def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
-    """Whether ``tokens`` of ``total`` are enough to judge ``linears`` by; if not, the block's notes name them."""
+    """Whether ``tokens`` of ``total`` are enough to judge ``linears`` by; if not, the block's notes
+    name them.
+    """
     if tokens >= min(LEAST_TOKENS, total):
         return True
     note = block.notes.setdefault("rounded by weight alone, tokens seen", {})
@@ -132,7 +147,9 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
     """``(B, S)`` of every batch of all ranks, in order: known of :class:`Batches`, else asked for."""
     if isinstance(batches, Batches):
         return batches.shapes
-    return ranks.in_order([(len(batch.hidden), batch.hidden.shape[1]) for batch in batches])
+    return ranks.all_gather_batches(
+        [(len(batch.hidden), batch.hidden.shape[1]) for batch in batches]
+    )
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
@@ -142,13 +159,18 @@ def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
         if held >= sequences:
             break
         count, held = count + 1, held + size
-    return list(batches[: len(ranks.share(range(count)))])
+    return list(batches[: len(ranks.local_items(range(count)))])
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole block.
+    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole
+    block.
 
     Every rank gets them all: it is the candidates of a search that are shared out.
     """
     own = own_subset(batches, sequences)
-    return own if ranks.size() == 1 else ranks.in_order([Batch(batch.hidden, batch.kwargs) for batch in own])
+    return (
+        own
+        if ranks.size() == 1
+        else ranks.all_gather_batches([Batch(batch.hidden, batch.kwargs) for batch in own])
+    )

@@ -1,7 +1,9 @@
-"""Activation ranges: the largest input of every channel of chosen linears, on a few windows of text.
+"""Activation ranges: the largest input of every channel of chosen linears, on a few windows of
+text.
 
-The picture of outliers: what a transform does to the channels that would set the scale for all others. Of each group of
-linears that read the same input one is shown, in the block where the baseline's outliers are worst.
+The picture of outliers: what a transform does to the channels that would set the scale for all
+others. Of each group of linears that read the same input one is shown, in the block where the
+baseline's outliers are worst.
 
 Legend: K input channels, b windows, s tokens.
 """
@@ -19,7 +21,9 @@ from qtool.models import family_of
 
 @dataclass(frozen=True)
 class ChannelRange:
-    """``before`` and ``after`` ``[K]``: max|X| of each input channel of linear ``name``, baseline and quantized."""
+    """``before`` and ``after`` ``[K]``: max|X| of each input channel of linear ``name``, baseline
+    and quantized.
+    """
 
     name: str
     before: Tensor
@@ -33,7 +37,9 @@ def outlier(amax: Tensor) -> float:
 
 @torch.no_grad()
 def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
-    """max|X| ``[K]`` of the first linear of every group in every block, over ``windows [b, s]``, by full name."""
+    """max|X| ``[K]`` of the first linear of every group in every block, over ``windows [b, s]``, by
+    full name.
+    """
     found: dict[str, Tensor] = {}
     with _watching(model, found):
         for window in windows:
@@ -46,7 +52,9 @@ def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Cha
     chosen: dict[str, str] = {}
     for name in before:
         kind = role(name)
-        if name in after and (kind not in chosen or outlier(before[name]) > outlier(before[chosen[kind]])):
+        if name in after and (
+            kind not in chosen or outlier(before[name]) > outlier(before[chosen[kind]])
+        ):
             chosen[kind] = name
     order = [role(name) for name in before]
     return [

@@ -1,9 +1,10 @@
-"""A model beside its baseline, on the same tasks: differences with their standard errors, and the table of both.
+"""A model beside its baseline, on the same tasks: differences with their standard errors, and the
+table of both.
 
-Perplexity: the rise of log-perplexity in nats a token (on text sampled from the baseline itself it is the KL
-divergence to it) and the ratio. Its standard error is that of the mean difference over windows, the same for both.
-Other metrics: the difference, with the errors of both combined, sqrt(a^2 + b^2): an upper estimate, since both models
-answer the same questions and mostly agree.
+Perplexity: the rise of log-perplexity in nats a token (on text sampled from the baseline itself it
+is the KL divergence to it) and the ratio. Its standard error is that of the mean difference over
+windows, the same for both. Other metrics: the difference, with the errors of both combined,
+sqrt(a^2 + b^2): an upper estimate, since both models answer the same questions and mostly agree.
 """
 
 import json
@@ -20,7 +21,9 @@ SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be 
 
 @dataclass(frozen=True)
 class Delta:
-    """``change`` is log(value / baseline) in nats for a perplexity of text, value - baseline for anything else."""
+    """``change`` is log(value / baseline) in nats for a perplexity of text, value - baseline for
+    anything else.
+    """
 
     task: str
     metric: str
@@ -38,7 +41,8 @@ class Delta:
 def compare(results: Results, baseline: Results) -> list[Delta]:
     """A delta for each metric of each task both have.
 
-    Raises :class:`QtoolError` where a task was not the same for both: other text, window length or question count.
+    Raises :class:`QtoolError` where a task was not the same for both: other text, window length or
+    question count.
     """
     known = {result.task: result for result in baseline.tasks}
     return [
@@ -54,11 +58,20 @@ def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
     _check_same(result, base)
     new, old = result.metrics[metric], base.metrics[metric]
     if result.kind == "perplexity":
-        rises = [a - b for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)]
+        rises = [
+            a - b
+            for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)
+        ]
         change = (result.details["nll"] - base.details["nll"]) / result.details["tokens"]
-        return Delta(result.task, metric, new.value, old.value, change, standard_error(rises), is_log=True)
-    stderr = None if new.stderr is None or old.stderr is None else math.hypot(new.stderr, old.stderr)
-    return Delta(result.task, metric, new.value, old.value, new.value - old.value, stderr, is_log=False)
+        return Delta(
+            result.task, metric, new.value, old.value, change, standard_error(rises), is_log=True
+        )
+    stderr = (
+        None if new.stderr is None or old.stderr is None else math.hypot(new.stderr, old.stderr)
+    )
+    return Delta(
+        result.task, metric, new.value, old.value, new.value - old.value, stderr, is_log=False
+    )
 
 
 def _check_same(result: TaskResult, base: TaskResult) -> None:
@@ -66,7 +79,9 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
     other = {"samples": base.samples} | {key: base.details.get(key) for key in SAME}
     for key, value in mine.items():
         if value != other[key]:
-            raise QtoolError(f"{result.task} cannot be compared: {key} is {value}, the baseline's is {other[key]}")
+            raise QtoolError(
+                f"{result.task} cannot be compared: {key} is {value}, the baseline's is {other[key]}"
+            )
 
 
 def table(results: Results, baseline: Results | None = None) -> str:

@@ -1,7 +1,9 @@
-"""``demo_choice``: a zero-shot task on the demo's own held-out text, so that one exists without network or data.
+"""``demo_choice``: a zero-shot task on the demo's own held-out text, so that one exists without
+network or data.
 
-After 64 tokens of the text, which 16 tokens come next: the true ones, or those of three other places (chance: 25 %)?
-Places do not overlap and the draw is seeded, so a model and its quantized copy answer the same questions.
+After 64 tokens of the text, which 16 tokens come next: the true ones, or those of three other
+places (chance: 25 %)? Places do not overlap and the draw is seeded, so a model and its quantized
+copy answer the same questions.
 """
 
 import random
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from qtool import corpora
+from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import local_tasks
 
@@ -38,10 +40,14 @@ def load(tokenizer: PreTrainedTokenizerBase) -> "ConfigurableTask":
 def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks.Row]:
     """Rows of query, choices and gold: substrings of ``text``, so no decoding can alter them."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]  # of each token, in characters
+    starts = [start for start, _ in encoded["offset_mapping"]] + [
+        len(text)
+    ]  # of each token, in characters
     places = range(0, len(starts) - CONTEXT - NEXT, CONTEXT + NEXT)
     if len(places) < CHOICES:
-        raise QtoolError(f"the text has {len(starts) - 1} tokens, {NAME} needs {CHOICES * (CONTEXT + NEXT)}")
+        raise QtoolError(
+            f"the text has {len(starts) - 1} tokens, {NAME} needs {CHOICES * (CONTEXT + NEXT)}"
+        )
     nexts = [text[starts[place + CONTEXT] : starts[place + CONTEXT + NEXT]] for place in places]
     draw = random.Random(0)
     rows = []
@@ -50,5 +56,11 @@ def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks
         choices = [nexts[other] for other in others]
         gold = draw.randrange(CHOICES)
         choices.insert(gold, nexts[index])
-        rows.append({"query": text[starts[place] : starts[place + CONTEXT]], "choices": choices, "gold": gold})
+        rows.append(
+            {
+                "query": text[starts[place] : starts[place + CONTEXT]],
+                "choices": choices,
+                "gold": gold,
+            }
+        )
     return rows

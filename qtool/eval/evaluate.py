@@ -1,4 +1,6 @@
-"""What ``qtool eval`` asks: a corpus or a text file means perplexity, any other name a zero-shot task."""
+"""What ``qtool eval`` asks: a corpus or a text file means perplexity, any other name a zero-shot
+task.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qtool import corpora
+from qtool.data import corpora
 from qtool.eval.perplexity import SEQLEN, perplexity
 from qtool.eval.results import Metric, Results, TaskResult
 
@@ -18,8 +20,8 @@ from qtool.eval.results import Metric, Results, TaskResult
 class Asked:
     """One name, its text or questions at hand; ``answer`` asks a model.
 
-    ``facts`` say what was asked: answers with equal facts are answers to the same questions. The batch size is none
-    of them: it only moves the last digits.
+    ``facts`` say what was asked: answers with equal facts are answers to the same questions. The
+    batch size is none of them: it only moves the last digits.
     """
 
     name: str
@@ -30,8 +32,12 @@ class Asked:
 def evaluate(
     tasks: Iterable[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> Results:
-    """Results of ``tasks`` in order, for use from Python; options and errors: :func:`ask`, perplexity, zero_shot."""
-    return Results([result for asked in ask(tasks, tokenizer, **options) for result in asked.answer(model)])
+    """Results of ``tasks`` in order, for use from Python; options and errors: :func:`ask`,
+    perplexity, zero_shot.
+    """
+    return Results(
+        [result for asked in ask(tasks, tokenizer, **options) for result in asked.answer(model)]
+    )
 
 
 def ask(
@@ -43,10 +49,11 @@ def ask(
     data_dir: str | Path | None = None,
     batch_size: int = 4,
 ) -> list[Asked]:
-    """Find the text and the questions of every name; ``limit`` is windows of a perplexity, questions of a task.
+    """Find the text and the questions of every name; ``limit`` is windows of a perplexity,
+    questions of a task.
 
-    It needs no model: a misspelt last name costs seconds, not hours.
-    Raises :class:`QtoolError` as :func:`qtool.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
+    It needs no model: a misspelt last name costs seconds, not hours. Raises :class:`QtoolError` as
+    :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
     """
     found = []
     for name in dict.fromkeys(tasks):
@@ -54,7 +61,12 @@ def ask(
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
             facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
             answer: Callable[..., list[TaskResult]] = partial(
-                _perplexity, corpus, tokenizer=tokenizer, seqlen=seqlen, limit=limit, batch_size=batch_size
+                _perplexity,
+                corpus,
+                tokenizer=tokenizer,
+                seqlen=seqlen,
+                limit=limit,
+                batch_size=batch_size,
             )
         else:
             from qtool.eval import zero_shot  # lm-eval takes seconds to import
@@ -67,14 +79,22 @@ def ask(
                 "lm_eval": version("lm_eval"),
             }
             answer = partial(
-                zero_shot.zero_shot, loaded, tokenizer=tokenizer, origin=origin, limit=limit, batch_size=batch_size
+                zero_shot.zero_shot,
+                loaded,
+                tokenizer=tokenizer,
+                origin=origin,
+                limit=limit,
+                batch_size=batch_size,
             )
         found.append(Asked(name, facts, answer))
     return found
 
 
 def _perplexity(
-    corpus: corpora.Corpus, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+    corpus: corpora.Corpus,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    **options: Any,
 ) -> list[TaskResult]:
     found = perplexity(corpus.text, model, tokenizer, label=corpus.name, **options)
     details = {
@@ -85,4 +105,8 @@ def _perplexity(
         "window_nll": found.window_nll,
     }
     metric = Metric(found.perplexity, found.stderr, higher_is_better=False)
-    return [TaskResult(corpus.name, "perplexity", corpus.origin, found.windows, {"perplexity": metric}, details)]
+    return [
+        TaskResult(
+            corpus.name, "perplexity", corpus.origin, found.windows, {"perplexity": metric}, details
+        )
+    ]

@@ -13,7 +13,9 @@ from qtool.runtime.kv_cache import QuantCache
 
 @dataclass
 class KVError:
-    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values, as attention reads them."""
+    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values, as
+    attention reads them.
+    """
 
     keys: float
     values: float
@@ -27,14 +29,18 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
     sums: list[list[Tensor]] = []
     for window in windows:
         cache = QuantCache.of(model)
-        sums = sums or [[torch.zeros((), dtype=torch.float64) for _ in range(4)] for _ in cache.layers]
+        sums = sums or [
+            [torch.zeros((), dtype=torch.float64) for _ in range(4)] for _ in cache.layers
+        ]
         for layer, total in zip(cache.layers, sums, strict=True):
             layer.update = _measured(layer.update, total)  # type: ignore[method-assign]
         model(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
     return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
 
 
-def _measured(update: Callable[..., tuple[Tensor, Tensor]], total: list[Tensor]) -> Callable[..., Any]:
+def _measured(
+    update: Callable[..., tuple[Tensor, Tensor]], total: list[Tensor]
+) -> Callable[..., Any]:
     def measure(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         read = update(keys, values, *args, **kwargs)
         for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):

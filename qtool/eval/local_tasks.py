@@ -1,7 +1,9 @@
-"""Zero-shot tasks out of local files, ``DATA_DIR/tasks/NAME.jsonl``, as lm-eval's own tasks: lm-eval scores them.
+"""Zero-shot tasks out of local files, ``DATA_DIR/tasks/NAME.jsonl``, as lm-eval's own tasks:
+lm-eval scores them.
 
-The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's local_data), or that its rows
-are those of the data set that lm-eval's task of that name reads (HellaSwag's ``hellaswag_val.jsonl`` as published):
+The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's
+local_data), or that its rows are those of the data set that lm-eval's task of that name reads
+(HellaSwag's ``hellaswag_val.jsonl`` as published):
 
 | keys                               | scored                                             | as lm-eval's       |
 |------------------------------------|----------------------------------------------------|--------------------|
@@ -10,7 +12,8 @@ are those of the data set that lm-eval's task of that name reads (HellaSwag's ``
 | context, continuation              | continuation greedy? acc, and its perplexity       | lambada_openai     |
 | ctx_a, ctx_b, activity_label, endings, label, ... | by lm-eval's own task                | hellaswag, any other |
 
-``gold`` is the index of the right choice. Rows become an in-memory data set: neither network nor cache is touched.
+``gold`` is the index of the right choice. Rows become an in-memory data set: neither network nor
+cache is touched.
 """
 
 import json
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool import corpora
+from qtool.data import corpora
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -37,7 +40,8 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
     },
     frozenset({"context_options", "continuation", "gold"}): {
         "output_type": "multiple_choice",
-        "doc_to_text": "gold",  # an int: lm-eval then scores doc_to_target after each of doc_to_choice
+        # an int: lm-eval then scores doc_to_target after each of doc_to_choice
+        "doc_to_text": "gold",
         "doc_to_choice": "context_options",
         "doc_to_target": "continuation",
         "metrics": ("acc",),
@@ -49,14 +53,26 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
         "metrics": ("perplexity", "acc"),
     },
 }
-ENDS_WITH_ANSWER = {"piqa", "arc_easy", "arc_challenge"}  # lm-eval's prompt for them ends "\nAnswer:"
-AGGREGATION = {"acc": ("mean", True), "acc_norm": ("mean", True), "perplexity": ("perplexity", False)}
+ENDS_WITH_ANSWER = {
+    "piqa",
+    "arc_easy",
+    "arc_challenge",
+}  # lm-eval's prompt for them ends "\nAnswer:"
+AGGREGATION = {
+    "acc": ("mean", True),
+    "acc_norm": ("mean", True),
+    "perplexity": ("perplexity", False),
+}
 
 
 def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
     """Name and file of every task in ``DATA_DIR/tasks`` (``data_dir``, else ``QTOOL_DATA_DIR``)."""
     directory = corpora.data_directory(data_dir)
-    return {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))} if directory else {}
+    return (
+        {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))}
+        if directory
+        else {}
+    )
 
 
 def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "ConfigurableTask":
@@ -74,11 +90,15 @@ def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "Configur
         if name in ENDS_WITH_ANSWER:
             row["query"] = row["query"].removesuffix("\n") + "\nAnswer:"
         if form["output_type"] == "loglikelihood":
-            row["continuation"] = " " + row["continuation"]  # lm-eval adds no delimiter to this kind
+            row["continuation"] = (
+                " " + row["continuation"]
+            )  # lm-eval adds no delimiter to this kind
     return build(name, rows, **form)
 
 
-def _as_published(name: str, path: Path, rows: list[Row], index: "TaskManager") -> "ConfigurableTask":
+def _as_published(
+    name: str, path: Path, rows: list[Row], index: "TaskManager"
+) -> "ConfigurableTask":
     """lm-eval's own task ``name`` over ``rows`` in place of its data set."""
     from datasets import Dataset
 
@@ -88,27 +108,42 @@ def _as_published(name: str, path: Path, rows: list[Row], index: "TaskManager") 
         raise QtoolError(message)
     for number, row in enumerate(rows, 1):
         _same_keys(row, rows[0], f"{path} line {number}")
-    splits = {"test_split": "test", "validation_split": None, "training_split": None, "fewshot_split": None}
+    splits = {
+        "test_split": "test",
+        "validation_split": None,
+        "training_split": None,
+        "fewshot_split": None,
+    }
     try:
         data = {"test": Dataset.from_list(rows)}
         changed = {"task": name, "custom_dataset": lambda **_: data, **splits}
-        task = index.load([{"group": "local", "task": [changed]}])["tasks"][name]  # a member is the task known, changed
+        task = index.load([{"group": "local", "task": [changed]}])["tasks"][
+            name
+        ]  # a member is the task known, changed
         for document in task.eval_docs:
             task.doc_to_text(document), task.doc_to_choice(document), task.doc_to_target(document)
-    except Exception as error:  # whatever a task's own code raises where a field is not as it wants it
+    except (
+        Exception
+    ) as error:  # whatever a task's own code raises where a field is not as it wants it
         raise QtoolError(
             f"{message}, or the fields of lm-eval's data set for {name} ({type(error).__name__}: {error})"
         ) from error
     return task
 
 
-def build(name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any) -> "ConfigurableTask":
+def build(
+    name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any
+) -> "ConfigurableTask":
     """An lm-eval task over ``rows``; ``config`` takes lm-eval's own keys."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
     metric_list = [
-        {"metric": metric, "aggregation": AGGREGATION[metric][0], "higher_is_better": AGGREGATION[metric][1]}
+        {
+            "metric": metric,
+            "aggregation": AGGREGATION[metric][0],
+            "higher_is_better": AGGREGATION[metric][1],
+        }
         for metric in metrics
     ]
     data = {"test": Dataset.from_list(rows)}
@@ -126,7 +161,11 @@ def build(name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any
 
 def _read(path: Path) -> list[Row]:
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        rows = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").split("\n")
+            if line.strip()
+        ]
     except (OSError, ValueError) as error:
         raise QtoolError(f"{path} is not JSON lines: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -139,10 +178,18 @@ def _check(row: Row, first: Row, form: dict[str, Any], where: str) -> None:
     if "gold" not in row:
         return
     choices = row[form["doc_to_choice"]]
-    if not isinstance(choices, list) or not isinstance(row["gold"], int) or not 0 <= row["gold"] < len(choices):
-        raise QtoolError(f"{where}: gold is {row['gold']!r}, expected the index of one of the choices")
+    if (
+        not isinstance(choices, list)
+        or not isinstance(row["gold"], int)
+        or not 0 <= row["gold"] < len(choices)
+    ):
+        raise QtoolError(
+            f"{where}: gold is {row['gold']!r}, expected the index of one of the choices"
+        )
 
 
 def _same_keys(row: Row, first: Row, where: str) -> None:
     if row.keys() != first.keys():
-        raise QtoolError(f"{where} has the keys {', '.join(sorted(row))}, line 1 has {', '.join(sorted(first))}")
+        raise QtoolError(
+            f"{where} has the keys {', '.join(sorted(row))}, line 1 has {', '.join(sorted(first))}"
+        )

@@ -1,14 +1,17 @@
-"""Perplexity by the recipe of the GPTQ and AWQ papers' scripts, so that numbers compare across papers.
+"""Perplexity by the recipe of the GPTQ and AWQ papers' scripts, so that numbers compare across
+papers.
 
-Documents are joined by blank lines and tokenized at once (the tokenizer's own BOS, if it adds one, stands once at the
-start), cut into non-overlapping windows of ``seqlen`` tokens (at most the model's context), and the last, partial
-window is dropped. A window of s tokens is predicted from its own start, so it scores s - 1 tokens:
+Documents are joined by blank lines and tokenized at once (the tokenizer's own BOS, if it adds one,
+stands once at the start), cut into non-overlapping windows of ``seqlen`` tokens (at most the
+model's context), and the last, partial window is dropped. A window of s tokens is predicted from
+its own start, so it scores s - 1 tokens:
 
     perplexity = exp( sum over windows and scored tokens of -log p(token | its window so far)  /  scored tokens )
 
-A text shorter than one window is scored as one short window: the scripts would score nothing. Logits come in the
-model's dtype, their log-softmax is taken in float32, sums are kept in float64. Where activations are quantized, the
-hidden states behind them are the same on every device (:mod:`qtool.eval.same_bits`).
+A text shorter than one window is scored as one short window: the scripts would score nothing.
+Logits come in the model's dtype, their log-softmax is taken in float32, sums are kept in float64.
+Where activations are quantized, the hidden states behind them are the same on every device
+(:mod:`qtool.eval.deterministic`).
 
 Shapes: b windows a batch, s tokens a window, v vocabulary.
 """
@@ -24,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
-from qtool.eval.same_bits import same_bits
+from qtool.eval.deterministic import deterministic
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -32,7 +35,9 @@ FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
 
 @dataclass(frozen=True)
 class Perplexity:
-    """``nll`` in nats, summed over ``tokens`` scored tokens; ``window_nll`` is each window's mean, in nats a token."""
+    """``nll`` in nats, summed over ``tokens`` scored tokens; ``window_nll`` is each window's mean,
+    in nats a token.
+    """
 
     nll: float
     tokens: int
@@ -79,10 +84,12 @@ def perplexity(
     batch_size: int = 4,
     label: str = "perplexity",
 ) -> Perplexity:
-    """Perplexity of ``text``, of its first ``limit`` windows if given; ``label`` names the progress bar.
+    """Perplexity of ``text``, of its first ``limit`` windows if given; ``label`` names the progress
+    bar.
 
-    Raises :class:`QtoolError` for a text under two tokens, token ids the model has no embedding for, NaN logits, and a
-    single window that does not fit the device's memory (larger batches are halved until they fit).
+    Raises :class:`QtoolError` for a text under two tokens, token ids the model has no embedding
+    for, NaN logits, and a single window that does not fit the device's memory (larger batches are
+    halved until they fit).
     """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no window to evaluate: at least 1 is needed")
@@ -91,15 +98,19 @@ def perplexity(
     model.eval()
     sums: list[float] = []
     bar = tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty())
-    with torch.no_grad(), same_bits(model), bar:
+    with torch.no_grad(), deterministic(model), bar:
         for batch in windows.split(batch_size):  # [b, s]
             sums += _window_sums(model, batch.to(model.device)).tolist()
             bar.update(len(batch))
     scored = windows.shape[1] - 1
     for index, value in enumerate(sums):
         if math.isnan(value):
-            raise QtoolError(f"the model's logits are NaN in window {index} of {len(sums)}: it has no perplexity")
-    return Perplexity(math.fsum(sums), len(sums) * scored, scored + 1, [value / scored for value in sums])
+            raise QtoolError(
+                f"the model's logits are NaN in window {index} of {len(sums)}: it has no perplexity"
+            )
+    return Perplexity(
+        math.fsum(sums), len(sums) * scored, scored + 1, [value / scored for value in sums]
+    )
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -108,14 +119,18 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
-    """[tokens] -> [windows, seqlen], the partial last one dropped; [1, tokens] for a text shorter than one window."""
+    """[tokens] -> [windows, seqlen], the partial last one dropped; [1, tokens] for a text shorter
+    than one window.
+    """
     if seqlen < 2:
         raise QtoolError(f"seqlen {seqlen} scores no token: at least 2 is needed")
     count = len(ids) // seqlen
     return ids[: count * seqlen].view(count, seqlen) if count else ids[None]
 
 
-def _tokenize(text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def _tokenize(
+    text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> torch.Tensor:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)  # [tokens]
     if len(ids) < 2:
         raise QtoolError(f"the text has {len(ids)} tokens: at least 2 are needed for a perplexity")
@@ -129,7 +144,9 @@ def _tokenize(text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """[b, s] ids -> [b] float64 sums of -log p, by halves where the whole batch does not fit the memory."""
+    """[b, s] ids -> [b] float64 sums of -log p, by halves where the whole batch does not fit the
+    memory.
+    """
     try:
         return _forward_sums(model, batch)
     except torch.OutOfMemoryError:
@@ -148,6 +165,8 @@ def _forward_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     step = max(1, FLOAT32_LOGITS // (logits.shape[0] * logits.shape[2]))
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.device)
     for part, wanted in zip(logits.split(step, dim=1), targets.split(step, dim=1), strict=True):
-        nll = cross_entropy(part.float().flatten(0, 1), wanted.flatten(), reduction="none")  # [b * step]
+        nll = cross_entropy(
+            part.float().flatten(0, 1), wanted.flatten(), reduction="none"
+        )  # [b * step]
         sums += nll.view_as(wanted).double().sum(dim=1)
     return sums

@@ -10,7 +10,9 @@ from qtool.errors import QtoolError
 
 @dataclass(frozen=True)
 class Metric:
-    """``value`` and its standard error (None where there is none), in the metric's own unit; accuracies are 0 to 1."""
+    """``value`` and its standard error (None where there is none), in the metric's own unit;
+    accuracies are 0 to 1.
+    """
 
     value: float
     stderr: float | None
@@ -19,10 +21,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task. ``kind`` is perplexity or zero_shot; ``origin`` is a file, ``hub:...`` or ``lm-eval``.
+    """One task. ``kind`` is perplexity or zero_shot; ``origin`` is a file, ``hub:...`` or
+    ``lm-eval``.
 
-    ``samples`` counts windows or questions. ``details`` of a perplexity: nll (nats, summed), tokens, seqlen, sha256 of
-    the text, window_nll (nats a token, one a window). ``details`` of a zero-shot task: lm-eval's version of the task.
+    ``samples`` counts windows or questions. ``details`` of a perplexity: nll (nats, summed),
+    tokens, seqlen, sha256 of the text, window_nll (nats a token, one a window). ``details`` of a
+    zero-shot task: lm-eval's version of the task.
     """
 
     task: str
@@ -51,22 +55,30 @@ def from_json(text: str) -> Results:
     """The inverse of :meth:`Results.to_json`. Raises :class:`QtoolError` where the text is not one."""
     try:
         tasks = json.loads(text)["tasks"]
-        return Results([TaskResult(**{**task, "metrics": _metrics(task["metrics"])}) for task in tasks])
+        return Results(
+            [TaskResult(**{**task, "metrics": _metrics(task["metrics"])}) for task in tasks]
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise QtoolError(f"not the JSON of an evaluation: {type(error).__name__}: {error}") from None
+        raise QtoolError(
+            f"not the JSON of an evaluation: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
     return {
         name: Metric(
-            math.inf if metric["value"] is None else metric["value"], metric["stderr"], metric["higher_is_better"]
+            math.inf if metric["value"] is None else metric["value"],
+            metric["stderr"],
+            metric["higher_is_better"],
         )
         for name, metric in found.items()
     }
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every infinite or NaN number in it (in dicts and lists too) replaced by None: strict JSON."""
+    """``value`` with every infinite or NaN number in it (in dicts and lists too) replaced by None:
+    strict JSON.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

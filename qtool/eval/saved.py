@@ -1,9 +1,11 @@
-"""``eval.json``: finished evaluations beside the model, so that none is run twice and a report can show them.
+"""``eval.json``: finished evaluations beside the model, so that none is run twice and a report can
+show them.
 
 An answer is used again only where everything is equal: the model (:func:`identity`), what was asked
-(:class:`qtool.eval.evaluate.Asked`), the kind of device and the versions that computed it. The file is written after
-every task, so an interrupted evaluation goes on where it was. The baseline's answers are kept in the file of the model
-that is compared with it: a baseline's own directory is never written.
+(:class:`qtool.eval.evaluate.Asked`), the kind of device and the versions that computed it. The file
+is written after every task, so an interrupted evaluation goes on where it was. The baseline's
+answers are kept in the file of the model that is compared with it: a baseline's own directory is
+never written.
 """
 
 import hashlib
@@ -18,11 +20,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import qtool
-from qtool.checkpoint.safetensors import write_json
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
 from qtool.eval.evaluate import Asked
 from qtool.eval.results import Results, TaskResult, finite, from_json
+from qtool.io.safetensors import write_json
+from qtool.io.source import Checkpoint
 
 FILE = "eval.json"
 
@@ -37,9 +39,11 @@ class Answer:
 
 
 def identity(directory: Path) -> str:
-    """What tells a model from another: of a checkpoint that qtool wrote, the hash of its files' recorded hashes.
+    """What tells a model from another: of a checkpoint that qtool wrote, the hash of its files'
+    recorded hashes.
 
-    It survives a copy. Of any other model it is :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
+    It survives a copy. Of any other model it is :meth:`Checkpoint.fingerprint`, which qtool.json
+    names as the source.
     """
     try:
         recorded = json.loads((directory / "qtool.json").read_text())["shards"]
@@ -50,20 +54,27 @@ def identity(directory: Path) -> str:
 
 
 def environment(device: str, kv: str | None = None, dtype: str | None = None) -> dict[str, str]:
-    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer or dtype asked for."""
+    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer or
+    dtype asked for.
+    """
     versions = {name: version(name) for name in ("torch", "transformers")}
     asked = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
     return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | asked
 
 
 def read(directory: Path) -> list[Answer]:
-    """The answers in ``directory``; none if it has no ``eval.json``. Raises :class:`QtoolError` if it is damaged."""
+    """The answers in ``directory``; none if it has no ``eval.json``. Raises :class:`QtoolError` if
+    it is damaged.
+    """
     path = directory / FILE
     if not path.exists():
         return []
     try:
         found = json.loads(path.read_text())["answers"]
-        return [Answer(a["model"], a["facts"], from_json(json.dumps({"tasks": a["tasks"]})).tasks) for a in found]
+        return [
+            Answer(a["model"], a["facts"], from_json(json.dumps({"tasks": a["tasks"]})).tasks)
+            for a in found
+        ]
     except (OSError, ValueError, KeyError, TypeError, QtoolError) as error:
         raise QtoolError(f"{path} is damaged ({error}): remove it and evaluate again") from None
 
@@ -75,15 +86,22 @@ def keep(directory: Path, answer: Answer) -> None:
 
 
 def answers(
-    asked: Sequence[Asked], model: str, load: Callable[[], PreTrainedModel], store: Path, environment: dict[str, str]
+    asked: Sequence[Asked],
+    model: str,
+    load: Callable[[], PreTrainedModel],
+    store: Path,
+    environment: dict[str, str],
 ) -> Results:
-    """The results of ``asked`` on the model with identity ``model``, which is loaded only if one is not in ``store``.
+    """The results of ``asked`` on the model with identity ``model``, which is loaded only if one is
+    not in ``store``.
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
     """
     if not os.access(store, os.W_OK):
-        raise QtoolError(f"{store} is not writable: results cannot be kept in its {FILE}; evaluate without --save")
+        raise QtoolError(
+            f"{store} is not writable: results cannot be kept in its {FILE}; evaluate without --save"
+        )
     known, loaded, results = read(store), None, []
     for one in asked:
         facts = one.facts | environment

@@ -1,7 +1,8 @@
 """Zero-shot tasks through lm-eval's own API: its prompts, its scoring, its metric names.
 
-A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`), lm-eval's tasks,
-whose data comes from the hub or its cache. lm-eval's log below errors is dropped, its bars need a terminal.
+A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`),
+lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors is dropped,
+its bars need a terminal.
 """
 
 import hashlib
@@ -24,13 +25,15 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qtool import corpora, hub
+from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
+from qtool.eval.deterministic import deterministic
 from qtool.eval.results import Metric, TaskResult
-from qtool.eval.same_bits import same_bits
+from qtool.io import hub
 
-RESAMPLES = 1000  # bootstrap draws for the standard error of metrics that are no mean; lm-eval's 100,000 take minutes
+# bootstrap draws for the standard error of metrics that are no mean; lm-eval's 100,000 take minutes
+RESAMPLES = 1000
 
 
 def available_tasks(data_dir: str | Path | None = None) -> list[str]:
@@ -38,10 +41,13 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
     return [demo_choice.NAME, *local_tasks.local_tasks(data_dir)]
 
 
-def load(name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | None = None) -> tuple[list[Any], str]:
+def load(
+    name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | None = None
+) -> tuple[list[Any], str]:
     """lm-eval's task objects (a group or tag is several) and their origin: a file, or ``lm-eval``.
 
-    Raises :class:`QtoolError` for an unknown name, a malformed file, or data neither cached nor reachable.
+    Raises :class:`QtoolError` for an unknown name, a malformed file, or data neither cached nor
+    reachable.
     """
     with _quiet():
         if name == demo_choice.NAME:
@@ -75,9 +81,15 @@ def zero_shot(
     """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given."""
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
-    with _quiet(), hub.offline(), same_bits(model):  # its bars reach a terminal, nothing reaches a log
+    with (
+        _quiet(),
+        hub.offline(),
+        deterministic(model),
+    ):  # its bars reach a terminal, nothing reaches a log
         found = evaluator.simple_evaluate(
-            model=_LanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
+            model=_LanguageModel(
+                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"
+            ),
             tasks=tasks,
             limit=limit,
             bootstrap_iters=0 if limit == 1 else RESAMPLES,
@@ -88,10 +100,12 @@ def zero_shot(
 
 
 class _LanguageModel(HFLM):
-    """lm-eval's own, which also scores a continuation that merges with its context into no more tokens than that has.
+    """lm-eval's own, which also scores a continuation that merges with its context into no more
+    tokens than that has.
 
-    lm-eval stops at an assertion there (a tokenizer with tokens such as "into▁the▁"); the continuation then starts
-    at the first token that differs from the context's. Wherever lm-eval has a number, it is the same number.
+    lm-eval stops at an assertion there (a tokenizer with tokens such as "into▁the▁"); the
+    continuation then starts at the first token that differs from the context's. Wherever lm-eval
+    has a number, it is the same number.
     """
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -99,7 +113,9 @@ class _LanguageModel(HFLM):
         if tail:
             return head, tail
         whole = self.tok_encode(context + continuation)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False)))
+        shared = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False))
+        )
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
 
@@ -114,10 +130,14 @@ def _result(name: str, found: dict[str, Any], origin: str) -> TaskResult:
         stderr = values.get(f"{metric}_stderr,{filtered}")
         label = metric if filtered == "none" else f"{metric},{filtered}"
         metrics[label] = Metric(
-            float(value), stderr if isinstance(stderr, float) else None, better.get(metric) is not False
+            float(value),
+            stderr if isinstance(stderr, float) else None,
+            better.get(metric) is not False,
         )
     samples = found["n-samples"].get(name, {}).get("effective", 0)
-    return TaskResult(name, "zero_shot", origin, samples, metrics, {"version": found["versions"].get(name)})
+    return TaskResult(
+        name, "zero_shot", origin, samples, metrics, {"version": found["versions"].get(name)}
+    )
 
 
 @cache
@@ -135,7 +155,11 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
         with hub.access():
             loaded = index.load([name])
     except Exception as error:  # whatever datasets, a task's own code or a missing package raises
-        state = f"{type(error).__name__}: {error}".split("\n")[0] if hub.reachable() else "no connection to the hub"
+        state = (
+            f"{type(error).__name__}: {error}".split("\n")[0]
+            if hub.reachable()
+            else "no connection to the hub"
+        )
         raise QtoolError(
             f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as published, "
             f"at tasks/{name}.jsonl in a directory given by --data-dir or QTOOL_DATA_DIR, "
@@ -151,10 +175,15 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     with ExitStack() as stack:
         stack.callback(logger.setLevel, level)
-        stack.enter_context(patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}))  # bootstrap in this process
+        stack.enter_context(
+            patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
+        )  # bootstrap in this process
         stack.enter_context(redirect_stdout(io.StringIO()))
         if not sys.stderr.isatty():
             stack.enter_context(redirect_stderr(io.StringIO()))
-        for unused in ("get_git_commit_hash", "add_env_info"):  # they run git, pip, lscpu, which say what they like
+        for unused in (
+            "get_git_commit_hash",
+            "add_env_info",
+        ):  # they run git, pip, lscpu, which say what they like
             stack.enter_context(patch.object(evaluator, unused, create=True))
         yield

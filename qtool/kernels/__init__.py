@@ -1,1 +1,3 @@
-"""CUDA kernels as ``torch.library`` ops, each with an exact CPU reference; compiled when first used."""
+"""CUDA kernels as ``torch.library`` ops, each with an exact CPU reference; compiled when first
+used.
+"""

@@ -21,7 +21,12 @@ from qtool.errors import QtoolError
 SOURCES = resources.files("qtool.kernels") / "csrc"
 FLAGS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
 #: by compute capability: NVRTC's name for it, and the KiB of shared memory that a block may have
-ARCHITECTURES = {(8, 0): ("sm_80", 163), (8, 6): ("sm_86", 99), (8, 9): ("sm_89", 99), (9, 0): ("sm_90a", 227)}
+ARCHITECTURES = {
+    (8, 0): ("sm_80", 163),
+    (8, 6): ("sm_86", 99),
+    (8, 9): ("sm_89", 99),
+    (9, 0): ("sm_90a", 227),
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ class Compiled:
     @property
     def local_bytes(self) -> int:
         """Bytes of stack frame and of register spills: 0 in every kernel meant to be fast."""
-        return sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log)))
+        return sum(
+            map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log))
+        )
 
     @property
     def serialized(self) -> bool:
@@ -48,7 +55,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel for one architecture, and what its machine code must be; a kernel module lists its ``builds()``.
+    """One kernel for one architecture, and what its machine code must be; a kernel module lists its
+    ``builds()``.
 
     Attributes:
         name: of the kernel and its variant, unique.
@@ -56,7 +64,8 @@ class Build:
         definition: source name, prologue and macros, the arguments of :func:`cubin`.
         threads: a multiprocessor must hold at once, by its registers.
         instructions: what the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).
-        calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any RET is a fault.
+        calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any RET
+            is a fault.
     """
 
     name: str
@@ -90,14 +99,16 @@ def toolchain() -> Any:
 
 @lru_cache(maxsize=1)
 def _sources_hash() -> str:
-    texts = sorted(
-        (entry.name, entry.read_text()) for entry in SOURCES.iterdir() if entry.name.endswith((".cu", ".cuh"))
-    )
+    with resources.as_file(SOURCES) as folder:
+        texts = sorted(
+            (str(path.relative_to(folder)), path.read_text()) for path in folder.rglob("*.cu*")
+        )
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> Compiled:
-    """Compile ``csrc/<name>.cu``, preceded by ``prologue``, for ``arch`` (``sm_90a``); no cache, no GPU needed.
+    """Compile ``csrc/<name>.cu``, preceded by ``prologue``, for ``arch`` (``sm_90a``); no cache, no
+    GPU needed.
 
     Raises:
         QtoolError: if the compiler refuses; the message holds its log.
@@ -116,7 +127,9 @@ def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: s
             program = program_type(prologue + (folder / f"{name}.cu").read_text(), "c++", options)
             cubin = program.compile("cubin", logs=log).code
         except Exception as error:
-            raise QtoolError(f"kernel {name} does not compile for {arch} with {dict(defines)}: {error}") from error
+            raise QtoolError(
+                f"kernel {name} does not compile for {arch} with {dict(defines)}: {error}"
+            ) from error
     return Compiled(bytes(cubin), log.text)
 
 
@@ -140,7 +153,15 @@ def cache_dir() -> Path:
 def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> bytes:
     """Machine code of a kernel, from the cache or compiled and put there."""
     version = toolchain()[2]
-    key = (name, prologue, sorted(defines.items()), arch, version, sorted(FLAGS.items()), _sources_hash())
+    key = (
+        name,
+        prologue,
+        sorted(defines.items()),
+        arch,
+        version,
+        sorted(FLAGS.items()),
+        _sources_hash(),
+    )
     path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
     try:
         return path.read_bytes()

@@ -1,4 +1,6 @@
-"""Refusals that every op shares: one sentence naming the tensor, what was found, what would be accepted."""
+"""Refusals that every op shares: one sentence naming the tensor, what was found, what would be
+accepted.
+"""
 
 from collections.abc import Mapping
 
@@ -15,7 +17,9 @@ Expected = tuple[Tensor | None, tuple[int, ...] | None, tuple[torch.dtype, ...]]
 
 
 def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expected]) -> None:
-    """Refuse a tensor that is missing, unexpected, of another shape, dtype or device, strided or misaligned."""
+    """Refuse a tensor that is missing, unexpected, of another shape, dtype or device, strided or
+    misaligned.
+    """
     for name, (tensor, shape, dtypes) in expected.items():
         if tensor is None and shape is None:
             continue
@@ -26,12 +30,20 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
         if tuple(tensor.shape) != shape:
             raise QtoolError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {shape}")
         if tensor.dtype not in dtypes:
-            raise QtoolError(f"{op}: {name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+            raise QtoolError(
+                f"{op}: {name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}"
+            )
         if tensor.device != device:
-            raise QtoolError(f"{op}: {name} is on {tensor.device}, x on {device}; all must be on one device")
+            raise QtoolError(
+                f"{op}: {name} is on {tensor.device}, x on {device}; all must be on one device"
+            )
         if not tensor.is_contiguous():
             raise QtoolError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")
-        if device.type == "cuda" and tensor.dim() > 1 and tensor.storage_offset() * tensor.element_size() % 16:
+        if (
+            device.type == "cuda"
+            and tensor.dim() > 1
+            and tensor.storage_offset() * tensor.element_size() % 16
+        ):
             raise QtoolError(
                 f"{op}: {name} starts at storage offset {tensor.storage_offset()}; it must be 16-byte aligned"
             )

@@ -1,21 +1,20 @@
-"""Every kernel that must compile, on any machine: what the build test walks. A new kernel's module is one more line."""
+"""Every kernel that must compile, on any machine: what the build test walks. A new kernel's module
+is one more line.
+"""
 
 from collections.abc import Iterator
 
-from qtool.kernels import (
-    kv_append,
-    kv_plan,
+from qtool.kernels.activation import (
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
-    w4a8,
-    w4a8_mma,
-    w4a16,
-    w4ax,
-    w4ax_mma,
-    w8a8,
 )
+from qtool.kernels.attention import kv_append, kv_plan
 from qtool.kernels.build import Build
+from qtool.kernels.hopper import w4a8, w4ax, w8a8
+from qtool.kernels.mma import w4a8 as w4a8_mma
+from qtool.kernels.mma import w4a16
+from qtool.kernels.mma import w4ax as w4ax_mma
 
 #: modules with a ``builds()``
 MODULES = (

@@ -30,7 +30,9 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
-    """The kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory; for the caller to keep."""
+    """The kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory; for the
+    caller to keep.
+    """
     driver = _driver()
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, entry.encode()))
@@ -41,7 +43,9 @@ def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
 
 def resident_blocks(kernel: Any, threads: int, shared_bytes: int) -> int:
     """How many blocks of a kernel a multiprocessor of the current device holds at once."""
-    return int(check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes)))
+    return int(
+        check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes))
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -79,28 +83,44 @@ def _tensor_map(
 
 
 def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
-    """Descriptor of a row-major matrix of bytes for copies of ``box_rows`` x ``box_bytes``; zeros beyond it.
+    """Descriptor of a row-major matrix of bytes for copies of ``box_rows`` x ``box_bytes``; zeros
+    beyond it.
 
     Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
     """
     rows, columns = tensor.shape
     item = 4 if box_bytes > 256 else 1  # a box has at most 256 items a row
     swizzle = box_bytes if box_bytes in (64, 128) else 0
-    return _tensor_map(tensor.data_ptr(), rows, columns // item, item, box_rows, box_bytes // item, swizzle)
+    return _tensor_map(
+        tensor.data_ptr(), rows, columns // item, item, box_rows, box_bytes // item, swizzle
+    )
 
 
-def item_map(tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0) -> bytes:
-    """The same for a matrix of ``columns`` items a row, whatever their size: ``swizzle`` bytes, 0 for none.
+def item_map(
+    tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0
+) -> bytes:
+    """The same for a matrix of ``columns`` items a row, whatever their size: ``swizzle`` bytes, 0
+    for none.
 
     Args:
-        tensor: ``[rows, ...]``, contiguous; its bytes are cut into ``columns`` items of 1, 2, 4 or 8.
+        tensor: ``[rows, ...]``, contiguous; its bytes are cut into ``columns`` items of 1, 2, 4 or
+            8.
     """
     item = tensor.nbytes // (tensor.shape[0] * columns)
-    return _tensor_map(tensor.data_ptr(), tensor.shape[0], columns, item, box_rows, box_columns, swizzle)
+    return _tensor_map(
+        tensor.data_ptr(), tensor.shape[0], columns, item, box_rows, box_columns, swizzle
+    )
 
 
 def launch(
-    kernel: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, device: torch.device, *, overlap: bool
+    kernel: Any,
+    grid: int,
+    block: int,
+    shared_bytes: int,
+    parameters: bytes,
+    device: torch.device,
+    *,
+    overlap: bool,
 ) -> None:
     """Start a 1-D grid on torch's current stream.
 
@@ -118,7 +138,9 @@ def launch(
     config.hStream = torch.cuda.current_stream(device).cuda_stream
     if overlap:
         attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1

@@ -1,7 +1,9 @@
-"""One order for the float sums of groups: a kernel that shares a tile's input channels among blocks has another.
+"""One order for the float sums of groups: a kernel that shares a tile's input channels among blocks
+has another.
 
-Integer sums are exact in any order. Those of scaled groups are floats, and equal the reference's to the bit
-(:func:`qtool.schemes.products.group_matmul`) only where one block adds all of them.
+Integer sums are exact in any order. Those of scaled groups are floats, and equal the reference's to
+the bit (:func:`qtool.schemes.arithmetic.products.group_matmul`) only where one block adds all of
+them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ _ONE_ORDER: ContextVar[bool] = ContextVar("_ONE_ORDER", default=False)
 
 @contextmanager
 def groups_in_order() -> Iterator[None]:
-    """In here the kernels add groups in the reference's order: no tile is shared, which costs time with few tokens."""
+    """In here the kernels add groups in the reference's order: no tile is shared, which costs time
+    with few tokens.
+    """
     before = _ONE_ORDER.set(True)
     try:
         yield

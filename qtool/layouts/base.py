@@ -27,7 +27,9 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
-        """Stored tensors of ``codes [N, K]`` (uint8 0..15, or int8 kept as two's complement nibbles)."""
+        """Stored tensors of ``codes [N, K]`` (uint8 0..15, or int8 kept as two's complement
+        nibbles).
+        """
 
     @abstractmethod
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
@@ -54,7 +56,9 @@ def require_tile(name: str, n: int, k: int, tile: tuple[int, int]) -> None:
     """Raise QtoolError unless ``[n, k]`` is a whole number of tiles, and not empty."""
     rows, columns = tile
     if n % rows or k % columns or not n or not k:
-        raise QtoolError(f"layout {name}: a weight of {n} x {k} does not divide into tiles of {rows} x {columns}")
+        raise QtoolError(
+            f"layout {name}: a weight of {n} x {k} does not divide into tiles of {rows} x {columns}"
+        )
 
 
 def require_codes(name: str, codes: Tensor) -> None:
@@ -68,4 +72,6 @@ def require_codes(name: str, codes: Tensor) -> None:
 def require_bytes(name: str, stored: Tensor, size: int) -> None:
     """Raise QtoolError unless ``stored`` holds ``size`` bytes."""
     if stored.nbytes != size:
-        raise QtoolError(f"layout {name}: a stored tensor of {stored.nbytes} bytes was found where {size} belong")
+        raise QtoolError(
+            f"layout {name}: a stored tensor of {stored.nbytes} bytes was found where {size} belong"
+        )

@@ -1,4 +1,6 @@
-"""A 4-bit or 8-bit layout that is a permutation of digits; almost every layout is one object of this class."""
+"""A 4-bit or 8-bit layout that is a permutation of digits; almost every layout is one object of
+this class.
+"""
 
 from dataclasses import dataclass
 
@@ -28,8 +30,10 @@ class DigitLayout(Layout):
         nibble: the digit (size 2) that chooses the nibble of the byte; ``None`` for 8-bit codes.
         low: the value of the nibble digit that lies in the low nibble.
         dtype: stored dtype; the byte tensor's last dimension is viewed as it.
-        rows: the stored tensor has N rows, whatever the order (readers that declare it ``[N, K / 2]``).
-        group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps ``[N, G]``.
+        rows: the stored tensor has N rows, whatever the order (readers that declare it ``[N, K /
+            2]``).
+        group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps
+            ``[N, G]``.
         channel_order: order of a per-channel parameter over the n digits; ``None`` keeps ``[N]``.
     """
 
@@ -61,7 +65,9 @@ class DigitLayout(Layout):
         return digit_sizes(self.n, n) | digit_sizes(self.k, k)
 
     def address(self, n: Tensor, k: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``; n and k broadcast."""
+        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``; n and k
+        broadcast.
+        """
         sizes, digit = self.sizes(*shape), {}
         for text, index in ((self.n, n), (self.k, k)):
             for name, _ in reversed(parse_digits(text)):
@@ -91,7 +97,9 @@ class DigitLayout(Layout):
         plan = self._plan(n, k)
         elements = plan.move.invert(as_words(packed["qweight"], plan.moved), plan.sizes)
         if plan.pair:
-            merged = torch.empty(elements.nbytes // plan.word.itemsize, dtype=plan.word, device=elements.device)
+            merged = torch.empty(
+                elements.nbytes // plan.word.itemsize, dtype=plan.word, device=elements.device
+            )
             split_bytes(elements, *plan.split(merged))
             elements = merged
         if not self.nibble:
@@ -116,12 +124,18 @@ class DigitLayout(Layout):
     def pack_channel(self, param: Tensor) -> Tensor:
         if self.channel_order is None:
             return param
-        return Permutation(self.n, self.channel_order).apply(param, digit_sizes(self.n, param.shape[0])).flatten()
+        return (
+            Permutation(self.n, self.channel_order)
+            .apply(param, digit_sizes(self.n, param.shape[0]))
+            .flatten()
+        )
 
     def unpack_channel(self, stored: Tensor) -> Tensor:
         if self.channel_order is None:
             return stored
-        return Permutation(self.n, self.channel_order).invert(stored, digit_sizes(self.n, stored.numel()))
+        return Permutation(self.n, self.channel_order).invert(
+            stored, digit_sizes(self.n, stored.numel())
+        )
 
     def _plan(self, n: int, k: int) -> "_Plan":
         """How ``pack`` moves bytes: one by one, or in the runs that the order leaves together."""
@@ -149,8 +163,9 @@ class DigitLayout(Layout):
 class _Plan:
     """The byte permutation in its fewest, widest moves.
 
-    If the fastest digit of k is also the fastest of the address, its bytes move as one ``word``. If one more
-    digit, ``pair``, of size 2 comes after it, the words of the two are zipped into one of twice the size.
+    If the fastest digit of k is also the fastest of the address, its bytes move as one ``word``. If
+    one more digit, ``pair``, of size 2 comes after it, the words of the two are zipped into one of
+    twice the size.
     """
 
     move: Permutation
@@ -166,5 +181,7 @@ class _Plan:
 
     def split(self, elements: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the words whose ``pair`` digit is 0 and 1."""
-        first, second = elements.view([self.sizes[d] for d in self.source]).unbind(self.source.index(str(self.pair)))
+        first, second = elements.view([self.sizes[d] for d in self.source]).unbind(
+            self.source.index(str(self.pair))
+        )
         return first, second

@@ -51,7 +51,9 @@ class Permutation:
         """Inverse of :meth:`apply`, flat."""
         names = self._names
         view = stored.reshape([sizes[name] for name in names])
-        return view.permute([names.index(name) for name, _ in parse_digits(self.source)]).reshape(-1)
+        return view.permute([names.index(name) for name, _ in parse_digits(self.source)]).reshape(
+            -1
+        )
 
     @property
     def _names(self) -> list[str]:

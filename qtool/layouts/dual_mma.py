@@ -6,7 +6,8 @@ LiquidGEMM section 5.1. A tile of 64 rows x 64 columns is 2048 contiguous bytes;
 high nibbles register r of the second: byte b is row ``16 w + 8 h + q``, column
 ``32 step + 16 j + 4 c + b``.
 
-Level-2 parameters follow the threads: ``[N / 64, G, 64]``, the rows q and q + 8 of a thread adjacent.
+Level-2 parameters follow the threads: ``[N / 64, G, 64]``, the rows q and q + 8 of a thread
+adjacent.
 
 >>> byte, nibble = DUAL_MMA.address(torch.tensor(9), torch.tensor(38), (64, 64))
 >>> int(byte), int(nibble)  # row 9: w=0 h=1 q=1; column 38: step 1, j=0, c=1, b=2

@@ -1,16 +1,18 @@
 """marlin-24: a 2:4 sparse weight as its kept values and the positions they were kept at.
 
-Sparse-MARLIN (MARLIN section 4, figures 7 and 8) and its public checkpoint. Of every four consecutive
-inputs two are kept. The values are a matrix ``[N, K / 2]`` in MARLIN's manner, but for ``mma.sp``, whose sparse
-operand is on the left: ``qweight`` int32 ``[K / 32, 2 N]`` (``B_24``). The positions are one nibble a quad,
-``first + 4 * second``, a matrix ``[N, K / 4]``, four nibbles an int16, ordered so that one ldmatrix serves four
-``mma.sp``: ``metadata`` int16 ``[K / 32, 2 N]`` (``B_meta``). Each of the two matrices is a digit permutation.
+Sparse-MARLIN (MARLIN section 4, figures 7 and 8) and its public checkpoint. Of every four
+consecutive inputs two are kept. The values are a matrix ``[N, K / 2]`` in MARLIN's manner, but for
+``mma.sp``, whose sparse operand is on the left: ``qweight`` int32 ``[K / 32, 2 N]`` (``B_24``). The
+positions are one nibble a quad, ``first + 4 * second``, a matrix ``[N, K / 4]``, four nibbles an
+int16, ordered so that one ldmatrix serves four ``mma.sp``: ``metadata`` int16 ``[K / 32, 2 N]``
+(``B_meta``). Each of the two matrices is a digit permutation.
 
-A dropped input is a zero of the weight: code 8 where codes are unsigned (``w = (c - 8) * s``, what the checkpoint
-holds), 0 where they are two's complement. A quad with fewer than two non-zeros keeps the positions that CUTLASS
-would: none (2, 3), only 0 (0, 2), only 1 (1, 2), only 2 or 3 (2, 3).
+A dropped input is a zero of the weight: code 8 where codes are unsigned (``w = (c - 8) * s``, what
+the checkpoint holds), 0 where they are two's complement. A quad with fewer than two non-zeros keeps
+the positions that CUTLASS would: none (2, 3), only 0 (0, 2), only 1 (1, 2), only 2 or 3 (2, 3).
 
-Group scales are ``[G, N]``, in every eight 0, 4, 1, 5, 2, 6, 3, 7; per-channel scales (or one group) keep their order.
+Group scales are ``[G, N]``, in every eight 0, 4, 1, 5, 2, 6, 3, 7; per-channel scales (or one
+group) keep their order.
 
 >>> codes = torch.full((128, 128), 8, dtype=torch.uint8)
 >>> codes[0, :8] = torch.tensor([8, 1, 8, 2, 3, 8, 4, 8])  # keeps (1, 3) and (0, 2)
@@ -48,11 +50,26 @@ METADATA = DigitLayout(
     nibble="half",
     dtype=torch.int16,
 )
-#: which of a quad's inputs are not zero, as bits -> first kept position + 4 * second; 0 if they are too many
+#: which of a quad's inputs are not zero, as bits -> first kept position + 4 * second; 0 if they are
+#: too many
 POSITIONS = (
-    0b1110, 0b1000, 0b1001, 0b0100, 0b1110, 0b1000, 0b1001, 0,
-    0b1110, 0b1100, 0b1101, 0, 0b1110, 0, 0, 0,
-)  # fmt: skip
+    0b1110,
+    0b1000,
+    0b1001,
+    0b0100,
+    0b1110,
+    0b1000,
+    0b1001,
+    0,
+    0b1110,
+    0b1100,
+    0b1101,
+    0,
+    0b1110,
+    0,
+    0,
+    0,
+)
 
 
 class Marlin24Layout(Layout):
@@ -72,7 +89,10 @@ class Marlin24Layout(Layout):
         zero = 0 if codes.dtype == torch.int8 else 8
         blocks = (compress(block, zero) for block in codes.split(_block(codes)))
         values, positions = map(torch.cat, zip(*blocks, strict=True))
-        return {"qweight": VALUES.pack(values)["qweight"], "metadata": METADATA.pack(positions)["qweight"]}
+        return {
+            "qweight": VALUES.pack(values)["qweight"],
+            "metadata": METADATA.pack(positions)["qweight"],
+        }
 
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:
         self.require(n, k)
@@ -97,7 +117,9 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     Raises:
         QtoolError: if a quad has more than two non-zeros.
     """
-    quads = (as_words(codes, torch.int32) & 0x0F0F0F0F) ^ zero * 0x01010101  # [N, K/4], a zero is now 0
+    quads = (
+        as_words(codes, torch.int32) & 0x0F0F0F0F
+    ) ^ zero * 0x01010101  # [N, K/4], a zero is now 0
     nonzero = ((quads + 0x0F0F0F0F) >> 4) & 0x01010101
     which = ((nonzero * 0x01020408) >> 24) & 0xF  # the four bytes gathered into four bits
     table = torch.tensor(POSITIONS, dtype=torch.uint8, device=codes.device)
@@ -119,8 +141,12 @@ def expand(values: Tensor, positions: Tensor, codes: Tensor, *, zero: int) -> No
     """
     first, second = _shifts(positions)
     if not positions.is_meta and bool((first >= second).any()):
-        raise QtoolError("layout marlin-24: the metadata names a position twice or out of order; the file is damaged")
-    pairs = values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)  # [N, K/4], a zero is now 0
+        raise QtoolError(
+            "layout marlin-24: the metadata names a position twice or out of order; the file is damaged"
+        )
+    pairs = (
+        values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)
+    )  # [N, K/4], a zero is now 0
     quads = (pairs & 0xFF).bitwise_left_shift_(first)
     quads.bitwise_or_(pairs.bitwise_right_shift_(8).bitwise_left_shift_(second))
     torch.bitwise_xor(quads, zero * 0x01010101, out=codes.view(torch.int32))
@@ -133,7 +159,9 @@ def _shifts(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block(codes: Tensor) -> int:
-    """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small on a GPU."""
+    """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small
+    on a GPU.
+    """
     return max(1, 2 ** (20 if codes.device.type == "cpu" else 24) // codes.shape[1])
 
 

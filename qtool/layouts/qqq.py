@@ -1,13 +1,15 @@
 """qqq: MARLIN's order turned to int8 mma.m16n8k16, for W4A8 checkpoints of the QQQ project.
 
-No paper of this toolkit; the order is that of QQQ's public checkpoint (``B`` int32 ``[K / 16, 2 N]``), read
-by an export. As :mod:`qtool.layouts.marlin`, but lane ``4 c + q`` takes four consecutive inputs ``4 q .. 4 q + 3`` of
-outputs c and c + 8 (digit b): e = 4 b + k % 4. Two variants place e in the word:
+No paper of this toolkit; the order is that of QQQ's public checkpoint (``B`` int32 ``[K / 16, 2
+N]``), read by an export. As :mod:`qtool.layouts.marlin`, but lane ``4 c + q`` takes four
+consecutive inputs ``4 q .. 4 q + 3`` of outputs c and c + 8 (digit b): e = 4 b + k % 4. Two
+variants place e in the word:
 
-- ``qqq-g128`` (per group, codes 0..15, ``w8 = rne((c - 8) * s_group)``): nibble [0, 4, 1, 5, 2, 6, 3, 7][e],
-  MARLIN's, since the codes become fp16 first;
-- ``qqq`` (per channel, two's complement codes): nibble [1, 3, 5, 7, 0, 2, 4, 6][e], so that ``w & 0xF0F0F0F0`` is the
-  register of output c, ``(w << 4) & 0xF0F0F0F0`` that of output c + 8, as bytes worth 16 times the code.
+- ``qqq-g128`` (per group, codes 0..15, ``w8 = rne((c - 8) * s_group)``): nibble [0, 4, 1, 5, 2, 6,
+  3, 7][e], MARLIN's, since the codes become fp16 first;
+- ``qqq`` (per channel, two's complement codes): nibble [1, 3, 5, 7, 0, 2, 4, 6][e], so that ``w &
+  0xF0F0F0F0`` is the register of output c, ``(w << 4) & 0xF0F0F0F0`` that of output c + 8, as bytes
+  worth 16 times the code.
 
 Scales are permuted as MARLIN's: ``s_group`` by blocks of 64, ``s_channel`` by blocks of 32.
 

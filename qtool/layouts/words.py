@@ -1,4 +1,6 @@
-"""Runs of codes moved and merged as whole machine words: what makes packing a handful of passes over memory."""
+"""Runs of codes moved and merged as whole machine words: what makes packing a handful of passes
+over memory.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +10,9 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_words(tensor: Tensor, word: torch.dtype) -> Tensor:
-    """The bytes of ``tensor``, in order, as integers ``word``; copies only what is strided or misaligned."""
+    """The bytes of ``tensor``, in order, as integers ``word``; copies only what is strided or
+    misaligned.
+    """
     plain = tensor.contiguous()
     if plain.storage_offset() * plain.itemsize % word.itemsize:
         plain = plain.clone()

@@ -11,7 +11,20 @@ from qtool.models.opt import OPT
 from qtool.models.parts import Attention, Fold, Heads, LinearGroup, OncePerHead
 from qtool.models.phi3 import PHI3
 
-FAMILIES = (LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+FAMILIES = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    OPT,
+    FALCON,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 #: families whose shapes are known, so that a run can be planned that nobody can make yet
 PLANNED = (DEEPSEEK,)
 
@@ -23,14 +36,16 @@ NEEDED = {
         "experts that are stored transposed, a router that scales their inputs, and blocks without positions",
     ),
     **dict.fromkeys(
-        ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl"), "the vision tower; the text model alone is what is supported"
+        ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl"),
+        "the vision tower; the text model alone is what is supported",
     ),
     "gpt_oss": "experts with biases, their gate and up rows interleaved, and attention sinks",
 }
 
 
 def family_of(model_type: str, *, planning: bool = False) -> Family:
-    """The family that covers ``model_type`` (config.json), one that can only be planned where that is all.
+    """The family that covers ``model_type`` (config.json), one that can only be planned where that
+    is all.
 
     Raises:
         QtoolError: naming the supported types.
@@ -40,7 +55,18 @@ def family_of(model_type: str, *, planning: bool = False) -> Family:
             return family
     supported = ", ".join(t for family in FAMILIES for t in family.model_types)
     need = NEEDED.get(model_type, "one declarative file in qtool/models, see CONTRIBUTING.md")
-    raise QtoolError(f"unsupported architecture {model_type!r}; supported: {supported} (it would need {need})")
+    raise QtoolError(
+        f"unsupported architecture {model_type!r}; supported: {supported} (it would need {need})"
+    )
 
 
-__all__ = ["FAMILIES", "Attention", "Family", "Fold", "Heads", "LinearGroup", "OncePerHead", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "Attention",
+    "Family",
+    "Fold",
+    "Heads",
+    "LinearGroup",
+    "OncePerHead",
+    "family_of",
+]

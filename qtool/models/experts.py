@@ -1,7 +1,7 @@
 """Experts apart: each a gated MLP of three linears that have the names checkpoints give them.
 
-transformers stacks the experts of a block into two 3-D parameters. Here they are linears again, which
-can be observed, rounded and replaced one by one, and whose tensors load as they lie on disk.
+transformers stacks the experts of a block into two 3-D parameters. Here they are linears again,
+which can be observed, rounded and replaced one by one, and whose tensors load as they lie on disk.
 """
 
 from typing import Any
@@ -26,7 +26,9 @@ class Expert(nn.Module):
             self.add_module(name, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = (getattr(self, name) for name in (self.names.gate, self.names.up, self.names.down))
+        gate, up, down = (
+            getattr(self, name) for name in (self.names.gate, self.names.up, self.names.down)
+        )
         product: Tensor = down(self.act(gate(x)) * up(x))
         return product
 
@@ -35,8 +37,13 @@ class SeparateExperts(nn.ModuleList):
     """Stands in for transformers' stacked experts, made of their weights (views)."""
 
     def __init__(self, stacked: Any, names: Experts) -> None:
-        gate_up, down = stacked.gate_up_proj.detach(), stacked.down_proj.detach()  # [E, 2I, H], [E, H, I]
-        super().__init__(Expert(names, stacked.act_fn, *parts) for parts in zip(gate_up, down, strict=True))
+        gate_up, down = (
+            stacked.gate_up_proj.detach(),
+            stacked.down_proj.detach(),
+        )  # [E, 2I, H], [E, H, I]
+        super().__init__(
+            Expert(names, stacked.act_fn, *parts) for parts in zip(gate_up, down, strict=True)
+        )
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Sum over the chosen experts, ``[T, H]``: ``hidden [T, H]``, the other two ``[T, k]``."""
@@ -49,7 +56,9 @@ class SeparateExperts(nn.ModuleList):
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Replace the stacked experts of a transformers ``model``, in place; names become the checkpoint's."""
+    """Replace the stacked experts of a transformers ``model``, in place; names become the
+    checkpoint's.
+    """
     family = family_of(model.config.get_text_config(decoder=True).model_type)  # type: ignore[union-attr, operator]
     if (names := family.experts) is None:
         return
@@ -57,7 +66,9 @@ def separate_experts(model: nn.Module) -> None:
         moe = getattr(block, names.attribute)
         if hasattr(moe, "experts") and not isinstance(moe.experts, SeparateExperts):
             moe.experts = SeparateExperts(moe.experts, names)
-            if names.moe != names.attribute:  # forward finds it under its old name, the checkpoint under its own
+            if (
+                names.moe != names.attribute
+            ):  # forward finds it under its old name, the checkpoint under its own
                 delattr(block, names.attribute)
                 block.add_module(names.moe, moe)
                 block.__dict__[names.attribute] = moe

@@ -1,8 +1,10 @@
-"""Falcon: LayerNorm, attention and MLP side by side, q, k and v in one linear, an MLP of two linears with GELU between.
+"""Falcon: LayerNorm, attention and MLP side by side, q, k and v in one linear, an MLP of two
+linears with GELU between.
 
-The 7B has one norm for both sides and one kv head; the new decoder architecture (40B, 180B) has a norm for each side
-and groups of query heads with a kv head, whose key and value go to the KV cache once for each of them; the RW models
-are sequential. In all of them the fused rows go by kv head: its query heads, its key, its value.
+The 7B has one norm for both sides and one kv head; the new decoder architecture (40B, 180B) has a
+norm for each side and groups of query heads with a kv head, whose key and value go to the KV cache
+once for each of them; the RW models are sequential. In all of them the fused rows go by kv head:
+its query heads, its key, its value.
 """
 
 from dataclasses import replace
@@ -50,7 +52,9 @@ FALCON = Family(
     embedding="transformer.word_embeddings",
     blocks="transformer.h",
     final_norm="transformer.ln_f",
-    sizes={"inter": lambda config: getattr(config, "ffn_hidden_size", None) or 4 * config.hidden_size},
+    sizes={
+        "inter": lambda config: getattr(config, "ffn_hidden_size", None) or 4 * config.hidden_size
+    },
     defaults={"tie_word_embeddings": True, "multi_query": True, "parallel_attn": True},
     choose=_choose,
     returns_tuple=True,
@@ -59,7 +63,11 @@ FALCON = Family(
 ONE_NORM = replace(FALCON, choose=None)
 TWO_NORMS = replace(
     ONE_NORM,
-    groups=(LinearGroup((QKV,), "ln_attn", Fold.NORM), LinearGroup((WIDE,), "ln_mlp", Fold.NORM), *WRITERS),
+    groups=(
+        LinearGroup((QKV,), "ln_attn", Fold.NORM),
+        LinearGroup((WIDE,), "ln_mlp", Fold.NORM),
+        *WRITERS,
+    ),
     tensors={**_norms("ln_attn", "ln_mlp"), **LINEARS},
 )
 SEQUENTIAL = replace(

@@ -1,10 +1,11 @@
 """What a model family is: a declaration of where its linears are and what may be folded into what.
 
 Nothing here runs a model or knows of quantization. A family is data; the transforms and the
-pipeline read it. Names are module paths: absolute for the parts of the model, relative to the
-block for the parts of a block. A name may also be a part of a fused linear (``fused``): some of its rows.
+pipeline read it. Names are module paths: absolute for the parts of the model, relative to the block
+for the parts of a block. A name may also be a part of a fused linear (``fused``): some of its rows.
 
-Shapes are written in words, ``"q hidden"``; a word is a size (:meth:`Family.dimensions`), a sum of them or a number.
+Shapes are written in words, ``"q hidden"``; a word is a size (:meth:`Family.dimensions`), a sum of
+them or a number.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,13 @@ from qtool.models.parts import Attention, Experts, Heads, LinearGroup, of_expert
 
 #: sizes in config.json that every family reads, and those that may be absent
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-OPTIONAL = ("intermediate_size", "head_dim", "num_key_value_heads", "num_kv_heads", "max_position_embeddings")
+OPTIONAL = (
+    "intermediate_size",
+    "head_dim",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +39,24 @@ class Family:
         attention: the attention of a block.
         tensors: every weight of a block and its shape in words.
         biased: linears that always have a bias. biased_if: those that do when a config key is true.
-        fused: linears that are several in one: their parts in order, each with its number of rows in words.
+        fused: linears that are several in one: their parts in order, each with its number of rows
+            in words.
         fused_by_head: their rows go by kv head, with each part's share of it (Falcon).
         readers: modules in 16 bit that read a norm too (routers), by norm.
-        post_norms: norms of what is written to the residual stream. norm_offset: norms multiply by this plus weight.
+        post_norms: norms of what is written to the residual stream. norm_offset: norms multiply by
+            this plus weight.
         layer_norm: norms subtract the mean over channels and have biases.
-        experts: where experts are; groups and tensors with ``*`` in their names are repeated for each.
+        experts: where experts are; groups and tensors with ``*`` in their names are repeated for
+            each.
         positions: the table of learned positions, which the residual stream begins with too.
-        sizes: sizes that config.json has under other keys than Llama's. defaults: of keys it may leave out.
+        sizes: sizes that config.json has under other keys than Llama's. defaults: of keys it may
+            leave out.
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns_tuple: a block returns its output in a tuple.
         unsupported: what quantizing it would need, where it can only be planned.
-        always_tied: serving stacks know no head apart from the embedding, whatever config.json says.
+        always_tied: serving stacks know no head apart from the embedding, whatever config.json
+            says.
     """
 
     name: str
@@ -75,7 +87,9 @@ class Family:
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
-        """The family as block ``block`` of a model of ``config`` looks; the same object for blocks alike."""
+        """The family as block ``block`` of a model of ``config`` looks; the same object for blocks
+        alike.
+        """
         family = self.choose(config, block) if self.choose else self
         return family.of_experts(family.sizes["experts"](config)) if family.experts else family
 
@@ -84,14 +98,22 @@ class Family:
         """The family with the groups and tensors of every expert."""
         groups: list[LinearGroup] = []
         for group in self.groups:
-            each = [group.of_expert(e) for e in range(count)] if "*" in group.linears[0] else [group]
+            each = (
+                [group.of_expert(e) for e in range(count)] if "*" in group.linears[0] else [group]
+            )
             groups.extend(each)
-        tensors = {of_expert(n, e): s for n, s in self.tensors.items() for e in range(count if "*" in n else 1)}
+        tensors = {
+            of_expert(n, e): s
+            for n, s in self.tensors.items()
+            for e in range(count if "*" in n else 1)
+        }
         return replace(self, groups=tuple(groups), tensors=tensors, experts=None)
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The embedding and, where there are any, the learned positions: what the residual stream begins with."""
+        """The embedding and, where there are any, the learned positions: what the residual stream
+        begins with.
+        """
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
@@ -107,14 +129,22 @@ class Family:
         for key in (*REQUIRED, *OPTIONAL):
             value = getattr(settings, key, None)
             if (key in REQUIRED or value is not None) and not _positive(value):
-                raise QtoolError(f"config.json: {key} is {value!r}; a positive whole number is expected")
+                raise QtoolError(
+                    f"config.json: {key} is {value!r}; a positive whole number is expected"
+                )
         try:
             dims = self.dimensions(settings)
         except (AttributeError, TypeError, ValueError) as error:
-            raise QtoolError(f"config.json does not hold the sizes of {self.name}: {error}") from error
-        for word in {word for shape in self.tensors.values() for word in shape.replace("+", " ").split()} & dims.keys():
+            raise QtoolError(
+                f"config.json does not hold the sizes of {self.name}: {error}"
+            ) from error
+        for word in {
+            word for shape in self.tensors.values() for word in shape.replace("+", " ").split()
+        } & dims.keys():
             if not _positive(dims[word]):
-                raise QtoolError(f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} there")
+                raise QtoolError(
+                    f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} there"
+                )
 
     def linears(self) -> Iterator[str]:
         """Names within a block of every linear that may be quantized."""
@@ -126,7 +156,9 @@ class Family:
         return next(group for group in self.groups if linear in group.linears)
 
     def folds(self) -> Iterator[LinearGroup]:
-        """The groups, those behind one norm together with everything else that reads it: what a factor folds into."""
+        """The groups, those behind one norm together with everything else that reads it: what a
+        factor folds into.
+        """
         merged: dict[str, LinearGroup] = {}
         for group in self.groups:
             key = group.source if group.reads_residual else group.linears[0]
@@ -144,7 +176,9 @@ class Family:
         if name not in parts:
             return slice(None)
         turns = Heads.of(config).kv if self.fused_by_head else 1
-        sizes = {part: _size(words, dims) // turns for part, words in parts.items()}  # rows of each in a turn
+        sizes = {
+            part: _size(words, dims) // turns for part, words in parts.items()
+        }  # rows of each in a turn
         names = list(parts)
         start = sum(sizes[part] for part in names[: names.index(name)])
         if turns == 1:
@@ -155,19 +189,27 @@ class Family:
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a block, by its name within the block, from config.json alone."""
         dims = self.dimensions(config)
-        known = {words: _shape(words, dims) for words in set(self.tensors.values())}  # few, also of many experts
+        known = {
+            words: _shape(words, dims) for words in set(self.tensors.values())
+        }  # few, also of many experts
         shapes = {name: known[words] for name, words in self.tensors.items()}
         biased = set(self.biased)
         for key, linears in self.biased_if.items():
             biased.update(linears if getattr(config, key, False) else ())
-        return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in self.linears() if name in biased}
+        return shapes | {
+            f"{name}.bias": shapes[f"{name}.weight"][:1]
+            for name in self.linears()
+            if name in biased
+        }
 
     def shape(self, tensor: str, config: Any) -> tuple[int, ...]:
         """Shape of one tensor of a block."""
         return _shape(self.tensors[tensor], self.dimensions(config))
 
     def dimensions(self, config: Any) -> dict[str, int]:
-        """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the family's own."""
+        """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the
+        family's own.
+        """
         heads = Heads.of(config)
         return {
             "hidden": config.hidden_size,

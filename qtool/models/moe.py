@@ -1,7 +1,8 @@
 """Mixtral, Qwen2-MoE and Qwen3-MoE: Llama's attention, a router and a gated MLP for each expert.
 
-Router and shared-expert gate read the same norm as the experts and stay in 16 bit. Qwen2-MoE has one more
-expert that sees every token. Some blocks of a Qwen MoE may be dense: config.json names them.
+Router and shared-expert gate read the same norm as the experts and stay in 16 bit. Qwen2-MoE has
+one more expert that sees every token. Some blocks of a Qwen MoE may be dense: config.json names
+them.
 """
 
 from dataclasses import replace
@@ -11,7 +12,9 @@ from qtool.models.llama import LLAMA, QWEN3, K, Q, V
 from qtool.models.parts import Experts, Fold, LinearGroup
 
 MLP_NORM = "post_attention_layernorm"
-ATTENTION_TENSORS = {name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")}
+ATTENTION_TENSORS = {
+    name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")
+}
 
 
 def gated_mlp(gate: str, up: str, down: str) -> tuple[LinearGroup, LinearGroup]:

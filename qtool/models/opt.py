@@ -1,4 +1,5 @@
-"""OPT: LayerNorm with biases, learned positions, biases on every linear, an MLP of two linears with ReLU between.
+"""OPT: LayerNorm with biases, learned positions, biases on every linear, an MLP of two linears with
+ReLU between.
 
 A positive factor passes through a ReLU, so fc2's input may be scaled in fc1's rows.
 """
@@ -16,7 +17,9 @@ ATTENTION_NORM, MLP_NORM = "self_attn_layer_norm", "final_layer_norm"
 
 
 def _choose(config: Any, block: int) -> Family:
-    """Refuse what is not built like the others; with another activation than ReLU no factor passes it."""
+    """Refuse what is not built like the others; with another activation than ReLU no factor passes
+    it.
+    """
     if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
         raise QtoolError(
             f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size {config.hidden_size} projects "
@@ -24,7 +27,9 @@ def _choose(config: Any, block: int) -> Family:
         )
     for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if not getattr(config, key, True):
-            raise QtoolError(f"OPT with {key} false is not supported: its norms come after what they would fold into")
+            raise QtoolError(
+                f"OPT with {key} false is not supported: its norms come after what they would fold into"
+            )
     return OPT_RELU if getattr(config, "activation_function", "relu") == "relu" else OPT_OTHER
 
 
@@ -56,10 +61,16 @@ OPT = Family(
     positions="model.decoder.embed_positions",
     blocks="model.decoder.layers",
     final_norm="model.decoder.final_layer_norm",
-    sizes={"inter": lambda config: config.ffn_dim, "positions": lambda config: config.max_position_embeddings + 2},
+    sizes={
+        "inter": lambda config: config.ffn_dim,
+        "positions": lambda config: config.max_position_embeddings + 2,
+    },
     defaults={"tie_word_embeddings": True, "enable_bias": True},
     choose=_choose,
 )
 
 OPT_RELU = replace(OPT, choose=None)
-OPT_OTHER = replace(OPT_RELU, groups=(*OPT.groups[:3], LinearGroup((FC2,), FC1, Fold.ACTIVATION, writes_residual=True)))
+OPT_OTHER = replace(
+    OPT_RELU,
+    groups=(*OPT.groups[:3], LinearGroup((FC2,), FC1, Fold.ACTIVATION, writes_residual=True)),
+)

@@ -1,6 +1,8 @@
-"""What a family is declared of: groups of linears that read one input, the attention, the experts, the heads.
+"""What a family is declared of: groups of linears that read one input, the attention, the experts,
+the heads.
 
-Names are module paths within the block. A name may also be a part of a fused linear: some of its rows.
+Names are module paths within the block. A name may also be a part of a fused linear: some of its
+rows.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +14,8 @@ class Fold(Enum):
     """How a per-channel factor on a group's input may be folded into what produces it."""
 
     NORM = "norm"  # the input is a norm's output: fold into its weight (and bias)
-    HEADS = "heads"  # the input is attention's output: fold into v's rows, shared by the query heads of a kv head
+    # the input is attention's output: fold into v's rows, shared by the query heads of a kv head
+    HEADS = "heads"
     PRODUCT = "product"  # the input is act(gate) * up, or relu(up): fold into up's rows
     ACTIVATION = "activation"  # the input is act(up): up's rows take an order, but no factor
     NONE = "none"  # nothing may be folded
@@ -27,7 +30,8 @@ class LinearGroup:
         source: the module that makes their input: a norm, or the linear whose rows it follows.
         fold: how a factor on the input folds into ``source``.
         writes_residual: the outputs are added to the residual stream (o_proj, down_proj).
-        gate: the linear whose rows are in the order of ``source``'s, because the two are multiplied.
+        gate: the linear whose rows are in the order of ``source``'s, because the two are
+            multiplied.
         routed: a router decides which tokens they see (an expert's).
     """
 
@@ -47,7 +51,9 @@ class LinearGroup:
         """The group with expert ``number`` in place of ``*``."""
         linears = tuple(of_expert(name, number) for name in self.linears)
         gate = self.gate and of_expert(self.gate, number)
-        return replace(self, linears=linears, source=of_expert(self.source, number), gate=gate, routed=True)
+        return replace(
+            self, linears=linears, source=of_expert(self.source, number), gate=gate, routed=True
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Attention:
     """The attention linears of a block and, where the family has them, the norms on q and k.
 
     Args:
-        rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong together.
+        rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong
+            together.
         cache: the block's and the attention's argument for the KV cache.
     """
 
@@ -71,7 +78,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture: their names have ``*`` for the number, ``gate``, ``up`` and ``down`` within an expert.
+    """The experts of a mixture: their names have ``*`` for the number, ``gate``, ``up`` and
+    ``down`` within an expert.
 
     Args:
         moe: the module that holds router and experts, as checkpoints call it.
@@ -97,8 +105,14 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read it from a transformers config (or anything with the same attributes)."""
         query = config.num_attention_heads
-        kv = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
-        if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv = (
+            getattr(config, "num_key_value_heads", None)
+            or getattr(config, "num_kv_heads", None)
+            or query
+        )
+        if getattr(config, "multi_query", False) and not getattr(
+            config, "new_decoder_architecture", False
+        ):
             kv = 1  # Falcon 7B, whose num_kv_heads says otherwise
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return cls(query, kv, dim)
@@ -106,7 +120,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class OncePerHead:
-    """A KV cache behind attention that may repeat each of ``heads`` kv heads for its query heads (Falcon's newer one).
+    """A KV cache behind attention that may repeat each of ``heads`` kv heads for its query heads
+    (Falcon's newer one).
 
     ``cache`` takes and gives each once.
     """
@@ -115,7 +130,9 @@ class OncePerHead:
     heads: int
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What ``cache`` makes of ``keys`` and ``values [B, heads * repeats, T, D]``, repeated as they were."""
+        """What ``cache`` makes of ``keys`` and ``values [B, heads * repeats, T, D]``, repeated as
+        they were.
+        """
         repeats = keys.shape[1] // self.heads
         if repeats == 1:
             found: tuple[Any, Any] = self.cache.update(keys, values, *args, **kwargs)

@@ -31,7 +31,9 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of six; rounds once, at the end."""
+    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of six; rounds once,
+    at the end.
+    """
     for norm in model.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
             norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
@@ -43,7 +45,9 @@ def _rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it); some may be on ``meta``."""
+    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it); some may
+    be on ``meta``.
+    """
     module.load_state_dict(weights, strict=True, assign=True)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
@@ -62,7 +66,11 @@ class _Recorder(nn.Module):
         self.kwargs: dict[str, Any] = {}
         # transformers reads per-layer facts (attention_type, ...) off the block itself
         for name, value in vars(block).items():
-            if not name.startswith("_") and isinstance(value, (str, int, bool)) and name != "training":
+            if (
+                not name.startswith("_")
+                and isinstance(value, (str, int, bool))
+                and name != "training"
+            ):
                 setattr(self, name, value)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
@@ -71,7 +79,9 @@ class _Recorder(nn.Module):
 
 
 #: block arguments that belong to generation, not to a calibration forward
-CACHE_ARGUMENTS = frozenset({"past_key_values", "layer_past", "past_key_value", "use_cache", "cache_position"})
+CACHE_ARGUMENTS = frozenset(
+    {"past_key_values", "layer_past", "past_key_value", "use_cache", "cache_position"}
+)
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool import ranks, recipes
-from qtool.checkpoint.source import DEMO, Checkpoint, read_config, resolve
+from qtool import recipes
+from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 from qtool.eval.results import Results
+from qtool.io.source import DEMO, Checkpoint, read_config, resolve
 from qtool.pipeline.job import Job
-from qtool.pipeline.plan import Plan
-from qtool.pipeline.plan import plan as make_plan
+from qtool.pipeline.planning.plan import Plan
+from qtool.pipeline.planning.plan import plan as make_plan
 from qtool.recipes import Recipe
 from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, KV_QUANTIZERS
@@ -22,8 +23,8 @@ from qtool.schemes.kv import KV4, KV_QUANTIZERS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qtool.pipeline.bench import Measured
-    from qtool.pipeline.export import Exported
+    from qtool.bench.quantize import Measured
+    from qtool.exchange.export import Exported
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Wishes:
         """The recipe of ``scheme`` with these wishes applied.
 
         Raises:
-            QtoolError: an unknown scheme, variant, GPU or KV quantizer, or a group size that is no number.
+            QtoolError: an unknown scheme, variant, GPU or KV quantizer, or a group size that is no
+                number.
         """
         reason = ""
         if self.target is not None:
@@ -54,7 +56,9 @@ class Wishes:
                 raise QtoolError(
                     f"--group-size {self.group_size!r}: a number of input channels or 'channel' is expected"
                 )
-            chosen = chosen.with_group_size(None if self.group_size == "channel" else int(self.group_size))
+            chosen = chosen.with_group_size(
+                None if self.group_size == "channel" else int(self.group_size)
+            )
         if self.layout is not None:
             chosen = chosen.with_layout(self.layout)
         if self.max_8bit_blocks is not None:
@@ -70,7 +74,8 @@ class Wishes:
 
 
 def granularity(scheme: str, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe section 5.3).
+    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe
+    section 5.3).
 
     Raises:
         QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
@@ -81,7 +86,9 @@ def granularity(scheme: str, target: str) -> tuple[str, str]:
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
         choice = hardware.choose_qoq(hardware.gpu(target))
         return choice.choice, choice.reason
-    raise QtoolError(f"--target chooses between granularities of w4a4 and w4a8-qoq; {scheme} has one for every GPU")
+    raise QtoolError(
+        f"--target chooses between granularities of w4a4 and w4a8-qoq; {scheme} has one for every GPU"
+    )
 
 
 def plan(
@@ -93,11 +100,17 @@ def plan(
     device_memory: float | None = None,
     **wishes: Any,
 ) -> Plan:
-    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json; ``device_memory`` in GB."""
+    """The plan for MODEL: a directory, a hub id, ``demo``, or the path of a config.json;
+    ``device_memory`` in GB.
+    """
     path = Path(model)
-    config = read_config(path.parent if path.name == "config.json" else resolve(model, weights=False))
+    config = read_config(
+        path.parent if path.name == "config.json" else resolve(model, weights=False)
+    )
     job = Job.of(config, Wishes(**wishes).of(scheme), planning=True)
-    return make_plan(job, samples, seqlen, *([] if device_memory is None else [device_memory * 1e9]))
+    return make_plan(
+        job, samples, seqlen, *([] if device_memory is None else [device_memory * 1e9])
+    )
 
 
 def quantize(
@@ -119,8 +132,9 @@ def quantize(
 ) -> Path:
     """Quantize MODEL; returns the output directory.
 
-    With ``export_format`` what that format cannot express is refused before any work; the export itself is
-    :func:`export_beside`. A MODEL that is quantized already is imported as it is, if nothing else is asked for.
+    With ``export_format`` what that format cannot express is refused before any work; the export
+    itself is :func:`export_beside`. A MODEL that is quantized already is imported as it is, if
+    nothing else is asked for.
     """
     from qtool.pipeline.quantize import quantize as run
 
@@ -134,30 +148,46 @@ def quantize(
     for note in job.recipe.left_out if ranks.rank() == 0 else ():
         print(note, file=sys.stderr)
     if export_format is not None:
-        from qtool.checkpoint import targets
-        from qtool.pipeline.exportable import exported_formats
+        from qtool.exchange import targets
+        from qtool.exchange.exportable import exported_formats
 
         untied = {"tie_word_embeddings": False} if job.unties else {}
         exported_formats(targets.get(export_format), job.format, source.config | untied)
     text = calib or ("demo" if directory == DEMO else "wikitext2")
     calibration = None
     if job.needs_data:
-        from qtool.pipeline.calibration_text import calibration as cut
+        from qtool.pipeline.calibration_windows import calibration as cut
 
-        calibration = cut(source, job, text, data_dir=data_dir, samples=samples, seqlen=seqlen, seed=seed,
-                          device=device)  # fmt: skip
+        calibration = cut(
+            source,
+            job,
+            text,
+            data_dir=data_dir,
+            samples=samples,
+            seqlen=seqlen,
+            seed=seed,
+            device=device,
+        )
         activations = _place(job, calibration.tokens, device, activations)
-    return run(source, chosen, out, calibration=calibration, device=device, resume=resume, progress=progress,
-               activations=activations)  # fmt: skip
+    return run(
+        source,
+        chosen,
+        out,
+        calibration=calibration,
+        device=device,
+        resume=resume,
+        progress=progress,
+        activations=activations,
+    )
 
 
 def _place(job: Job, batches: Sequence["Tensor"], device: str, asked: str) -> str:
     """Where this rank's activations will be kept; said on stderr."""
     import torch
 
-    from qtool.pipeline.activations import described, place_for
+    from qtool.pipeline.streaming.activations import described, place_for
 
-    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.share(batches))
+    where, tokens = torch.device(device), sum(ids.numel() for ids in ranks.local_items(batches))
     place = place_for(job, tokens, where) if asked == "auto" else asked
     if ranks.rank() == 0:
         print(described(job, tokens, where, place), file=sys.stderr)
@@ -165,21 +195,27 @@ def _place(job: Job, batches: Sequence["Tensor"], device: str, asked: str) -> st
 
 
 def export_beside(native: Path, export_format: str) -> "Exported":
-    """Export the checkpoint ``native`` to ``NATIVE-FORMAT`` beside it; the native one stays, for eval and verify."""
-    from qtool.pipeline.export import export
+    """Export the checkpoint ``native`` to ``NATIVE-FORMAT`` beside it; the native one stays, for
+    eval and verify.
+    """
+    from qtool.exchange.export import export
 
     return export(native, export_format, native.with_name(f"{native.name}-{export_format}"))
 
 
 def repack(model: str, out: Path, layout: str | None = None) -> Path:
-    """Import the quantized MODEL (a directory or a hub id) in ``layout``; returns the output directory."""
-    from qtool.pipeline.repack import repack as run
+    """Import the quantized MODEL (a directory or a hub id) in ``layout``; returns the output
+    directory.
+    """
+    from qtool.exchange.repack import repack as run
 
     return run(Checkpoint(resolve(model)), out, layout)
 
 
 def _says_nothing_new(recipe: Recipe, calib: str | None, wishes: Mapping[str, Any]) -> bool:
-    """Whether ``--scheme w4a16`` stands alone (but for a layout): a quantized model can be that without rounding."""
+    """Whether ``--scheme w4a16`` stands alone (but for a layout): a quantized model can be that
+    without rounding.
+    """
     asked = {key for key, value in wishes.items() if value is not None} - {"layout"}
     return recipe.scheme == "w4a16" and calib is None and not asked
 
@@ -208,40 +244,52 @@ def evaluate(
 
     Args:
         save: keep both in MODEL's eval.json and use again what is there.
-        kv: KV-cache quantizer of MODEL while it is evaluated, by default its own; the baseline keeps its own.
-        as_export: evaluate MODEL as transformers runs its export in this format (:mod:`qtool.pipeline.as_export`).
+        kv: KV-cache quantizer of MODEL while it is evaluated, by default its own; the baseline
+            keeps its own.
+        as_export: evaluate MODEL as transformers runs its export in this format
+            (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
 
     Raises:
-        QtoolError: an unknown KV quantizer or format, or one that MODEL cannot have; a format with ``kv`` or ``save``.
+        QtoolError: an unknown KV quantizer or format, or one that MODEL cannot have; a format with
+            ``kv`` or ``save``.
     """
     import torch
 
     from qtool.eval import saved
     from qtool.eval.evaluate import ask
-    from qtool.pipeline.as_export import load_as_export, require_runs
+    from qtool.exchange.as_export import load_as_export, require_runs
     from qtool.runtime.load import load, load_tokenizer
 
     store = resolve(model)
     if save and store == DEMO:
-        raise QtoolError("--save keeps results in the model's directory, and the demo's belongs to the package")
+        raise QtoolError(
+            "--save keeps results in the model's directory, and the demo's belongs to the package"
+        )
     if kv is not None:
         _require_kv(kv)
     if as_export is not None:
         require_runs(as_export)
         if kv is not None or save:
             other = "--save" if save else f"--kv {kv}"
-            raise QtoolError(f"--as-export {as_export} goes without {other}: it is not what the native model computes")
+            raise QtoolError(
+                f"--as-export {as_export} goes without {other}: it is not what the native model computes"
+            )
 
     def run(name: str, kv: str | None = None, as_export: str | None = None) -> Results:
         directory = resolve(name)
         asked = ask(tasks, load_tokenizer(directory), **options)
-        where: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
+        where: dict[str, Any] = {
+            "device": device,
+            "dtype": getattr(torch, dtype) if dtype else None,
+        }
         made = partial(load, directory, kv=kv, **where)
         if as_export is not None:
             made = partial(load_as_export, directory, as_export, **where)
         if save:
-            return saved.answers(asked, saved.identity(directory), made, store, saved.environment(device, kv, dtype))
+            return saved.answers(
+                asked, saved.identity(directory), made, store, saved.environment(device, kv, dtype)
+            )
         loaded = made()
         return Results([result for one in asked for result in one.answer(loaded)])
 
@@ -263,12 +311,14 @@ def bench_quantize(
     keep: bool,
     **options: Any,
 ) -> "Measured":
-    """One measured run of MODEL, or of a random checkpoint if MODEL names a shape; files go to ``work``.
+    """One measured run of MODEL, or of a random checkpoint if MODEL names a shape; files go to
+    ``work``.
 
     Raises:
         QtoolError: neither a model nor a shape.
     """
-    from qtool.pipeline import bench, random_checkpoint
+    from qtool.bench import quantize as bench
+    from qtool.bench import random_checkpoint
 
     work.mkdir(parents=True, exist_ok=True)
     if model in random_checkpoint.SHAPES:
@@ -292,14 +342,17 @@ def bench_gemm(models: list[str], tokens: list[str], schemes: list[str] | None =
         schemes: its columns; by default the W4A8 ones and w8a8.
 
     Raises:
-        QtoolError: no CUDA device, an unknown model's shapes or scheme, or token counts that are no numbers.
+        QtoolError: no CUDA device, an unknown model's shapes or scheme, or token counts that are no
+            numbers.
     """
     import torch
 
-    from qtool.kernels.bench import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
+    from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
 
     if not torch.cuda.is_available():
-        raise QtoolError("bench gemm: no CUDA device here; the kernels need an NVIDIA GPU of compute capability 9.0")
+        raise QtoolError(
+            "bench gemm: no CUDA device here; the kernels need an NVIDIA GPU of compute capability 9.0"
+        )
     for model in models:
         if model not in MODELS:
             raise QtoolError(f"bench gemm: unknown model {model!r}: {suggest(model, MODELS)}")
@@ -310,7 +363,9 @@ def bench_gemm(models: list[str], tokens: list[str], schemes: list[str] | None =
         raise QtoolError(
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are expected"
         )
-    return markdown(gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS))
+    return markdown(
+        gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS)
+    )
 
 
 def bench_kv(shapes: list[str] | None = None) -> str:
@@ -321,7 +376,7 @@ def bench_kv(shapes: list[str] | None = None) -> str:
     """
     import torch
 
-    from qtool.kernels.bench_kv import SHAPES, kv_table
+    from qtool.bench.kv import SHAPES, kv_table
 
     if not torch.cuda.is_available():
         raise QtoolError(

@@ -1,4 +1,5 @@
-"""A built-in recipe on a family that cannot have all of it: the rest of it runs, and what was left out is said.
+"""A built-in recipe on a family that cannot have all of it: the rest of it runs, and what was left
+out is said.
 
 A recipe of the user's own is never changed: what it asks for and the family refuses is an error.
 """
@@ -10,10 +11,16 @@ from qtool.recipes import VARIANTS, Recipe, Step
 
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
-    """``recipe`` without what ``family`` refuses, each omission in ``Recipe.left_out``; a user's own as it is."""
+    """``recipe`` without what ``family`` refuses, each omission in ``Recipe.left_out``; a user's
+    own as it is.
+    """
     if recipe.variant not in VARIANTS:
         return recipe
-    left_out = [f"{s.name} left out: {family.refuses[s.name]}" for s in recipe.transforms if s.name in family.refuses]
+    left_out = [
+        f"{s.name} left out: {family.refuses[s.name]}"
+        for s in recipe.transforms
+        if s.name in family.refuses
+    ]
     steps = [step for step in recipe.transforms if step.name not in family.refuses]
     rotates = any(step.name == "rotate" and step.options.get("residual", True) for step in steps)
     if rotates and family.post_norms:
@@ -30,5 +37,7 @@ def _unrotated(step: Step) -> Step:
     if step.name == "rotate":
         return Step(step.name, {**step.options, "residual": False})
     if step.name == "smooth":
-        return Step(step.name, {name: value for name, value in step.options.items() if name != "groups"})
+        return Step(
+            step.name, {name: value for name, value in step.options.items() if name != "groups"}
+        )
     return step

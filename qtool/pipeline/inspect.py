@@ -1,4 +1,6 @@
-"""What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers alone."""
+"""What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers
+alone.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtool.checkpoint.source import Checkpoint
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import linear_shape, packed_linears
 from qtool.schemes.fmpq_blocks import w4a4_share
@@ -25,7 +27,9 @@ class Row:
     shape: tuple[int, ...]
     weights: int
     nbytes: int
-    eight_bit: Tensor | None = None  # blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
+    eight_bit: Tensor | None = (
+        None  # blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
+    )
 
     @property
     def w4a4_share(self) -> float | None:
@@ -51,7 +55,9 @@ def inspect(directory: Path) -> list[Row]:
         seen.update(parts)
         linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)
         nbytes = sum(checkpoint.entry(part).nbytes for part in parts)
-        scheme, layout = (linear_format.scheme, linear_format.layout) if linear_format else ("?", "?")
+        scheme, layout = (
+            (linear_format.scheme, linear_format.layout) if linear_format else ("?", "?")
+        )
         blocks = checkpoint.read(f"{name}.eight_bit") if f"{name}.eight_bit" in checkpoint else None
         rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
     for name, entry in checkpoint.entries.items():
@@ -70,14 +76,33 @@ def total(name: str, rows: Iterable[Row]) -> Row:
 def as_text(rows: list[Row]) -> str:
     """Packed linears, a total for them, and one for the rest."""
     packed = [row for row in rows if row.layout]
-    table = [*packed, total("all packed linears", packed), total("everything else", (r for r in rows if not r.layout))]
+    table = [
+        *packed,
+        total("all packed linears", packed),
+        total("everything else", (r for r in rows if not r.layout)),
+    ]
     cells = [
-        (r.name, " x ".join(map(str, r.shape)), r.scheme, r.layout, f"{r.nbytes / 1e6:.3f}", f"{r.bits:.3f}")
+        (
+            r.name,
+            " x ".join(map(str, r.shape)),
+            r.scheme,
+            r.layout,
+            f"{r.nbytes / 1e6:.3f}",
+            f"{r.bits:.3f}",
+        )
         + (() if (share := r.w4a4_share) is None else (f"{share:.1%}",))
         for r in table
     ]
     mixed = [(r.eight_bit, r.shape[0]) for r in packed if r.eight_bit is not None]
-    header = ["name", "shape", "scheme", "layout", "MB", "bits a weight", *(["in W4A4"] if mixed else [])]
+    header = [
+        "name",
+        "shape",
+        "scheme",
+        "layout",
+        "MB",
+        "bits a weight",
+        *(["in W4A4"] if mixed else []),
+    ]
     text = render(header, [(*row, *[""] * (len(header) - len(row))) for row in cells])
     return text + (f"\n{w4a4_share(mixed):.1%} of the model's GEMM work in W4A4" if mixed else "")
 

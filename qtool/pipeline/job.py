@@ -17,12 +17,12 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.errors import QtoolError, suggest
+from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
 from qtool.pipeline.family_recipe import for_family
 from qtool.pipeline.tile_fit import ROW_MAJOR, for_shapes
 from qtool.recipes import Recipe, Step
-from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV_QUANTIZERS
 
@@ -50,7 +50,12 @@ class Job:
 
     @classmethod
     def of(
-        cls, config: dict[str, Any], recipe: Recipe, dtype: torch.dtype | None = None, *, planning: bool = False
+        cls,
+        config: dict[str, Any],
+        recipe: Recipe,
+        dtype: torch.dtype | None = None,
+        *,
+        planning: bool = False,
     ) -> "Job":
         """Check that ``recipe`` can be carried out on the model of ``config``.
 
@@ -72,22 +77,41 @@ class Job:
         recipe = for_family(recipe, family)
         settings = family.settings(config)
         family.require_sizes(settings)
-        dtype = dtype or DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        dtype = dtype or DTYPES.get(
+            str(config.get("dtype") or config.get("torch_dtype")), torch.float32
+        )
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
         check_order(transforms)
         for method in transforms:
             method.prepare(family, settings)
-        first = {family.at(settings, block): block for block in reversed(range(settings.num_hidden_layers))}
+        first = {
+            family.at(settings, block): block
+            for block in reversed(range(settings.num_hidden_layers))
+        }
         kinds = list(first)[::-1]
-        shapes = {f"{family.blocks}.{first[kind]}.{n}": kind.shape(f"{n}.weight", settings) for kind in kinds for n in
-                  kind.linears()}  # fmt: skip
+        shapes = {
+            f"{family.blocks}.{first[kind]}.{n}": kind.shape(f"{n}.weight", settings)
+            for kind in kinds
+            for n in kind.linears()
+        }
         recipe = for_shapes(recipe, shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
-        permuted = tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind)))
-        job = cls(config, family, dtype, recipe, CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
-                  transforms, rounding)  # fmt: skip
-        kv_tensors(recipe.kv, family, Heads.of(job.namespace))  # an unknown quantizer is refused here
+        permuted = tuple(
+            dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind))
+        )
+        job = cls(
+            config,
+            family,
+            dtype,
+            recipe,
+            CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
+            transforms,
+            rounding,
+        )
+        kv_tensors(
+            recipe.kv, family, Heads.of(job.namespace)
+        )  # an unknown quantizer is refused here
         for block in job.first_of_kinds():
             for name, shape in job.linears(block).items():
                 if linear_format := job.format.of(job.full(block, name)):
@@ -107,7 +131,9 @@ class Job:
 
     @property
     def is_plain(self) -> bool:
-        """Rounding each weight by itself: no transform, no data, so weights can be streamed one by one."""
+        """Rounding each weight by itself: no transform, no data, so weights can be streamed one by
+        one.
+        """
         return not self.transforms and not self.needs_data
 
     @property
@@ -135,7 +161,9 @@ class Job:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For each block the first that is like it: of the same family, its linears stored in the same formats."""
+        """For each block the first that is like it: of the same family, its linears stored in the
+        same formats.
+        """
         firsts: dict[Any, int] = {}
         return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]
 
@@ -164,15 +192,17 @@ class Job:
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the source must hold, by full name."""
-        shapes = self.ends()[0]
+        shapes = self.embedding_and_head()[0]
         for block in range(self.blocks):
-            shapes |= {self.full(block, name): shape for name, shape in self.block_shapes(block).items()}
-        last = self.ends()[1]
+            shapes |= {
+                self.full(block, name): shape for name, shape in self.block_shapes(block).items()
+            }
+        last = self.embedding_and_head()[1]
         if self.tied:
             del last[f"{self.family.head}.weight"]
         return shapes | last
 
-    def ends(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """Shape of every tensor before the blocks (tables) and after them (final norm, head)."""
         family, dims = self.family, self.family.dimensions(self.namespace)
         first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
@@ -184,8 +214,13 @@ class Job:
         return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
 
     def shards(self) -> list[dict[str, Tensor]]:
-        """The tensors of every output shard, on ``meta``: embedding, one shard a block, final norm and head."""
-        first, last = ({name: self._meta(shape) for name, shape in end.items()} for end in self.ends())
+        """The tensors of every output shard, on ``meta``: embedding, one shard a block, final norm
+        and head.
+        """
+        first, last = (
+            {name: self._meta(shape) for name, shape in end.items()}
+            for end in self.embedding_and_head()
+        )
         if self.tied and not self.unties:
             del last[f"{self.family.head}.weight"]
         return [first, *(self.block_tensors(b) for b in range(self.blocks)), last]

@@ -7,12 +7,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qtool.eval.report import NOTED
 from qtool.pipeline.run_record import peak_host_bytes
+from qtool.report.data import NOTED
 
 
 class Progress:
-    """Called after each shard with (done, total, notes); shows ETA, the block's error and peak memory, or is silent."""
+    """Called after each shard with (done, total, notes); shows ETA, the block's error and peak
+    memory, or is silent.
+    """
 
     def __init__(self, *, silent: bool = False) -> None:
         self.silent = silent
@@ -40,7 +42,11 @@ class Progress:
         else:
             elapsed = time.monotonic() - self.started
             left = elapsed / done * (total - done)
-            print(f"shard {done}/{total}, {elapsed:.0f} s, {left:.0f} s left, {facts}", file=sys.stderr, flush=True)
+            print(
+                f"shard {done}/{total}, {elapsed:.0f} s, {left:.0f} s left, {facts}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __exit__(self, *_: object) -> None:
         if self.bar:

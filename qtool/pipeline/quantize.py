@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import qtool
-from qtool import ranks
-from qtool.checkpoint.source import Checkpoint
+from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.pipeline.edges import require_tied
+from qtool.io.output import Output
+from qtool.io.source import Checkpoint
+from qtool.io.source_names import adopt
 from qtool.pipeline.job import Job
-from qtool.pipeline.output import Output
 from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.shards import Progress, Shards
-from qtool.pipeline.source_names import adopt
+from qtool.pipeline.streaming.embedding_and_head import require_tied
+from qtool.pipeline.streaming.shards import Progress, Shards
 from qtool.recipes import Recipe
 
 
@@ -52,7 +52,8 @@ def quantize(
         calibration: token batches; needed if the recipe has a method that looks at activations.
         resume: continue an unfinished run of the same job.
         progress: called after each shard with (done, total, notes).
-        activations: where they are kept between blocks: ``device``, ``host``, ``disk``, or ``auto``.
+        activations: where they are kept between blocks: ``device``, ``host``, ``disk``, or
+            ``auto``.
 
     Raises:
         QtoolError: anything wrong with the input; nothing that looks whole is left behind.
@@ -61,9 +62,13 @@ def quantize(
     check_source(source, job)
     calibration = calibration or Calibration()
     if job.needs_data and not calibration.tokens:
-        raise QtoolError(f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib")
+        raise QtoolError(
+            f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
+        )
     specs = job.shards()
-    where = torch.device("cpu" if job.is_plain else device)  # weights streamed one by one never leave it
+    where = torch.device(
+        "cpu" if job.is_plain else device
+    )  # weights streamed one by one never leave it
     output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
         return out
@@ -87,8 +92,11 @@ def source_dtype(source: Checkpoint) -> torch.dtype:
     return embeddings[0] if embeddings else dtype
 
 
-def check_source(source: Checkpoint, job: Job, packed: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model is there with the declared shape and a float dtype, and no unknown one.
+def check_source(
+    source: Checkpoint, job: Job, packed: Collection[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model is there with the declared shape and a float dtype, and no unknown
+    one.
 
     Args:
         packed: linears that are quantized there, whose own tensors the caller checks.
@@ -101,23 +109,35 @@ def check_source(source: Checkpoint, job: Job, packed: Collection[str] = ()) -> 
     """
     adopt(source, job)
     expected = {
-        name: shape for name, shape in job.source_shapes().items() if name.removesuffix(".weight") not in packed
+        name: shape
+        for name, shape in job.source_shapes().items()
+        if name.removesuffix(".weight") not in packed
     }
     for name, shape in expected.items():
         entry = source.entry(name)
         if entry.shape != shape:
-            raise QtoolError(f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json")
+            raise QtoolError(
+                f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
+            )
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            raise QtoolError(f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is expected")
+            raise QtoolError(
+                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is expected"
+            )
     for name in source.entries:
-        ignored = name.endswith("rotary_emb.inv_freq") or (job.tied and name == f"{job.family.head}.weight")
+        ignored = name.endswith("rotary_emb.inv_freq") or (
+            job.tied and name == f"{job.family.head}.weight"
+        )
         if name not in expected and not ignored and name.rpartition(".")[0] not in packed:
-            raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; refusing to lose it")
+            raise QtoolError(
+                f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
+            )
     require_tied(source, job)
     return expected
 
 
-def _identity(source: Checkpoint, job: Job, calibration: Calibration, device: torch.device) -> dict[str, Any]:
+def _identity(
+    source: Checkpoint, job: Job, calibration: Calibration, device: torch.device
+) -> dict[str, Any]:
     """What must be the same for a run to be resumed: all that the bytes of its result follow from."""
     return {
         "source model": source.fingerprint(),
@@ -133,7 +153,9 @@ def _require_space(output: Output, specs: Sequence[Mapping[str, Tensor]]) -> Non
     need = sum(t.numel() * t.dtype.itemsize for spec in missing for t in spec.values())
     free = shutil.disk_usage(output.partial).free
     if need > free:
-        raise QtoolError(f"no space left: {output.partial} needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
+        raise QtoolError(
+            f"no space left: {output.partial} needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        )
 
 
 def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:
@@ -145,14 +167,18 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "scheme": job.format.scheme,
         "recipe": _methods(job.recipe),
         "calibration": dict(calibration.facts),
-        "versions": {"qtool": qtool.__version__} | {name: version(name) for name in ("torch", "transformers")},
+        "versions": {"qtool": qtool.__version__}
+        | {name: version(name) for name in ("torch", "transformers")},
     }
 
 
 def _methods(recipe: Recipe) -> dict[str, Any]:
     steps = (*recipe.transforms, recipe.rounding)
     left_out = {"left_out": list(recipe.left_out)} if recipe.left_out else {}
-    return {"variant": recipe.variant, "methods": [{step.name: dict(step.options)} for step in steps]} | left_out
+    return {
+        "variant": recipe.variant,
+        "methods": [{step.name: dict(step.options)} for step in steps],
+    } | left_out
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:

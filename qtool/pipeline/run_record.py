@@ -1,21 +1,23 @@
 """What a run cost: time and memory, in ``OUT.run.json`` beside the directory OUT.
 
-Not inside: OUT holds nothing that differs between two runs of one job, or between a run and its resumption, so
-``diff -r`` proves them equal. The record names the job it belongs to by a hash; a checkpoint that is moved or renamed
-keeps it if the file moves along, as ``DIR.run.json`` beside or ``run.json`` inside. A record of another job, left
-behind under the same name, is not believed.
+Not inside: OUT holds nothing that differs between two runs of one job, or between a run and its
+resumption, so ``diff -r`` proves them equal. The record names the job it belongs to by a hash; a
+checkpoint that is moved or renamed keeps it if the file moves along, as ``DIR.run.json`` beside or
+``run.json`` inside. A record of another job, left behind under the same name, is not believed.
 
-A resumed run adds a session. The file is written when a session begins and after each shard, so a killed session
-counts up to its last whole shard::
+A resumed run adds a session. The file is written when a session begins and after each shard, so a
+killed session counts up to its last whole shard::
 
     {"format_version": 1, "job": "<sha256>",
-     "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu", "stages": {"read": 3.1},
-     "sessions": [{"started": "2026-01-31T12:00:00Z", "device": "cpu", "shards": 14, "seconds": 81.2,
+     "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu",
+     "stages": {"read": 3.1}, "sessions": [{"started": "2026-01-31T12:00:00Z", "device": "cpu",
+     "shards": 14, "seconds": 81.2,
                    "peak_host_bytes": 912000000, "peak_device_bytes": 0, "stages": {"read": 3.1}}]}
 
-Seconds are of wall time, added over sessions; peaks are the largest of any session. Host memory is the process's
-resident set, device memory what torch allocated, both of the first of several ranks. Stages are
-named by the pipeline; those that run side by side may add up to more than the whole, those that nobody named to less.
+Seconds are of wall time, added over sessions; peaks are the largest of any session. Host memory is
+the process's resident set, device memory what torch allocated, both of the first of several ranks.
+Stages are named by the pipeline; those that run side by side may add up to more than the whole,
+those that nobody named to less.
 """
 
 import json
@@ -31,9 +33,9 @@ from typing import Any
 
 import torch
 
-from qtool import ranks
-from qtool.checkpoint.safetensors import write_json
-from qtool.pipeline.output import job_hash
+from qtool.distributed import ranks
+from qtool.io.output import job_hash
+from qtool.io.safetensors import write_json
 
 FORMAT_VERSION = 1
 SUFFIX, INSIDE = ".run.json", "run.json"
@@ -60,11 +62,15 @@ class RunRecord:
         continued: the run was begun before; its sessions are kept if they are of this job.
     """
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any], device: torch.device, *, continued: bool) -> None:
+    def __init__(
+        self, directory: Path, identity: Mapping[str, Any], device: torch.device, *, continued: bool
+    ) -> None:
         self.path, self.device, self.job = beside(directory), device, job_hash(identity)
         before = _read(self.path) if continued else {}
         self.earlier = list(before["sessions"]) if before.get("job") == self.job else []
-        self.session = Session(datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), device_name(device))
+        self.session = Session(
+            datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), device_name(device)
+        )
         self.began = time.monotonic()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -77,7 +83,9 @@ class RunRecord:
         try:
             yield
         finally:
-            self.session.stages[name] = self.session.stages.get(name, 0.0) + time.monotonic() - began
+            self.session.stages[name] = (
+                self.session.stages.get(name, 0.0) + time.monotonic() - began
+            )
 
     def shard_written(self) -> None:
         """Note one more shard on disk."""
@@ -112,7 +120,9 @@ class RunRecord:
 
 
 def read_run(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the native checkpoint ``directory`` made as ``identity``; nothing if there is none of that job."""
+    """The record of the native checkpoint ``directory`` made as ``identity``; nothing if there is
+    none of that job.
+    """
     for path in (beside(directory), directory / INSIDE):
         found = _read(path)
         if found.get("job") == job_hash(identity):
@@ -142,7 +152,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         totals: dict[str, Any] = {key: str(found[key]) for key in ("job", "device")}
-        totals |= {key: float(found[key]) for key in ("seconds", "peak_host_bytes", "peak_device_bytes")}
+        totals |= {
+            key: float(found[key]) for key in ("seconds", "peak_host_bytes", "peak_device_bytes")
+        }
         known = found["format_version"] == FORMAT_VERSION
         sessions = [asdict(Session(**session)) for session in found["sessions"]]
         stages = {name: float(seconds) for name, seconds in found["stages"].items()}

@@ -1,8 +1,10 @@
-"""Row-major where the tile of a built-in recipe's layout does not divide a weight: the same numbers, without a kernel.
+"""Row-major where the tile of a built-in recipe's layout does not divide a weight: the same
+numbers, without a kernel.
 
-Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was asked for by name
-(``--layout``, a recipe of the user's own) is never exchanged: there a misfit is an error. So it is where the group size
-does not divide the inputs, because another one would be another quantization.
+Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
+asked for by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
+an error. So it is where the group size does not divide the inputs, because another one would be
+another quantization.
 """
 
 import re
@@ -18,7 +20,8 @@ ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
-    """``recipe`` with a rule before each that does not fit all of its linears; says so in ``Recipe.left_out``.
+    """``recipe`` with a rule before each that does not fit all of its linears; says so in
+    ``Recipe.left_out``.
 
     Args:
         shapes: ``(N, K)`` of the linears of a model, by full name.
@@ -39,13 +42,17 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
             bits = layouts.get(str(rule.layout)).bits
             rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=ROW_MAJOR[bits]))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
-            said.append(f"layout {ROW_MAJOR[bits]} for {listed}: {rule.layout}'s tile does not divide their weights")
+            said.append(
+                f"layout {ROW_MAJOR[bits]} for {listed}: {rule.layout}'s tile does not divide their weights"
+            )
         rules.append(rule)
     return replace(recipe, layers=tuple(rules), left_out=(*recipe.left_out, *said))
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:
-    """Whether the layout takes ``[n, k]``; what the group size does not divide is not for this file to judge."""
+    """Whether the layout takes ``[n, k]``; what the group size does not divide is not for this file
+    to judge.
+    """
     if rule.layout is None or (rule.group_size and k % rule.group_size):
         return True
     try:

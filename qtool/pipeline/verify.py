@@ -1,4 +1,5 @@
-"""Prove that a quantized checkpoint is what it says: file integrity, invariants, packed bytes, arithmetic.
+"""Prove that a quantized checkpoint is what it says: file integrity, invariants, packed bytes,
+arithmetic.
 
 For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
 overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the
@@ -15,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import CheckFailed, QtoolError
+from qtool.format import CheckpointFormat, LinearFormat
+from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import native_format
 from qtool.runtime.dispatch import Kernel
-from qtool.runtime.format import CheckpointFormat, LinearFormat
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
 
@@ -69,7 +70,9 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
 
 def packed_linears(checkpoint: Checkpoint) -> list[str]:
     """Full names of the linears that are stored packed."""
-    return [name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")]
+    return [
+        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
+    ]
 
 
 def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
@@ -77,7 +80,9 @@ def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> It
     family = family_of(checkpoint.config["model_type"])
     settings = family.settings(checkpoint.config)
     for block in range(settings.num_hidden_layers):
-        names = (f"{family.blocks}.{block}.{linear}" for linear in family.at(settings, block).linears())
+        names = (
+            f"{family.blocks}.{block}.{linear}" for linear in family.at(settings, block).linears()
+        )
         yield from (name for name in names if checkpoint_format.of(name))
 
 
@@ -99,12 +104,16 @@ def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
         if name.endswith((".k_scale", ".v_scale", f".{IMPORTANCE}")):
             scale = checkpoint.read(name)
             if not (torch.isfinite(scale).all() and (scale > 0).all()):
-                yield Verified(name, "a scale or importance of the KV cache is not a positive number")
+                yield Verified(
+                    name, "a scale or importance of the KV cache is not a positive number"
+                )
         elif name.endswith(f".{OFFSET}") and not torch.isfinite(checkpoint.read(name)).all():
             yield Verified(name, "a key offset of the KV cache is not a finite number")
 
 
-def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> QuantLinear:
+def load_linear(
+    checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device
+) -> QuantLinear:
     """The QuantLinear ``name`` of a native checkpoint.
 
     Raises:
@@ -113,7 +122,9 @@ def load_linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, 
     n, k = linear_shape(checkpoint, name)
     permuted, bias = f"{name}.permutation" in checkpoint, f"{name}.bias" in checkpoint
     dtype = checkpoint.entry(f"{name}.bias").dtype if bias else torch.float32
-    linear = QuantLinear(k, n, linear_format, bias=bias, permuted=permuted, dtype=dtype, device=device)
+    linear = QuantLinear(
+        k, n, linear_format, bias=bias, permuted=permuted, dtype=dtype, device=device
+    )
     for part, buffer in linear.named_buffers():
         stored = checkpoint.read(f"{name}.{part}")
         if stored.shape != buffer.shape or stored.dtype != buffer.dtype:
@@ -138,7 +149,9 @@ def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device) -> Verified:
+def _linear(
+    checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device
+) -> Verified:
     linear = load_linear(checkpoint, name, linear_format, device)
     scheme = linear_format.scheme_object
     codes, params = linear.unpack()
@@ -162,7 +175,9 @@ def _linear(checkpoint: Checkpoint, name: str, linear_format: LinearFormat, devi
         ran = f"{scheme.name} reference, {_precision(linear_format)}"
         y, tolerance = linear(x), TOLERANCE
     error = _distance(y, _reference(linear, x, codes, params))
-    problem = "" if error <= tolerance else f"output differs from the float64 reference by {error:.1e}"
+    problem = (
+        "" if error <= tolerance else f"output differs from the float64 reference by {error:.1e}"
+    )
     return Verified(name, problem, ran, error)
 
 
@@ -172,13 +187,18 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
     reference = copy.deepcopy(linear).cpu()
     expected = reference.multiply(x.cpu(), kernel, torch.int32)
     if not torch.equal(found, expected):
-        raise CheckFailed(f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums are wrong")
+        raise CheckFailed(
+            f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums are wrong"
+        )
 
 
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
     scheme = linear.format.scheme_object
     gathered = x if linear.permutation is None else x[:, linear.permutation.long()]
-    y = scheme.fake_activation(gathered.float(), params).double() @ scheme.dequantize(codes, params).double().t()
+    y = (
+        scheme.fake_activation(gathered.float(), params).double()
+        @ scheme.dequantize(codes, params).double().t()
+    )
     return y if linear.bias is None else y + linear.bias.double()
 
 

@@ -1,4 +1,5 @@
-"""What a recipe is: data that says which scheme each layer gets and by which methods. No torch here.
+"""What a recipe is: data that says which scheme each layer gets and by which methods. No torch
+here.
 
 A recipe is a YAML mapping::
 
@@ -31,7 +32,9 @@ from qtool.errors import QtoolError, suggest
 BUILT_IN = Path(__file__).parent
 VARIANTS = ("fast", "paper", "best")
 GIVEN, CONTINUED = "given", "continued"
-KEYS = frozenset({"scheme", "about", "layers", "kv", "windows", "transforms", "rounding", "variants"})
+KEYS = frozenset(
+    {"scheme", "about", "layers", "kv", "windows", "transforms", "rounding", "variants"}
+)
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
 VARIANT_KEYS = frozenset({"transforms", "rounding", "kv", "windows"})
 
@@ -46,7 +49,9 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Layers whose full name matches ``match`` get ``scheme`` (None: stay in 16 bit); no ``layout``: row-major."""
+    """Layers whose full name matches ``match`` get ``scheme`` (None: stay in 16 bit); no
+    ``layout``: row-major.
+    """
 
     match: str
     scheme: str | None
@@ -58,8 +63,9 @@ class LayerRule:
 class Recipe:
     """One complete recipe.
 
-    ``windows`` says whether calibration windows are a text's or, but for their beginnings, the model's own words.
-    ``reason`` says why this one, where something chose it; ``left_out`` what of it the model's family cannot have.
+    ``windows`` says whether calibration windows are a text's or, but for their beginnings, the
+    model's own words. ``reason`` says why this one, where something chose it; ``left_out`` what of
+    it the model's family cannot have.
     """
 
     scheme: str
@@ -75,20 +81,31 @@ class Recipe:
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
         """Every quantized layer at ``group_size`` (None: the whole channel)."""
-        layers = tuple(replace(rule, group_size=group_size) if rule.scheme else rule for rule in self.layers)
+        layers = tuple(
+            replace(rule, group_size=group_size) if rule.scheme else rule for rule in self.layers
+        )
         return replace(self, layers=layers)
 
     def with_layout(self, layout: str) -> "Recipe":
         """Every quantized layer in ``layout``."""
-        return replace(self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers))
+        return replace(
+            self, layers=tuple(replace(r, layout=layout) if r.scheme else r for r in self.layers)
+        )
 
     def for_kv4(self) -> "Recipe":
-        """What a kv4 cache wants added: ``smooth-attention`` (QServe 3.2) and, to ``best``, ``value-basis``."""
+        """What a kv4 cache wants added: ``smooth-attention`` (QServe 3.2) and, to ``best``,
+        ``value-basis``.
+        """
         names = [step.name for step in self.transforms]
         wanted = ["smooth-attention", *(["value-basis"] if self.variant == "best" else [])]
-        before = max((i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")), default=0)
+        before = max(
+            (i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")),
+            default=0,
+        )
         added = tuple(Step(name, {}) for name in wanted if name not in names)
-        return replace(self, transforms=(*self.transforms[:before], *added, *self.transforms[before:]))
+        return replace(
+            self, transforms=(*self.transforms[:before], *added, *self.transforms[before:])
+        )
 
     def with_options(self, method: str, **options: Any) -> "Recipe":
         """``options`` set on the transform ``method``.
@@ -97,8 +114,13 @@ class Recipe:
             QtoolError: if the recipe does not have it.
         """
         if method not in [step.name for step in self.transforms]:
-            raise QtoolError(f"recipe {self.scheme}/{self.variant} has no {method} to set {', '.join(options)} on")
-        steps = tuple(Step(s.name, {**s.options, **options}) if s.name == method else s for s in self.transforms)
+            raise QtoolError(
+                f"recipe {self.scheme}/{self.variant} has no {method} to set {', '.join(options)} on"
+            )
+        steps = tuple(
+            Step(s.name, {**s.options, **options}) if s.name == method else s
+            for s in self.transforms
+        )
         return replace(self, transforms=steps)
 
 
@@ -112,7 +134,8 @@ def load(scheme: str, recipe: str | None = None) -> Recipe:
     """The recipe of ``scheme``: variant ``fast`` (default), ``paper`` or ``best``, or a YAML file.
 
     Raises:
-        QtoolError: unknown scheme, variant or key (with a suggestion), or a value of the wrong kind.
+        QtoolError: unknown scheme, variant or key (with a suggestion), or a value of the wrong
+            kind.
     """
     if recipe is not None and recipe not in VARIANTS:
         path = Path(recipe)
@@ -165,8 +188,14 @@ def _layer(rule: Any, where: str) -> LayerRule:
         )
     match, roles = _name(rule, "match", where), rule.get("roles")
     if match is None:
-        if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
-            raise QtoolError(f"{where}: roles must be a list of names like [v_proj, down_proj], found {roles!r}")
+        if (
+            not isinstance(roles, list)
+            or not roles
+            or not all(isinstance(role, str) for role in roles)
+        ):
+            raise QtoolError(
+                f"{where}: roles must be a list of names like [v_proj, down_proj], found {roles!r}"
+            )
         match = rf"\.({'|'.join(map(re.escape, roles))})$"
     size = rule.get("group_size")
     if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
@@ -197,7 +226,9 @@ def _step(step: Any, where: str) -> Step:
         ((name, options),) = step.items()
         if isinstance(name, str) and isinstance(options or {}, Mapping):
             return Step(name, dict(options or {}))
-    raise QtoolError(f"{where}: a step is a method's name or {{name: {{option: value}}}}, found {step!r}")
+    raise QtoolError(
+        f"{where}: a step is a method's name or {{name: {{option: value}}}}, found {step!r}"
+    )
 
 
 def _known(data: Any, keys: frozenset[str], where: str) -> None:

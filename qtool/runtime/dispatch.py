@@ -1,7 +1,8 @@
-"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference does, and
-torch's linear where activations have 16 bits.
+"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference
+does, and torch's linear where activations have 16 bits.
 
-A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to add one to.
+A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to
+add one to.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.format import LinearFormat
+from qtool.format import LinearFormat
 
 HALF = (torch.float16, torch.bfloat16)
 ANY = (*HALF, torch.float32)
@@ -18,7 +19,9 @@ ANY = (*HALF, torch.float32)
 
 @dataclass(frozen=True)
 class Call:
-    """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one, what is stored."""
+    """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one,
+    what is stored.
+    """
 
     x: Tensor
     permutation: Tensor | None
@@ -39,7 +42,8 @@ class Kernel:
         n, k: what N and K must be multiples of.
         dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
-        tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64 arithmetic.
+        tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64
+            arithmetic.
     """
 
     name: str
@@ -54,24 +58,44 @@ class Kernel:
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
         """Whether a weight ``[n, k]`` under inputs of ``dtype`` can run on a GPU of ``capability``."""
-        return capability in self.capabilities and dtype in self.dtypes and n % self.n == 0 and k % self.k == 0
+        return (
+            capability in self.capabilities
+            and dtype in self.dtypes
+            and n % self.n == 0
+            and k % self.k == 0
+        )
 
 
 def _w4a8(call: Call) -> Tensor:
-    from qtool.kernels.quantize_activation import quantize_activation
-    from qtool.kernels.w4a8 import w4a8_gemm
-    from qtool.kernels.w4a8_mma import w4a8_mma_gemm
+    from qtool.kernels.activation.quantize_activation import quantize_activation
+    from qtool.kernels.hopper.w4a8 import w4a8_gemm
+    from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
 
     gemm = w4a8_mma_gemm if call.format.layout == "compute-aware" else w4a8_gemm
     codes, scale, token_sum = quantize_activation(call.x, call.permutation, None, "none", 0.0)
-    qweight, s1, s2, offset, zero = (call.stored.get(name) for name in ("qweight", "s1", "s2", "offset", "zero"))
+    qweight, s1, s2, offset, zero = (
+        call.stored.get(name) for name in ("qweight", "s1", "s2", "offset", "zero")
+    )
     scheme, group_size = call.format.scheme, call.format.group_size
-    return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, scheme, group_size, call.out_dtype)
+    return gemm(
+        codes,
+        scale,
+        qweight,
+        s1,
+        s2,
+        offset,
+        zero,
+        token_sum,
+        call.bias,
+        scheme,
+        group_size,
+        call.out_dtype,
+    )
 
 
 def _w8a8(call: Call) -> Tensor:
-    from qtool.kernels.quantize_activation import quantize_activation
-    from qtool.kernels.w8a8 import w8a8_gemm
+    from qtool.kernels.activation.quantize_activation import quantize_activation
+    from qtool.kernels.hopper.w8a8 import w8a8_gemm
 
     codes, scale, _ = quantize_activation(call.x, call.permutation, None, "none", 0.0)
     qweight = call.stored["qweight"].view(torch.int8)
@@ -79,27 +103,39 @@ def _w8a8(call: Call) -> Tensor:
 
 
 def _w4ax(call: Call) -> Tensor:
-    from qtool.kernels.quantize_activation_groups import quantize_activation_groups
-    from qtool.kernels.w4ax import w4ax_gemm
+    from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+    from qtool.kernels.hopper.w4ax import w4ax_gemm
 
     layout, group_size = call.format.layout, call.format.group_size
-    qweight, weight_scale, blocks = (call.stored.get(name) for name in ("qweight", "scale", "eight_bit"))
-    codes, scale = quantize_activation_groups(call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout)
-    return w4ax_gemm(codes, scale, qweight, weight_scale, call.bias, layout, group_size, call.out_dtype)
+    qweight, weight_scale, blocks = (
+        call.stored.get(name) for name in ("qweight", "scale", "eight_bit")
+    )
+    codes, scale = quantize_activation_groups(
+        call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
+    )
+    return w4ax_gemm(
+        codes, scale, qweight, weight_scale, call.bias, layout, group_size, call.out_dtype
+    )
 
 
 def _w4ax_mma(call: Call) -> Tensor:
-    from qtool.kernels.quantize_packed_groups import quantize_packed_groups
-    from qtool.kernels.w4ax_mma import w4ax_mma_gemm
+    from qtool.kernels.activation.quantize_packed_groups import quantize_packed_groups
+    from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 
     layout, group_size = call.format.layout, call.format.group_size
-    qweight, weight_scale, blocks = (call.stored.get(name) for name in ("qweight", "scale", "eight_bit"))
-    codes, scale = quantize_packed_groups(call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout)
-    return w4ax_mma_gemm(codes, scale, qweight, weight_scale, blocks, call.bias, layout, group_size, call.out_dtype)
+    qweight, weight_scale, blocks = (
+        call.stored.get(name) for name in ("qweight", "scale", "eight_bit")
+    )
+    codes, scale = quantize_packed_groups(
+        call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
+    )
+    return w4ax_mma_gemm(
+        codes, scale, qweight, weight_scale, blocks, call.bias, layout, group_size, call.out_dtype
+    )
 
 
 def _w4a16(call: Call) -> Tensor:
-    from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
+    from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
     qweight, scale = call.stored["qweight"], call.stored["scale"]
@@ -115,10 +151,19 @@ W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
 W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
 W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", AMPERE_TO_HOPPER, _w4a8, 32, 32)
-W4AX_MMA = Kernel("w4ax_mma_gemm", "int4 x int4 and int8 mma, int32 sums by group", AMPERE_AND_ADA, _w4ax_mma, 8, 32)
+W4AX_MMA = Kernel(
+    "w4ax_mma_gemm",
+    "int4 x int4 and int8 mma, int32 sums by group",
+    AMPERE_AND_ADA,
+    _w4ax_mma,
+    8,
+    32,
+)
 HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
 W4A16 = Kernel("w4a16_gemm", HALF_MMA, AMPERE_TO_HOPPER, _w4a16, k=128, dtypes=HALF, exact=False)
-W4A16_24 = Kernel("w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", AMPERE_TO_HOPPER, _w4a16, 128, 128, HALF, exact=False)
+W4A16_24 = Kernel(
+    "w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", AMPERE_TO_HOPPER, _w4a16, 128, 128, HALF, exact=False
+)
 
 #: by scheme and layout; of several, the first that accepts the weight and the GPU
 KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
@@ -138,8 +183,12 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
 }
 
 
-def kernel_for(linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None: the reference runs."""
+def kernel_for(
+    linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
+) -> Kernel | None:
+    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None: the
+    reference runs.
+    """
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)

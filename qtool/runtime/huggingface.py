@@ -1,4 +1,6 @@
-"""The transformers side: ``AutoModelForCausalLM.from_pretrained(dir)`` gives a model that runs packed weights."""
+"""The transformers side: ``AutoModelForCausalLM.from_pretrained(dir)`` gives a model that runs
+packed weights.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +13,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
-from qtool.runtime.format import QUANT_METHOD, CheckpointFormat
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
@@ -47,18 +49,25 @@ class QtoolQuantizer(HfQuantizer):
         self.stored: set[str] = set()  # the names of importances that the checkpoint holds
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from qtool.runtime.kv_cache import quantize_kv  # it may be what imported transformers, and so this file
+        from qtool.runtime.kv_cache import (
+            quantize_kv,
+        )  # it may be what imported transformers, and so this file
 
         separate_experts(model)
-        self.experts = family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
+        self.experts = (
+            family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
+        )
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
             for file in kwargs.get("checkpoint_files") or ():
                 with safe_open(file, "pt") as tensors:
-                    self.stored.update(name for name in tensors.keys() if name.endswith(f".{IMPORTANCE}"))  # noqa: SIM118
+                    names = list(tensors.keys())
+                self.stored.update(name for name in names if name.endswith(f".{IMPORTANCE}"))
         replace_linears(model, self.quantization_config.format)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
         from qtool.runtime.kv_cache import require_scales
 
         for name, buffer in model.named_buffers():
@@ -67,8 +76,11 @@ class QtoolQuantizer(HfQuantizer):
         require_scales(model)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
-        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's names.
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], *model: PreTrainedModel
+    ) -> list[Any]:
+        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's
+        names.
 
         The model comes along in new versions of transformers only, so what it is was noted before.
         """
@@ -105,19 +117,29 @@ def block_linears(model: PreTrainedModel) -> Iterator[str]:
     config = model.config.get_text_config(decoder=True)
     family = family_of(config.model_type)
     for block in range(len(model.get_submodule(family.blocks))):  # type: ignore[arg-type]
-        yield from (f"{family.blocks}.{block}.{name}" for name in family.at(config, block).linears())
+        yield from (
+            f"{family.blocks}.{block}.{name}" for name in family.at(config, block).linears()
+        )
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
     """Every QuantLinear of ``model`` by its full name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)
+    }
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """``model`` with every QuantLinear replaced, in place, by a plain linear of its dequantized weight."""
+    """``model`` with every QuantLinear replaced, in place, by a plain linear of its dequantized
+    weight.
+    """
     for name, module in quantized_linears(model).items():
-        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-        linear.weight = nn.Parameter(module.dequantize().to(dtype or model.dtype), requires_grad=False)
+        linear = nn.Linear(
+            module.in_features, module.out_features, bias=module.bias is not None, device="meta"
+        )
+        linear.weight = nn.Parameter(
+            module.dequantize().to(dtype or model.dtype), requires_grad=False
+        )
         if module.bias is not None:
             linear.bias = nn.Parameter(module.bias, requires_grad=False)
         model.set_submodule(name, linear)

@@ -1,8 +1,9 @@
-"""Attention of models whose KV cache is quantized: the packed cache's kernel where it can, torch's SDPA elsewhere.
+"""Attention of models whose KV cache is quantized: the packed cache's kernel where it can, torch's
+SDPA elsewhere.
 
-``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On a CUDA GPU a
-cache layer then hands its packed tokens, not tensors, through the attention module to :func:`attend`; they are
-dequantized only if something is asked that the kernel has not.
+``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On
+a CUDA GPU a cache layer then hands its packed tokens, not tensors, through the attention module to
+:func:`attend`; they are dequantized only if something is asked that the kernel has not.
 """
 
 from typing import Any
@@ -22,7 +23,9 @@ MOST_QUERIES = 8
 
 
 def kernel_reads(stored: PackedTokens, new: Tensor) -> bool:
-    """Whether the kernel can attend to ``stored`` for queries like the new keys or values ``[B, H, T, D]``."""
+    """Whether the kernel can attend to ``stored`` for queries like the new keys or values ``[B, H,
+    T, D]``.
+    """
     return (
         new.device.type == "cuda"
         and new.dtype in (torch.float16, torch.bfloat16)
@@ -43,9 +46,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: output ``[B, Tq, Hq, D]`` of ``query [B, Hq, Tq, D]``."""
     if isinstance(key, PackedTokens) and isinstance(value, PackedTokens):
-        bool_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+        bool_mask = attention_mask is None or (
+            attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+        )
         softcap = kwargs.get("softcap")
-        # the kernel leaves the keys' offset out, which moves all scores of a query alike: caps would notice
+        # the kernel leaves the keys' offset out, which moves all scores of a query alike: caps
+        # would notice
         shifted = softcap and isinstance(key.quantizer, KV4) and key.quantizer.offset is not None
         if bool_mask and not dropout and not shifted and kwargs.get("position_bias") is None:
             return _packed(query, key, value, attention_mask, scaling, softcap), None
@@ -63,7 +69,7 @@ def _packed(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    from qtool.kernels.kv_attention import kv_attention
+    from qtool.kernels.attention.kv_attention import kv_attention
 
     batch, _, queries, dim = query.shape
     if mask is not None:  # [B or 1, 1, Tq, T]; a sliding window is in it

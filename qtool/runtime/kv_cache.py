@@ -2,8 +2,8 @@
 
 Layers hold packed codes and parameters (:mod:`qtool.runtime.packed_kv`); attention gets all tokens
 dequantized, those of the current forward included, or on a GPU reads them packed
-(:mod:`qtool.runtime.kv_attention`). So a perplexity goes through the quantized cache,
-whether or not its caller wants one back. In ``kv4-channel`` a token is read in 16 bits until its group is
+(:mod:`qtool.runtime.kv_attention`). So a perplexity goes through the quantized cache, whether or
+not its caller wants one back. In ``kv4-channel`` a token is read in 16 bits until its group is
 full; a forward over many tokens reads the full groups quantized, also for the queries inside them.
 """
 
@@ -20,7 +20,14 @@ from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
 from qtool.runtime import kv_attention
 from qtool.runtime.kv_attention import kernel_reads
-from qtool.runtime.packed_kv import NEUTRAL, SCALES, PackedTokens, attention_name, kv_quantizers, kv_tensors
+from qtool.runtime.packed_kv import (
+    NEUTRAL,
+    SCALES,
+    PackedTokens,
+    attention_name,
+    kv_quantizers,
+    kv_tensors,
+)
 from qtool.schemes.kv import KVQuantizer
 
 
@@ -31,11 +38,17 @@ class QuantCacheLayer(DynamicLayer):
 
     Args:
         heads: kv heads; keys and values that come repeated for their query heads are kept once.
-        hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention can read them.
+        hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention
+            can read them.
     """
 
     def __init__(
-        self, keys: KVQuantizer, values: KVQuantizer, *, heads: int | None = None, hands_packed: bool = False
+        self,
+        keys: KVQuantizer,
+        values: KVQuantizer,
+        *,
+        heads: int | None = None,
+        hands_packed: bool = False,
     ) -> None:
         super().__init__()
         self.quantizers = (keys, values)
@@ -46,8 +59,12 @@ class QuantCacheLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized or packed."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized or
+        packed.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.stored
@@ -55,7 +72,9 @@ class QuantCacheLayer(DynamicLayer):
         keys.store(key_states[:, ::repeats])
         values.store(value_states[:, ::repeats])
         if repeats > 1:
-            return keys.read().repeat_interleave(repeats, 1), values.read().repeat_interleave(repeats, 1)
+            return keys.read().repeat_interleave(repeats, 1), values.read().repeat_interleave(
+                repeats, 1
+            )
         if self.hands_packed and kernel_reads(keys, key_states):
             return keys, values
         return keys.read(), values.read()
@@ -84,7 +103,9 @@ class QuantCacheLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): expected minus the number of tokens to remove")
+            raise ValueError(
+                f"crop({tokens_to_remove}): expected minus the number of tokens to remove"
+            )
         for stored in self.stored:
             stored.crop(max(stored.tokens + tokens_to_remove, 0))
 
@@ -110,7 +131,9 @@ class QuantCacheLayer(DynamicLayer):
 
 
 class QuantCache(Cache):
-    """A cache of :class:`QuantCacheLayer`; pass one to ``generate`` or a forward to look at it afterwards."""
+    """A cache of :class:`QuantCacheLayer`; pass one to ``generate`` or a forward to look at it
+    afterwards.
+    """
 
     layers: list[QuantCacheLayer]  # type: ignore[assignment]
 
@@ -131,10 +154,12 @@ class QuantCache(Cache):
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
-    """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by ``kv``.
+    """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by
+    ``kv``.
 
-    What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer of each attention
-    module, to be loaded; before, what does nothing, or zeros where that is a scale.
+    What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer
+    of each attention module, to be loaded; before, what does nothing, or zeros where that is a
+    scale.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
@@ -146,8 +171,12 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         for name, spec in scales.items():
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
-                device = next(chain(attention.parameters(), attention.buffers())).device  # packed: only buffers
-                neutral = torch.full(spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device)
+                device = next(
+                    chain(attention.parameters(), attention.buffers())
+                ).device  # packed: only buffers
+                neutral = torch.full(
+                    spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device
+                )
                 attention.register_buffer(attribute, neutral)
     if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
         decoder.config._attn_implementation = kv_attention.NAME
@@ -168,18 +197,25 @@ def unquantize_kv(model: PreTrainedModel) -> None:
 
 
 def require_scales(model: PreTrainedModel) -> None:
-    """Refuse static scales that are not finite and positive: absent from the checkpoint, or damaged.
+    """Refuse static scales that are not finite and positive: absent from the checkpoint, or
+    damaged.
 
     Raises:
         QtoolError: naming the tensor.
     """
     for name, tensor in model.named_buffers():
         if name.rpartition(".")[2] in SCALES and not (torch.isfinite(tensor) & (tensor > 0)).all():
-            raise QtoolError(f"{name}: a scale of the KV cache is missing, or not a positive number")
+            raise QtoolError(
+                f"{name}: a scale of the KV cache is missing, or not a positive number"
+            )
 
 
-def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Before a forward: a fresh quantized cache where there is none, quantized layers in an empty one."""
+def _supply(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], Any]:
+    """Before a forward: a fresh quantized cache where there is none, quantized layers in an empty
+    one.
+    """
     named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
     cache = named.get("past_key_values")
     if cache is None:
@@ -195,7 +231,9 @@ def _supply(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After a forward: without ``use_cache`` nobody is handed the cache that :func:`_supply` supplied."""
+    """After a forward: without ``use_cache`` nobody is handed the cache that :func:`_supply`
+    supplied.
+    """
     if kwargs.get("use_cache") is False and hasattr(output, "past_key_values"):
         output.past_key_values = None
 

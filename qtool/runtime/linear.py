@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qtool.format import LinearFormat
+from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
-from qtool.runtime.format import LinearFormat
-from qtool.runtime.rounding import as_it_is
 
 
 class QuantLinear(nn.Module):
@@ -41,7 +41,9 @@ class QuantLinear(nn.Module):
             self.stored_names.append(name)
         order = torch.empty(in_features, dtype=torch.int32, device=device) if permuted else None
         self.register_buffer("permutation", order)
-        self.register_buffer("bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+        self.register_buffer(
+            "bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        )
 
     def stored(self) -> dict[str, Tensor]:
         """The packed tensors, by the names they have in the checkpoint."""
@@ -73,7 +75,8 @@ class QuantLinear(nn.Module):
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
     def plain(self, x: Tensor) -> Tensor:
-        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to ``x``'s dtype.
+        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to
+        ``x``'s dtype.
 
         To the last bit what transformers computes from an export.
         """
@@ -81,12 +84,16 @@ class QuantLinear(nn.Module):
         return functional.linear(x, self.dequantize().to(x.dtype), bias)
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
-        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of an exact one."""
-        return kernel.multiply(Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype))
+        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of
+        an exact one.
+        """
+        return kernel.multiply(
+            Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype)
+        )
 
     @torch.compiler.disable
     @torch.no_grad()
-    @as_it_is
+    @bit_exact
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic, on any device."""
         if self.permutation is not None:
@@ -95,4 +102,6 @@ class QuantLinear(nn.Module):
         return self.format.scheme_object.matmul(x, codes, params, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
+        return (
+            f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
+        )

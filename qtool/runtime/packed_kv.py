@@ -1,9 +1,10 @@
 """Keys and values of one layer in packed form, and what a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
-``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores, float32 ``[H, D]``
-too, ``self_attn.k_offset``, the keys' mean after RoPE, and ``self_attn.k_importance``, what squared errors of their
-channels count; zeros and ones where nothing was calibrated. kv4-channel stores nothing.
+``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores,
+float32 ``[H, D]`` too, ``self_attn.k_offset``, the keys' mean after RoPE, and
+``self_attn.k_importance``, what squared errors of their channels count; zeros and ones where
+nothing was calibrated. kv4-channel stores nothing.
 
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
@@ -40,7 +41,9 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
     if reason := family.refuses.get("kv"):
         raise QtoolError(f"{kv}: a {family.name} model cannot have a quantized KV cache: {reason}")
     if KV_QUANTIZERS[kv].bits == 4 and heads.dim % 2:
-        raise QtoolError(f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte")
+        raise QtoolError(
+            f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte"
+        )
     each = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
     return {f"{attention_name(family)}.{name}": each for name in STORED.get(KV_QUANTIZERS[kv], ())}
 
@@ -51,7 +54,9 @@ def attention_name(family: Family) -> str:
 
 
 def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:
-    """The quantizers of keys and of values; ``stored("k_scale")`` gives a stored tensor if ``kv`` has any."""
+    """The quantizers of keys and of values; ``stored("k_scale")`` gives a stored tensor if ``kv``
+    has any.
+    """
     if KV_QUANTIZERS[kv] is KV8:
         return KV8.of_scale(stored("k_scale")), KV8.of_scale(stored("v_scale"))
     if KV_QUANTIZERS[kv] is KV4:
@@ -60,27 +65,35 @@ def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer
 
 
 class PackedTokens:
-    """The keys, or the values, of a layer: codes that are never quantized again, and an incomplete last group.
+    """The keys, or the values, of a layer: codes that are never quantized again, and an incomplete
+    last group.
 
-    The packed tensors have room for tokens to come and grow by a half, so that a token costs the same at any length.
+    The packed tensors have room for tokens to come and grow by a half, so that a token costs the
+    same at any length.
 
     Attributes:
-        rest: ``[B, H, R, D]``, the last R < ``quantizer.tokens`` tokens as they came; None before the first.
+        rest: ``[B, H, R, D]``, the last R < ``quantizer.tokens`` tokens as they came; None before
+            the first.
     """
 
     def __init__(self, quantizer: KVQuantizer) -> None:
         self.quantizer = quantizer
         self.rest: Tensor | None = None
-        self._room: Packed = {}  # as the quantizer makes them, of ``capacity`` tokens at dimension 2
+        # as the quantizer makes them, of ``capacity`` tokens at dimension 2
+        self._room: Packed = {}
         self._grouped = 0
 
     def append(self, x: Tensor) -> Tensor:
-        """Store ``x [B, H, T, D]``; returns all tokens so far as they now read, in the dtype of ``x``."""
+        """Store ``x [B, H, T, D]``; returns all tokens so far as they now read, in the dtype of
+        ``x``.
+        """
         self.store(x)
         return self.read()
 
     def store(self, x: Tensor) -> None:
-        """Quantize the whole groups among ``x [B, H, T, D]`` and what was left before; keep the rest."""
+        """Quantize the whole groups among ``x [B, H, T, D]`` and what was left before; keep the
+        rest.
+        """
         pending = x if self.rest is None or not self.rest.shape[2] else torch.cat([self.rest, x], 2)
         whole = pending.shape[2] // self.quantizer.tokens * self.quantizer.tokens
         if whole:
@@ -98,7 +111,9 @@ class PackedTokens:
 
     @property
     def packed(self) -> Packed:
-        """What the quantizer made of the whole groups, tokens at dimension 2; empty before the first."""
+        """What the quantizer made of the whole groups, tokens at dimension 2; empty before the
+        first.
+        """
         return self._first(self._grouped) if self._grouped else {}
 
     @property
@@ -113,7 +128,9 @@ class PackedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are really held, to the end of each tensor's storage: room for tokens to come included."""
+        """Bytes that are really held, to the end of each tensor's storage: room for tokens to come
+        included.
+        """
         return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
 
     @property
@@ -125,7 +142,9 @@ class PackedTokens:
         return 2 * batch * heads * self.tokens * dim
 
     def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``codes``, ``scale`` and ``zero`` with all their room, as ``qtool::kv_attention`` takes them (kv4, kv8)."""
+        """``codes``, ``scale`` and ``zero`` with all their room, as ``qtool::kv_attention`` takes
+        them (kv4, kv8).
+        """
         scale = self.quantizer.scale if isinstance(self.quantizer, KV8) else self._room["scale"]
         return self._room["codes"], scale, self._room.get("zero")
 
@@ -136,7 +155,9 @@ class PackedTokens:
         self._room = changed
 
     def crop(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``. Of a group that is cut, what stays is kept dequantized."""
+        """Forget all but the first ``tokens``. Of a group that is cut, what stays is kept
+        dequantized.
+        """
         if tokens >= self.tokens:
             return
         assert self.rest is not None
@@ -154,7 +175,9 @@ class PackedTokens:
         old = self.packed
         self._room = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device=like.device)
-            for name, spec in self.quantizer.quantize(torch.empty(shape, dtype=like.dtype, device="meta")).items()
+            for name, spec in self.quantizer.quantize(
+                torch.empty(shape, dtype=like.dtype, device="meta")
+            ).items()
         }
         for name, tensor in old.items():
             self._room[name][:, :, : tensor.shape[2]] = tensor
@@ -163,7 +186,7 @@ class PackedTokens:
         """Append the whole groups ``x`` to the packed tensors, which have room for them."""
         self._grouped += x.shape[2]
         if x.device.type == "cuda" and kernel_packs(self.quantizer, x):
-            from qtool.kernels.kv_append import kv_append
+            from qtool.kernels.attention.kv_append import kv_append
 
             codes, scale, zero = self.kernel_arguments()
             if isinstance(self.quantizer, KV4):
@@ -180,14 +203,18 @@ class PackedTokens:
 
     def _first(self, tokens: int) -> Packed:
         """The packed tensors' views of the first ``tokens``."""
-        return {name: t[:, :, : t.shape[2] * tokens // self.capacity] for name, t in self._room.items()}
+        return {
+            name: t[:, :, : t.shape[2] * tokens // self.capacity] for name, t in self._room.items()
+        }
 
     def _tensors(self) -> dict[str, Tensor]:
         return self._room | ({"rest": self.rest} if self.rest is not None else {})
 
 
 def kernel_packs(quantizer: KVQuantizer, x: Tensor) -> bool:
-    """Whether ``qtool::kv_append`` can pack ``x [B, H, T, D]``, on a CUDA device, as ``quantizer`` does."""
+    """Whether ``qtool::kv_append`` can pack ``x [B, H, T, D]``, on a CUDA device, as ``quantizer``
+    does.
+    """
     return (
         isinstance(quantizer, KV4 | KV8)
         and x.shape[3] % 16 == 0

@@ -14,11 +14,14 @@ from qtool.schemes.w4a16_24 import SparseMarlin
 from qtool.schemes.w8a8 import SmoothQuant
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (SmoothQuant, Marlin, SparseMarlin, QoQ, ProgressiveQoQ, LiquidQuant, Fmpq, Apex4)
+    scheme.name: scheme
+    for scheme in (SmoothQuant, Marlin, SparseMarlin, QoQ, ProgressiveQoQ, LiquidQuant, Fmpq, Apex4)
 }
 
 
-def get(name: str, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32) -> Scheme:
+def get(
+    name: str, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32
+) -> Scheme:
     """The scheme ``name`` at ``group_size`` input channels a group (``None``: the whole channel).
 
     Raises:

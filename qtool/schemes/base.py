@@ -7,7 +7,8 @@ says what they mean. It works on any device, on ``meta`` too, so that ``qtool pl
 stored shape and byte from the same code that quantizes.
 
 Every scheme of the five papers is, per group, an affine grid ``value = step * code + offset`` over
-a range of legal codes. GPTQ, clipping and distillation see only that :class:`~qtool.schemes.grid.Grid`.
+a range of legal codes. GPTQ, clipping and distillation see only that
+:class:`~qtool.schemes.arithmetic.grid.Grid`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
-from qtool.schemes import range_triton
-from qtool.schemes.activation import Activation
-from qtool.schemes.grid import Grid
+from qtool.schemes.arithmetic import range_triton
+from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.arithmetic.grid import Grid
 
 Params = dict[str, Tensor]
 Clip = Tensor | float
@@ -52,15 +53,20 @@ class Scheme(ABC):
     shared_params: ClassVar[frozenset[str]] = frozenset()
     #: ``(2, 4)``: at most 2 of 4 consecutive inputs are not zero; ``None``: dense
     sparsity: ClassVar[tuple[int, int] | None] = None
-    #: whether a scale below 0 is legal: codes reach a step further down than up, and either tail may be the longer
+    #: whether a scale below 0 is legal: codes reach a step further down than up, and either tail
+    #: may be the longer
     negative_scales: ClassVar[bool] = False
 
-    def __init__(self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32
+    ) -> None:
         if group_size == "default":
             group_size = self.default_group_size
         if group_size not in self.group_sizes:
             accepted = ", ".join("channel" if g is None else str(g) for g in self.group_sizes)
-            raise QtoolError(f"{self.name}: group size {group_size} is not supported; accepted: {accepted}")
+            raise QtoolError(
+                f"{self.name}: group size {group_size} is not supported; accepted: {accepted}"
+            )
         self.group_size = group_size
         self.scale_dtype = scale_dtype
 
@@ -78,9 +84,15 @@ class Scheme(ABC):
         n, k = weight.shape
         size = self.group_size or k
         if not k or k % size:
-            fits = ["channel" if g is None else str(g) for g in self.group_sizes if k and k % (g or k) == 0]
+            fits = [
+                "channel" if g is None else str(g)
+                for g in self.group_sizes
+                if k and k % (g or k) == 0
+            ]
             others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
-            raise QtoolError(f"{self.name}: {k} input channels are not divisible by group size {size} ({others})")
+            raise QtoolError(
+                f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
+            )
         return weight.reshape(n, k // size, size)
 
     def prune(self, weight: Tensor) -> Tensor:
@@ -125,17 +137,23 @@ class Scheme(ABC):
         return self.fit_range(*self.range(weight), clip=clip, group_clip=group_clip)
 
     @abstractmethod
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
-        """:meth:`fit` from the :meth:`range` of each group: a clipping search reads the weight once."""
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
+        """:meth:`fit` from the :meth:`range` of each group: a clipping search reads the weight
+        once.
+        """
 
-    def ends(self, params: Params) -> Tensor | None:
-        """Lowest and highest value of each group ``[2, N, G]``, in units of the floating-point scale; None where one
-        follows from the other (no zero point)."""
+    def clip_bounds(self, params: Params) -> Tensor | None:
+        """Lowest and highest value of each group ``[2, N, G]``, in units of the floating-point
+        scale; None where one follows from the other (no zero point).
+        """
         return None
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        """``params`` with the legal integers that come nearest to ``ends [2, N, G]``, real numbers as :meth:`ends` has
-        them: its inverse. Only for schemes that have ends."""
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        """``params`` with the legal integers that come nearest to ``bounds [2, N, G]``, real numbers
+        as :meth:`clip_bounds` has them: its inverse. Only for schemes that have clipping bounds.
+        """
         raise NotImplementedError(self.name)
 
     @abstractmethod
@@ -147,7 +165,9 @@ class Scheme(ABC):
         """Round-to-nearest codes ``[N, K]`` of ``weight [N, K]``, as the paper rounds."""
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for rows in slabs(weight):
-            part = {name: t if name in self.shared_params else t[rows] for name, t in params.items()}
+            part = {
+                name: t if name in self.shared_params else t[rows] for name, t in params.items()
+            }
             groups = self.groups(self.prune(weight[rows].float()))
             codes[rows] = self.round_groups(groups, part).flatten(1)
         return codes.view(self.code_dtype)
@@ -169,10 +189,14 @@ class Scheme(ABC):
         return self.fake_weight(weight, params).sub_(weight)
 
     @abstractmethod
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
-        """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in int32.
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
+        """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in
+        int32.
 
-        What the CUDA kernels compute, to the bit (:mod:`qtool.schemes.products`), but for those of 16-bit activations.
+        What the CUDA kernels compute, to the bit (:mod:`qtool.schemes.arithmetic.products`), but
+        for those of 16-bit activations.
         """
 
     def check(self, codes: Tensor, params: Params) -> None:
@@ -241,4 +265,6 @@ def require(holds: Tensor, invariant: str) -> None:
     """Raise :class:`CheckFailed` unless ``holds`` is true everywhere."""
     if not bool(holds.all()):
         where = tuple(int(i) for i in (~holds).nonzero()[0])
-        raise CheckFailed(f"invariant {invariant} broken at {where} and {int((~holds).sum())} places in all")
+        raise CheckFailed(
+            f"invariant {invariant} broken at {where} and {int((~holds).sum())} places in all"
+        )

@@ -1,31 +1,33 @@
 """w4ax-fmpq: COMET's mixed precision, 4-bit weights under activations of 4 or 8 bits by block.
 
-COMET section 3.2. Input channels are cut into blocks of 128; a block that holds outlier channels has
-8-bit activations, all others 4-bit (which ones: :mod:`qtool.schemes.fmpq_blocks`):
+COMET section 3.2. Input channels are cut into blocks of 128; a block that holds outlier channels
+has 8-bit activations, all others 4-bit (which ones: :mod:`qtool.schemes.fmpq_blocks`):
 
     s[n, b] = max|W| / 7            Q = clamp(rne(W / s), -8, 7)
     sx[m, b] = max|X| / (127 | 7)   Qx = clamp(rne(X / sx))      Y = sum_b (sum_k Qx * Q) * sx[m, b] * s[n, b]
 
-The kernel's zero extension (codes in the high nibble, times 16) belongs to the layout, not to the numbers.
+The kernel's zero extension (codes in the high nibble, times 16) belongs to the layout, not to the
+numbers.
 """
 
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.schemes.activation import Activation, quantize_groups
+from qtool.schemes.arithmetic.activation import Activation, quantize_groups
+from qtool.schemes.arithmetic.products import group_matmul
+from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import Clip, GroupSize, Params, require
-from qtool.schemes.products import group_matmul
-from qtool.schemes.symmetric import Symmetric
 
 BLOCK = 128
 
 
 class Fmpq(Symmetric):
-    """Parameters: ``scale [N, K/128]``, ``eight_bit [K/128]`` u8, 1 where a block has 8-bit activations.
+    """Parameters: ``scale [N, K/128]``, ``eight_bit [K/128]`` u8, 1 where a block has 8-bit
+    activations.
 
-    The map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer, whose
-    ``fit`` records it. Without it no block has 8 bits.
+    The map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer,
+    whose ``fit`` records it. Without it no block has 8 bits.
     """
 
     name = "w4ax-fmpq"
@@ -51,23 +53,31 @@ class Fmpq(Symmetric):
         """This scheme for a layer whose ``eight_bit [K/128]`` blocks (1 or 0) are known."""
         return Fmpq(self.group_size, self.scale_dtype, eight_bit)
 
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
         blocks = low.shape[1]
         given = torch.zeros(blocks) if self.eight_bit is None else self.eight_bit
         if given.shape != (blocks,):
-            raise QtoolError(f"{self.name}: a map of {tuple(given.shape)} blocks for a weight of {blocks} blocks")
+            raise QtoolError(
+                f"{self.name}: a map of {tuple(given.shape)} blocks for a weight of {blocks} blocks"
+            )
         params = super().fit_range(low, high, clip=clip, group_clip=group_clip)
         return params | {"eight_bit": given.to(low.device, torch.uint8)}
 
     def quantize_activation(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Codes int8 ``[..., K]`` (s8 or s4 by block) and scales float32 ``[..., K/128]`` of ``x [..., K]``."""
+        """Codes int8 ``[..., K]`` (s8 or s4 by block) and scales float32 ``[..., K/128]`` of ``x
+        [..., K]``.
+        """
         eight_bit = params["eight_bit"].bool()
         return quantize_groups(x, BLOCK, torch.where(eight_bit, 127, 7))
 
     def fake_activation(self, x: Tensor, params: Params) -> Tensor:
         return self.activation.dequantize(*self.quantize_activation(x, params)).to(x.dtype)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.quantize_activation(x, params)
         return group_matmul(qx, sx, codes, params["scale"].float(), BLOCK, bias)
 

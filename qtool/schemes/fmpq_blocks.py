@@ -1,9 +1,10 @@
-"""Which input channels of a layer are outliers, in which blocks they go, and what share of work stays W4A4.
+"""Which input channels of a layer are outliers, in which blocks they go, and what share of work
+stays W4A4.
 
 COMET section 3.2, figure 4: outliers sit in a few fixed channels, with magnitudes tenfold those of
-the rest. Calibration gives ``amax [K]``, the largest magnitude of each input channel; one permutation
-of the input channels (of the weight's columns too) puts the outliers into as few blocks of 128 as
-possible, and only those blocks get 8-bit activations.
+the rest. Calibration gives ``amax [K]``, the largest magnitude of each input channel; one
+permutation of the input channels (of the weight's columns too) puts the outliers into as few blocks
+of 128 as possible, and only those blocks get 8-bit activations.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,9 @@ OUTLIER_RATIO = 10.0
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """``permutation [K]`` int64 (place j takes channel ``permutation[j]``) and ``eight_bit [K/128]`` u8."""
+    """``permutation [K]`` int64 (place j takes channel ``permutation[j]``) and ``eight_bit
+    [K/128]`` u8.
+    """
 
     permutation: Tensor
     eight_bit: Tensor
@@ -29,7 +32,9 @@ class BlockPlan:
     @property
     def permuted(self) -> bool:
         """Whether any channel moves."""
-        return not torch.equal(self.permutation, torch.arange(len(self.permutation), device=self.permutation.device))
+        return not torch.equal(
+            self.permutation, torch.arange(len(self.permutation), device=self.permutation.device)
+        )
 
 
 def plan_blocks(
@@ -48,7 +53,8 @@ def plan_blocks(
         min_w4a4_share: at least this share (0..1) of the blocks stays 4-bit.
 
     Raises:
-        QtoolError: if K is not a multiple of 128, a statistic is not finite or a cap is out of range.
+        QtoolError: if K is not a multiple of 128, a statistic is not finite or a cap is out of
+            range.
     """
     outliers = outlier_channels(amax, ratio)
     permutation = gather_outliers(amax, outliers)
@@ -84,7 +90,8 @@ def by_magnitude(amax: Tensor) -> Tensor:
 
 
 def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
-    """Map ``[K/128]`` u8 of the blocks that hold an outlier; above ``cap``, those with the largest maxima.
+    """Map ``[K/128]`` u8 of the blocks that hold an outlier; above ``cap``, those with the largest
+    maxima.
 
     ``amax [K]`` and ``outliers [K]`` in the layer's own order of channels.
     """
@@ -107,7 +114,9 @@ def block_cap(channels: int, max_8bit_blocks: int | None, min_w4a4_share: float)
 
 
 def w4a4_share(layers: Iterable[tuple[Tensor, int]]) -> float:
-    """Share of GEMM work in W4A4 over layers, each ``(eight_bit [K/128], N)``; the work of a block is 128 * N."""
+    """Share of GEMM work in W4A4 over layers, each ``(eight_bit [K/128], N)``; the work of a block
+    is 128 * N.
+    """
     total, four_bit = 0, 0
     for eight_bit, out_features in layers:
         total += len(eight_bit) * out_features

@@ -1,11 +1,11 @@
 """Which granularity a GPU can afford: the ratio of its tensor cores to its CUDA cores.
 
 Group scales are applied on CUDA cores inside the main loop. APEX4 section 2.2, equation 2: the cost
-is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16 a
-group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.3), and per-channel
-scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.3 uses W4A8 per channel
-on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8 ratios 32 and 8.
-No paper has a point between 16 and 32; both choices change above 16.
+is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16
+a group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.3), and per-channel
+scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.3 uses W4A8 per
+channel on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8 ratios 32
+and 8. No paper has a point between 16 and 32; both choices change above 16.
 """
 
 from dataclasses import dataclass
@@ -62,17 +62,52 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         # APEX4's "OPs/cycle" is per tensor core, 4 in an SM; FP32 is 2 x 64 or 2 x 128 CUDA cores
-        Gpu("a100", 8192, 4096, 128, "APEX4 table 1: 1248 TOPS, 19.5 TFLOPS; QServe section 2.1: INT8 624"),
+        Gpu(
+            "a100",
+            8192,
+            4096,
+            128,
+            "APEX4 table 1: 1248 TOPS, 19.5 TFLOPS; QServe section 2.1: INT8 624",
+        ),
         Gpu("rtx3090", 4096, 2048, 256, "APEX4 table 1: 568 TOPS, 35.6 TFLOPS; INT8 half, as a40"),
-        Gpu("a40", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"),
+        Gpu(
+            "a40", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"
+        ),
         Gpu("a10", 4096, 2048, 256, "the SM of a40 (sm_86)"),
-        # APEX4 gives L40S INT4 at INT8's rate, NVIDIA's whitepaper gives the same SM twice that on GeForce
-        Gpu("l40s", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"),
-        Gpu("rtx4090", 4096, 2048, 256, "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS"),
-        Gpu("h100", None, 8192, 256, "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4),
+        # APEX4 gives L40S INT4 at INT8's rate, NVIDIA's whitepaper gives the same SM twice that on
+        # GeForce
+        Gpu(
+            "l40s", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"
+        ),
+        Gpu(
+            "rtx4090",
+            4096,
+            2048,
+            256,
+            "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS",
+        ),
+        Gpu(
+            "h100",
+            None,
+            8192,
+            256,
+            "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
+        ),
         Gpu("h800", None, 8192, 256, "the SM of h100; " + _NO_INT4),
-        Gpu("h200", None, 8192, 256, "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4),
-        Gpu("b200", None, 16384, 256, "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4),
+        Gpu(
+            "h200",
+            None,
+            8192,
+            256,
+            "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
+        ),
+        Gpu(
+            "b200",
+            None,
+            16384,
+            256,
+            "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4,
+        ),
     )
 }
 
@@ -93,8 +128,16 @@ def choose_w4a4(target: Gpu) -> Choice:
     cores = "INT4" if target.has_int4 else "INT8 (it has no INT4 tensor cores)"
     fact = f"{cores} tensor cores : FP32 CUDA cores = {target.rho:g} on {target.name}"
     if target.rho <= GROUP_RATIO:
-        return Choice("g128", target.rho, f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma")
-    return Choice("mix", target.rho, f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel")
+        return Choice(
+            "g128",
+            target.rho,
+            f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma",
+        )
+    return Choice(
+        "mix",
+        target.rho,
+        f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel",
+    )
 
 
 def choose_qoq(target: Gpu) -> Choice:
@@ -103,8 +146,12 @@ def choose_qoq(target: Gpu) -> Choice:
     fact = f"INT8 tensor cores : FP32 CUDA cores = {ratio:g} on {target.name}"
     if ratio <= GROUP_RATIO:
         return Choice(
-            "w4a8-qoq-g128", ratio, f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe"
+            "w4a8-qoq-g128",
+            ratio,
+            f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe",
         )
     return Choice(
-        "w4a8-qoq", ratio, f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe"
+        "w4a8-qoq",
+        ratio,
+        f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe",
     )

@@ -1,4 +1,5 @@
-"""KV-cache quantizers: keys (after RoPE) and values ``[B, H, T, D]`` as 8-bit or packed 4-bit codes.
+"""KV-cache quantizers: keys (after RoPE) and values ``[B, H, T, D]`` as 8-bit or packed 4-bit
+codes.
 
     kv8          s8, static, per head and channel: s[h, d] = max|X| / 127 of the calibration data
                  (LiquidGEMM section 6, LiquidServe)
@@ -37,7 +38,7 @@ Packed = dict[str, Tensor]
 RANGE = 0.95
 #: fits of the line through the codes, at most
 ROUNDS = 3
-#: of a lane of the warp that appends a token (csrc/kv_append.cu)
+#: of a lane of the warp that appends a token (csrc/attention/kv_append.cu)
 LANE_CHANNELS = 8
 
 
@@ -102,8 +103,10 @@ class KV4(KVQuantizer):
     """``codes`` uint8 ``[B, H, T, D/2]``, ``scale`` and ``zero`` fp16 ``[B, H, T, 1]``.
 
     Args:
-        offset: ``[H, D]``, taken from every token before it is quantized and added again after; None: nothing.
-        importance: float32 ``[H, D]``, what a squared error of each channel counts; None: all alike.
+        offset: ``[H, D]``, taken from every token before it is quantized and added again after;
+            None: nothing.
+        importance: float32 ``[H, D]``, what a squared error of each channel counts; None: all
+            alike.
     """
 
     name = "kv4"
@@ -121,14 +124,18 @@ class KV4(KVQuantizer):
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float()
-        return ((codes - packed["zero"].float()) * packed["scale"].float() + self._offset(codes)).to(dtype)
+        return (
+            (codes - packed["zero"].float()) * packed["scale"].float() + self._offset(codes)
+        ).to(dtype)
 
     def centred(self, x: Tensor) -> Tensor:
         """``x [B, H, T, D]`` less the offset, float32: what the codes stand for."""
         return x.float() - self._offset(x)
 
     def _offset(self, like: Tensor) -> Tensor | float:
-        return 0.0 if self.offset is None else self.offset.to(like.device, torch.float32)[:, None]  # [H, 1, D]
+        return (
+            0.0 if self.offset is None else self.offset.to(like.device, torch.float32)[:, None]
+        )  # [H, 1, D]
 
 
 class KV4Channel(KVQuantizer):
@@ -148,20 +155,29 @@ class KV4Channel(KVQuantizer):
 
     def quantize(self, x: Tensor) -> Packed:
         if x.shape[2] % self.tokens:
-            raise QtoolError(f"kv4-channel: {x.shape[2]} tokens are not whole groups of {self.tokens}")
-        by_channel = x.unflatten(2, (-1, self.tokens)).transpose(3, 4)  # [B, H, T/tokens, D, tokens]
+            raise QtoolError(
+                f"kv4-channel: {x.shape[2]} tokens are not whole groups of {self.tokens}"
+            )
+        by_channel = x.unflatten(2, (-1, self.tokens)).transpose(
+            3, 4
+        )  # [B, H, T/tokens, D, tokens]
         codes, scale, zero = quantize_asymmetric(by_channel)
         codes = codes.transpose(3, 4).flatten(2, 3)
         return {"codes": pack_nibbles(codes), "scale": scale.squeeze(4), "zero": zero.squeeze(4)}
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float().unflatten(2, (-1, self.tokens))
-        values = (codes - packed["zero"].float().unsqueeze(3)) * packed["scale"].float().unsqueeze(3)
+        values = (codes - packed["zero"].float().unsqueeze(3)) * packed["scale"].float().unsqueeze(
+            3
+        )
         return values.flatten(2, 3).to(dtype)
 
 
-def quantize_asymmetric(x: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes u8 0..15 of ``x [..., n]``, and fp16 scale and zero point ``[..., 1]`` that the n share.
+def quantize_asymmetric(
+    x: Tensor, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes u8 0..15 of ``x [..., n]``, and fp16 scale and zero point ``[..., 1]`` that the n
+    share.
 
     ``importance``, which broadcasts to ``x``: what their squared errors count.
     """
@@ -186,14 +202,15 @@ def refit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Better codes, scale and zero point of each ``x [..., n]`` float32, or the same.
 
-    With the codes Q, what they leave, ``r = x - (Q - z) s``, and the importance w, weighted least squares moves the
-    line by
+    With the codes Q, what they leave, ``r = x - (Q - z) s``, and the importance w, weighted least
+    squares moves the line by
 
         ds = (sum w sum wQr - sum wQ sum wr) / (sum w sum wQ^2 - (sum wQ)^2)
         and at Q = 0 by    (sum wr - ds sum wQ) / sum w
 
-    Codes are rounded on the new line; it is kept where ``sum w r^2`` falls. Sums go by :func:`lane_sum` and every
-    operation is rounded by itself, so that ``qtool::kv_append`` finds the same bytes.
+    Codes are rounded on the new line; it is kept where ``sum w r^2`` falls. Sums go by
+    :func:`lane_sum` and every operation is rounded by itself, so that ``qtool::kv_append`` finds
+    the same bytes.
     """
     q, s, z = codes.float(), scale.float(), zero.float()
     w = torch.ones_like(x[..., :1, :]) if importance is None else importance
@@ -206,7 +223,11 @@ def refit(
     again = rounded_on(x, moved, moved_zero)
     left_again = x - (again.float() - moved_zero.float()) * moved.float()
     better = lane_sum(w * left_again.square()) < lane_sum(w * left.square())
-    return torch.where(better, again, codes), torch.where(better, moved, scale), torch.where(better, moved_zero, zero)
+    return (
+        torch.where(better, again, codes),
+        torch.where(better, moved, scale),
+        torch.where(better, moved_zero, zero),
+    )
 
 
 def lane_sum(x: Tensor) -> Tensor:
@@ -215,7 +236,9 @@ def lane_sum(x: Tensor) -> Tensor:
     By halves, first of the eight, then of the lanes; zeros where there are no channels.
     """
     lanes = 1 << max(0, -(-x.shape[-1] // LANE_CHANNELS) - 1).bit_length()
-    x = torch.nn.functional.pad(x, (0, lanes * LANE_CHANNELS - x.shape[-1])).unflatten(-1, (lanes, LANE_CHANNELS))
+    x = torch.nn.functional.pad(x, (0, lanes * LANE_CHANNELS - x.shape[-1])).unflatten(
+        -1, (lanes, LANE_CHANNELS)
+    )
     for dim in (-1, -2):
         while (size := x.shape[dim]) > 1:
             x = x.narrow(dim, 0, size // 2) + x.narrow(dim, size // 2, size // 2)
@@ -225,7 +248,9 @@ def lane_sum(x: Tensor) -> Tensor:
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Codes u8 0..15 ``[..., D]`` as bytes ``[..., D/2]``, the even channel in the low nibble."""
     if codes.shape[-1] % 2:
-        raise QtoolError(f"a head dimension of {codes.shape[-1]} is odd: 4-bit codes are packed two a byte")
+        raise QtoolError(
+            f"a head dimension of {codes.shape[-1]} is odd: 4-bit codes are packed two a byte"
+        )
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

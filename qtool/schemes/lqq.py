@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from qtool.schemes import lqq_triton
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
+from qtool.schemes.arithmetic.products import int_matmul, scaled
 from qtool.schemes.base import Clip, Grid, Params, Scheme, require, scale_bounds
-from qtool.schemes.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
-from qtool.schemes.products import int_matmul, scaled
 
 
 class LiquidQuant(Scheme):
-    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``offset [N, G]`` u8 (``a = 128 + lo``)."""
+    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``offset [N, G]`` u8 (``a = 128 +
+    lo``).
+    """
 
     name = "w4a8-lqq"
     code_bits = 4
@@ -30,7 +32,9 @@ class LiquidQuant(Scheme):
     default_group_size = 64
     activation = PER_TOKEN_S8
 
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
         if lqq_triton.runs_on(low):
             bounds = scale_bounds(self.scale_dtype)
             fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype, bounds)
@@ -38,15 +42,15 @@ class LiquidQuant(Scheme):
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)
         high = torch.round(quantize_level1(high, s1) * group_clip)
-        return self.with_ends({"s1": s1}, torch.stack([low, high]))
+        return self.with_clip_bounds({"s1": s1}, torch.stack([low, high]))
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         low = params["offset"].float() - 128
         return torch.stack([low, low + 15 * params["s2"].float()])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low = ends[0].round().clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
-        s2 = torch.round((ends[1] - low) / 15).clamp(1, 16)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low = bounds[0].round().clamp(-PROTECTIVE_MAX, PROTECTIVE_MAX)
+        s2 = torch.round((bounds[1] - low) / 15).clamp(1, 16)
         return params | {"s2": s2.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
 
     def grid(self, params: Params) -> Grid:
@@ -84,7 +88,9 @@ class LiquidQuant(Scheme):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
         return super().weight_error(weight, params)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 

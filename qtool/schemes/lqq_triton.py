@@ -1,7 +1,9 @@
-"""LiquidQuant on a GPU in single kernels: parameters from ranges; a weight rounded and dequantized at once.
+"""LiquidQuant on a GPU in single kernels: parameters from ranges; a weight rounded and dequantized
+at once.
 
-The arithmetic is that of ``LiquidQuant.fit_range`` and ``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by
-step as a CPU does it. Searches fit thousands of candidates: some thirty launches each were most of their time.
+The arithmetic is that of ``LiquidQuant.fit_range`` and
+``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by step as a CPU does it. Searches fit
+thousands of candidates: some thirty launches each were most of their time.
 """
 
 from importlib.util import find_spec
@@ -21,9 +23,17 @@ if find_spec("triton"):
 
     @triton.jit
     def _fake(  # type: ignore[no-untyped-def]
-        weight_ptr, s1_ptr, s2_ptr, offset_ptr, out_ptr, count,
-        SIZE: tl.constexpr, GROUPS: tl.constexpr, LESS: tl.constexpr, TILE: tl.constexpr,
-    ):  # fmt: skip
+        weight_ptr,
+        s1_ptr,
+        s2_ptr,
+        offset_ptr,
+        out_ptr,
+        count,
+        SIZE: tl.constexpr,
+        GROUPS: tl.constexpr,
+        LESS: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
         at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         inside = at < count
         weight = tl.load(weight_ptr + at, inside, 0.0).to(tl.float32)
@@ -36,11 +46,26 @@ if find_spec("triton"):
         value = (q4 * s2 + low) * s1
         tl.store(out_ptr + at, value - weight if LESS else value, inside)
 
-    @triton.jit(do_not_specialize=["groups", "by_row", "by_group"])  # one build for all shapes and clips
+    @triton.jit(
+        do_not_specialize=["groups", "by_row", "by_group"]
+    )  # one build for all shapes and clips
     def _fit(  # type: ignore[no-untyped-def]
-        low_ptr, high_ptr, clip_ptr, group_clip_ptr, s1_ptr, s2_ptr, offset_ptr, clip, group_clip, groups, by_row,
-        by_group, least, most, TILE: tl.constexpr,
-    ):  # fmt: skip
+        low_ptr,
+        high_ptr,
+        clip_ptr,
+        group_clip_ptr,
+        s1_ptr,
+        s2_ptr,
+        offset_ptr,
+        clip,
+        group_clip,
+        groups,
+        by_row,
+        by_group,
+        least,
+        most,
+        TILE: tl.constexpr,
+    ):
         row = tl.program_id(0).to(tl.int64)
         amax = 0.0
         for start in range(0, groups, TILE):
@@ -72,21 +97,41 @@ def runs_on(weight: Tensor) -> bool:
 
 
 def fit(
-    low: Tensor, high: Tensor, clip: Tensor | float, group_clip: Tensor | float, dtype: torch.dtype,
+    low: Tensor,
+    high: Tensor,
+    clip: Tensor | float,
+    group_clip: Tensor | float,
+    dtype: torch.dtype,
     bounds: tuple[float, float],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``s1 [N]`` in ``dtype``, within ``bounds``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``s1 [N]`` in ``dtype``, within ``bounds``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N,
+    G]`` float32.
+    """
     n, groups = low.shape
     by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)
     clips = clip.expand(n).float().contiguous() if isinstance(clip, Tensor) else low
-    group_clips = group_clip.expand(n, groups).float().contiguous() if isinstance(group_clip, Tensor) else low
+    group_clips = (
+        group_clip.expand(n, groups).float().contiguous() if isinstance(group_clip, Tensor) else low
+    )
     s1, s2 = low.new_empty(n, dtype=dtype), low.new_empty(n, groups, dtype=torch.uint8)
     offset = torch.empty_like(s2)
     _fit[(n,)](
-        low.contiguous(), high.contiguous(), clips, group_clips, s1, s2, offset, 1.0 if by_row else clip,
-        1.0 if by_group else group_clip, groups, int(by_row), int(by_group), *bounds, TILE=FIT_TILE,
+        low.contiguous(),
+        high.contiguous(),
+        clips,
+        group_clips,
+        s1,
+        s2,
+        offset,
+        1.0 if by_row else clip,
+        1.0 if by_group else group_clip,
+        groups,
+        int(by_row),
+        int(by_group),
+        *bounds,
+        TILE=FIT_TILE,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return s1, s2, offset
 
 
@@ -96,6 +141,14 @@ def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> 
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]
     _fake[(triton.cdiv(n * k, TILE),)](
-        weight, *inputs, out, n * k, SIZE=k // groups, GROUPS=groups, LESS=less, TILE=TILE, enable_fp_fusion=False
+        weight,
+        *inputs,
+        out,
+        n * k,
+        SIZE=k // groups,
+        GROUPS=groups,
+        LESS=less,
+        TILE=TILE,
+        enable_fp_fusion=False,
     )
     return out

@@ -1,4 +1,5 @@
-"""w4a8-qoq: QoQ per channel, asymmetric 4-bit weights whose zero point is subtracted in the epilogue.
+"""w4a8-qoq: QoQ per channel, asymmetric 4-bit weights whose zero point is subtracted in the
+epilogue.
 
 QServe section 3 and appendix C.0.1. Per output channel, with a range that includes zero:
 
@@ -14,9 +15,9 @@ is 3.5 times larger (0.031 against 0.0087 of Y for Gaussian data, K = 4096).
 import torch
 from torch import Tensor
 
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.products import int_matmul, scaled
 from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, require, stored_scale
-from qtool.schemes.products import int_matmul, scaled
 
 #: of a step, in steps as they were: a range does not vanish
 LEAST_WIDTH = 2.0**-4
@@ -32,7 +33,9 @@ class QoQ(Scheme):
     default_group_size = None
     activation = PER_TOKEN_S8
 
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
         ratio = clip_ratio(clip, group_clip)
         low, high = (low.clamp_max(0) * ratio)[:, 0], (high.clamp_min(0) * ratio)[:, 0]
         width = high / 15 - low / 15  # divided first: the difference may overflow
@@ -40,15 +43,18 @@ class QoQ(Scheme):
         zero = torch.round(-low / scale.float()).clamp(0, 15)
         return {"s1": scale, "zero": zero.to(torch.uint8)}
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         low = -params["zero"].float()[:, None]
         return torch.stack([low, low + 15])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low, high = ends[0, :, 0].clamp_max(0), ends[1, :, 0].clamp_min(0)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low, high = bounds[0, :, 0].clamp_max(0), bounds[1, :, 0].clamp_min(0)
         width = ((high - low) / 15).clamp_min(LEAST_WIDTH)
         scale = stored_scale(params["s1"].float() * width, self.scale_dtype)
-        return params | {"s1": scale, "zero": torch.round(-low / width).clamp(0, 15).to(torch.uint8)}
+        return params | {
+            "s1": scale,
+            "zero": torch.round(-low / width).clamp(0, 15).to(torch.uint8),
+        }
 
     def grid(self, params: Params) -> Grid:
         step = params["s1"].float()[:, None]
@@ -63,7 +69,9 @@ class QoQ(Scheme):
         steps = codes.to(torch.float32, copy=True).sub_(params["zero"].float()[:, None])
         return steps.mul_(params["s1"].float()[:, None])
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         token_sum = qx.sum(1, keepdim=True, dtype=torch.int32)  # [M, 1]
         steps = int_matmul(qx, codes.to(torch.int8)) - token_sum * params["zero"].to(torch.int32)

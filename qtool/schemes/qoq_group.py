@@ -1,7 +1,8 @@
 """w4a8-qoq-g128: QoQ progressive group quantization, 4-bit codes inside an 8-bit channel.
 
 QServe sections 3.1 and 4.2.2. Level 1 per output channel; level 2 per group, with a range that
-includes zero (``lo = min(0, min Q8)``, ``hi = max(0, max Q8)``), else a one-sided group loses its zero point:
+includes zero (``lo = min(0, min Q8)``, ``hi = max(0, max Q8)``), else a one-sided group loses its
+zero point:
 
     s1 = max|W| / 119                            Q8 = clamp(rne(W / s1), -119, 119)
     s2 = clamp(rne((hi - lo) / 15), 1, 16)       z = clamp(rne(-lo / s2), 0, 15)
@@ -15,10 +16,10 @@ choose any code, so the grid's bounds leave out those beyond.
 import torch
 from torch import Tensor
 
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.level1 import fit_level1, quantize_level1
+from qtool.schemes.arithmetic.products import int_matmul, scaled
 from qtool.schemes.base import Clip, Grid, Params, Scheme, require
-from qtool.schemes.level1 import fit_level1, quantize_level1
-from qtool.schemes.products import int_matmul, scaled
 
 
 class ProgressiveQoQ(Scheme):
@@ -31,18 +32,20 @@ class ProgressiveQoQ(Scheme):
     default_group_size = 128
     activation = PER_TOKEN_S8
 
-    def fit_range(self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1).clamp_max(0) * group_clip)
         high = torch.round(quantize_level1(high, s1).clamp_min(0) * group_clip)
-        return self.with_ends({"s1": s1}, torch.stack([low, high]))
+        return self.with_clip_bounds({"s1": s1}, torch.stack([low, high]))
 
-    def ends(self, params: Params) -> Tensor:
+    def clip_bounds(self, params: Params) -> Tensor:
         s2, zero = params["s2"].float(), params["zero"].float()
         return torch.stack([-zero * s2, (15 - zero) * s2])
 
-    def with_ends(self, params: Params, ends: Tensor) -> Params:
-        low, high = ends[0].clamp_max(0), ends[1].clamp_min(0)
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        low, high = bounds[0].clamp_max(0), bounds[1].clamp_min(0)
         s2 = torch.round((high - low) / 15).clamp(1, 16)
         zero = torch.round(-low / s2).clamp(0, 15)
         return params | {"s2": s2.to(torch.uint8), "zero": zero.to(torch.uint8)}
@@ -64,13 +67,17 @@ class ProgressiveQoQ(Scheme):
 
     def _level2(self, codes: Tensor, params: Params) -> Tensor:
         """The same in float32, exact: the integers are below 2**24."""
-        steps = self.groups(codes).to(torch.float32, copy=True).sub_(params["zero"].float()[..., None])
+        steps = (
+            self.groups(codes).to(torch.float32, copy=True).sub_(params["zero"].float()[..., None])
+        )
         return steps.mul_(params["s2"].float()[..., None]).flatten(1)
 
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         return self._level2(codes, params).mul_(params["s1"].float()[:, None])
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 
@@ -79,5 +86,7 @@ class ProgressiveQoQ(Scheme):
         require((s2 >= 1) & (s2 <= 16), "1 <= s2 <= 16")
         require(zero <= 15, "0 <= zero <= 15")
         require((low * s2 >= 0) & (high * s2 <= 255), "0 <= Q4*s2 <= 255")
-        require(((low - zero) * s2 >= -128) & ((high - zero) * s2 <= 127), "-128 <= (Q4 - z)*s2 <= 127")
+        require(
+            ((low - zero) * s2 >= -128) & ((high - zero) * s2 <= 127), "-128 <= (Q4 - z)*s2 <= 127"
+        )
         super().check_range(low, high, params)

@@ -8,17 +8,18 @@ The paper gives no scale; MARLIN's own quantizer divides by 7.5 (``s *= 2 / maxq
 sixteen codes cover -max..max and no weight is more than half a step from its code: +max and -max
 fall on 7.5 and are rounded to 7 and -8. Dividing by 7 would leave code 0 unused.
 
-A scale below 0 is legal, for codes reach a step further down than up: AutoRound gives a group whose largest
-weight is positive ``s = -max W / 8``, so that the largest is code 0 (its ``quant_tensor_sym``), and imports keep
-that. The paper has none; GPTQ's search by group tries both signs where asked (``negative_scales``).
+A scale below 0 is legal, for codes reach a step further down than up: AutoRound gives a group whose
+largest weight is positive ``s = -max W / 8``, so that the largest is code 0 (its
+``quant_tensor_sym``), and imports keep that. The paper has none; GPTQ's search by group tries both
+signs where asked (``negative_scales``).
 """
 
 import torch
 from torch import Tensor
 
-from qtool.schemes.activation import UNQUANTIZED
+from qtool.schemes.arithmetic.activation import UNQUANTIZED
+from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import Params, require
-from qtool.schemes.symmetric import Symmetric
 
 
 class Marlin(Symmetric):
@@ -38,6 +39,8 @@ class Marlin(Symmetric):
         require(torch.isfinite(scale) & (scale != 0), "scale finite and not 0")
         require((low >= self.low) & (high <= self.high), "codes within the legal bounds")
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         y = x.float() @ self.dequantize(codes, params).t()
         return y if bias is None else y + bias.float()

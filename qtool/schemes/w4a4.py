@@ -11,10 +11,10 @@ Uniform G = 128 is ``w4a4-g128``; G = 32 for v_proj and down_proj and per channe
 import torch
 from torch import Tensor
 
-from qtool.schemes.activation import Activation
+from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.arithmetic.products import group_matmul
+from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import GroupSize, Params
-from qtool.schemes.products import group_matmul
-from qtool.schemes.symmetric import Symmetric
 
 
 class Apex4(Symmetric):
@@ -27,10 +27,14 @@ class Apex4(Symmetric):
     default_group_size = 128
     divisor, low, high = 7, -8, 7
 
-    def __init__(self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(group_size, scale_dtype)
         self.activation = Activation(4, self.group_size)
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return group_matmul(qx, sx, codes, params["scale"].float(), self.group_size, bias)

@@ -7,10 +7,10 @@ SmoothQuant (arXiv 2211.10438) section 3; QServe table 2 quotes it as the W8A8 r
 
 from torch import Tensor
 
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.products import int_matmul, scaled
+from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import Params
-from qtool.schemes.products import int_matmul, scaled
-from qtool.schemes.symmetric import Symmetric
 
 
 class SmoothQuant(Symmetric):
@@ -24,6 +24,8 @@ class SmoothQuant(Symmetric):
     activation = PER_TOKEN_S8
     divisor, low, high = 127, -127, 127
 
-    def matmul(self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
+    ) -> Tensor:
         qx, sx = self.activation.quantize(x)
         return scaled(int_matmul(qx, codes), sx, params["scale"][:, 0], bias)

@@ -1,8 +1,9 @@
-"""``qtool bench serve``: decode and prefill of a checkpoint in vLLM, beside vLLM's own formats of the same shape.
+"""``qtool bench serve``: decode and prefill of a checkpoint in vLLM, beside vLLM's own formats of
+the same shape.
 
-Each engine runs in a process of its own, one after another. A decode step is the difference of two generations of
-different lengths over the same prompts, so prefill and start-up cancel. Prompts are random ids; the baselines have
-random weights, since time does not depend on them.
+Each engine runs in a process of its own, one after another. A decode step is the difference of two
+generations of different lengths over the same prompts, so prefill and start-up cancel. Prompts are
+random ids; the baselines have random weights, since time does not depend on them.
 """
 
 import json
@@ -18,7 +19,8 @@ from typing import Any
 from qtool.errors import QtoolError, suggest
 from qtool.text_table import render
 
-#: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the first ends
+#: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
+#: first ends
 SHORT, LONG = 64, 192
 #: vLLM's name of the cache's dtype by ours
 CACHES = {"fp8": "fp8", "16": "auto"}
@@ -52,8 +54,8 @@ class Served:
     """One engine at one batch size.
 
     Attributes:
-        step_ms: one decode step of the batch. prefill: prompt tokens a second. request: generated tokens a second of
-            whole requests, prefill included.
+        step_ms: one decode step of the batch. prefill: prompt tokens a second. request: generated
+            tokens a second of whole requests, prefill included.
     """
 
     engine: str
@@ -73,7 +75,8 @@ def bench_serve(
     cache: str = "fp8",
     **options: Any,
 ) -> Iterator[Served]:
-    """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM; rows come as they are measured.
+    """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM; rows come as they
+    are measured.
 
     Args:
         cache: dtype of every engine's KV cache, ``fp8`` or ``16``.

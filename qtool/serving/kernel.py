@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
-from qtool.runtime.format import LinearFormat
 
-#: token counts that are run once before serving: what engines capture in graphs, and up to a large prefill
+#: token counts that are run once before serving: what engines capture in graphs, and up to a large
+#: prefill
 LADDER = sorted(
     {
         1,
@@ -29,7 +30,8 @@ class Gemm:
     """One multiplication of an engine's layer, as :mod:`qtool.serving.verify` checks it.
 
     Attributes:
-        names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M, k]`` of ``dtype``.
+        names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M,
+            k]`` of ``dtype``.
     """
 
     name: str

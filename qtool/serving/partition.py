@@ -1,9 +1,10 @@
-"""How the stored tensors of a linear are cut among ranks and joined in a fused layer; no engine in it.
+"""How the stored tensors of a linear are cut among ranks and joined in a fused layer; no engine in
+it.
 
-A layout puts tiles of output channels one after another along one dimension of a stored tensor, tiles of input
-channels along another. So the tensors of a fused layer (q, k and v; gate and up) are those of its linears joined
-along the first of these, and a rank's share is a piece along one of them: bytes move, nothing is packed again.
-Which dimension that is follows from the shapes alone.
+A layout puts tiles of output channels one after another along one dimension of a stored tensor,
+tiles of input channels along another. So the tensors of a fused layer (q, k and v; gate and up) are
+those of its linears joined along the first of these, and a rank's share is a piece along one of
+them: bytes move, nothing is packed again. Which dimension that is follows from the shapes alone.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.runtime.format import LinearFormat
+from qtool.format import LinearFormat
 
 #: rows of a weight on which a cut of the input channels is tried: every layout's tile divides them
 TRIED_ROWS = 256
@@ -22,7 +23,8 @@ TRIED_ROWS = 256
 
 @dataclass(frozen=True)
 class Axes:
-    """The dimensions of one stored tensor that grow with the output and the input channels, None if none does.
+    """The dimensions of one stored tensor that grow with the output and the input channels, None if
+    none does.
 
     ``per_output`` is how many output channels one step along ``output`` covers.
     """
@@ -93,7 +95,9 @@ def require_shares(
 @cache
 @torch.no_grad()
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
-    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried on one."""
+    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried
+    on one.
+    """
     scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
     weight = torch.randn(
         n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
@@ -116,6 +120,8 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
 
 
 def _share(param: Tensor, n: int, shared: bool, rank: int, ranks: int) -> Tensor:
-    """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``; all of one that has a value a channel."""
+    """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``; all of one that has a
+    value a channel.
+    """
     by_group = shared or (param.dim() == 2 and param.shape[1] > 1)
     return param.chunk(ranks, -1)[rank].contiguous() if by_group else param

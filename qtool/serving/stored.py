@@ -4,18 +4,18 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.format import CheckpointFormat, LinearFormat
+from qtool.io.source import Checkpoint
 from qtool.models import Family, Heads, family_of
-from qtool.runtime.format import CheckpointFormat, LinearFormat
 from qtool.runtime.packed_kv import kv_tensors
 
 
 class PackedLinears:
     """The linears of a model that its ``quantization_config`` stores packed.
 
-    A rule's pattern may match modules that are never quantized (routers, vision towers, heads of speculative
-    decoding): only the linears that the model's family names are.
+    A rule's pattern may match modules that are never quantized (routers, vision towers, heads of
+    speculative decoding): only the linears that the model's family names are.
 
     Args:
         config: config.json of the language model, as a mapping.
@@ -66,10 +66,12 @@ class PackedLinears:
 
 
 def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
-    """Check names, shapes and dtypes of everything that belongs to a packed linear, by the files' headers alone.
+    """Check names, shapes and dtypes of everything that belongs to a packed linear, by the files'
+    headers alone.
 
     Raises:
-        QtoolError: for the first tensor that is missing, left over, or not what the format declares.
+        QtoolError: for the first tensor that is missing, left over, or not what the format
+            declares.
     """
     expected: dict[str, tuple[Any, ...] | None] = {}
     for name in linears.names():

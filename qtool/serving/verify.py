@@ -1,8 +1,9 @@
 """``qtool verify --engine vllm``: what vLLM runs for a native checkpoint, held against our own runtime.
 
-For each layer that vLLM built from packed linears: the kernel that multiplies, and the distance of its output from our
-runtime's on the same tokens. Then greedy continuations: wherever they part, the two best logits must be closer
-together than vLLM's are to themselves when it is asked for one prompt after another.
+For each layer that vLLM built from packed linears: the kernel that multiplies, and the distance of
+its output from our runtime's on the same tokens. Then greedy continuations: wherever they part, the
+two best logits must be closer together than vLLM's are to themselves when it is asked for one
+prompt after another.
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import Verified, load_linear
 from qtool.serving.kernel import Gemm
@@ -45,7 +46,8 @@ def verify_in_vllm(
     """Check what vLLM makes of the native checkpoint in ``directory``.
 
     Args:
-        prompts: token ids, all of one length; 8 of 64 random ids by default. tokens: generated for each.
+        prompts: token ids, all of one length; 8 of 64 random ids by default. tokens: generated for
+            each.
         compiled: as vLLM serves by default, with torch.compile and CUDA graphs; else eagerly.
         options: of ``vllm.LLM``.
 

@@ -27,20 +27,32 @@ from transformers import (
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import propagate, run
-from qtool.calibration.gptq import Gptq
-from qtool.calibration.gptq_problem import Rows
-from qtool.calibration.hessian import Hessian
 from qtool.calibration.method import Norm, Transform
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.rounding.gptq.problem import Rows
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.schemes import Params, Scheme, get
 
-SMALL = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
-         "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}  # fmt: skip
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-FALCON = {name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+FALCON = {
+    name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "head_dim")
+}
 CONFIGS = {
-    "llama-mha-tied": LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-mha-tied": LlamaConfig(
+        **SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
     "llama-gqa-biases": LlamaConfig(**SMALL | {"attention_bias": True, "mlp_bias": True}),
     "mistral": MistralConfig(**SMALL | {"sliding_window": 8}),
     "qwen2": Qwen2Config(**SMALL | {"num_key_value_heads": 1}),
@@ -49,19 +61,31 @@ CONFIGS = {
     "gemma": GemmaConfig(**SMALL),
     "gemma2": Gemma2Config(**SMALL | {"sliding_window": 8}),
     "gemma3": Gemma3TextConfig(**SMALL | {"sliding_window": 8}),
-    "opt": OPTConfig(**SMALL | {"ffn_dim": 160, "word_embed_proj_dim": 96, "num_key_value_heads": None}),
+    "opt": OPTConfig(
+        **SMALL | {"ffn_dim": 160, "word_embed_proj_dim": 96, "num_key_value_heads": None}
+    ),
     "falcon": FalconConfig(**FALCON),
     "falcon-new": FalconConfig(**FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-11b": FalconConfig(
-        **FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+        **FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
     ),
-    "falcon-rw": FalconConfig(**FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
+    "falcon-rw": FalconConfig(
+        **FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
+    ),
     "mixtral": MixtralConfig(**SMALL | {"num_local_experts": 4}),
     "qwen2-moe": Qwen2MoeConfig(**SMALL | MOE | {"shared_expert_intermediate_size": 160}),
     "qwen3-moe": Qwen3MoeConfig(**SMALL | MOE | {"mlp_only_layers": [1]}),
 }
-WIDE = {"hidden_size": 128, "word_embed_proj_dim": 128, "head_dim": 32, "intermediate_size": 256, "ffn_dim": 256,
-        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}  # fmt: skip
+WIDE = {
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "ffn_dim": 256,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+}
 TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
 
 
@@ -139,7 +163,9 @@ def transformed(blocks) -> Callable[..., PreTrainedModel]:
     """A copy of a model with transforms applied as the pipeline does, not rounded."""
 
     @torch.no_grad()
-    def apply(model: PreTrainedModel, transforms: Sequence[Transform], scheme: Scheme | None = None) -> PreTrainedModel:
+    def apply(
+        model: PreTrainedModel, transforms: Sequence[Transform], scheme: Scheme | None = None
+    ) -> PreTrainedModel:
         model, family = copy.deepcopy(model), family_of(model.config.model_type)
         separate_experts(model)
         if model.config.tie_word_embeddings:
@@ -164,7 +190,9 @@ def transformed(blocks) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def with_outliers() -> Callable[[PreTrainedModel], PreTrainedModel]:
-    """The same function with outlier channels: norm weights, up rows, v rows x 50, their readers / 50."""
+    """The same function with outlier channels: norm weights, up rows, v rows x 50, their readers /
+    50.
+    """
 
     @torch.no_grad()
     def inject(model: PreTrainedModel) -> PreTrainedModel:
@@ -182,7 +210,9 @@ def with_outliers() -> Callable[[PreTrainedModel], PreTrainedModel]:
             mlp.down_proj.weight[:, 7] /= 50
             scale_rows(attention.v_proj, 3, 50)
             queries = model.config.num_attention_heads // model.config.num_key_value_heads
-            attention.o_proj.weight[:, 3 : 3 + attention.head_dim * queries : attention.head_dim] /= 50
+            attention.o_proj.weight[
+                :, 3 : 3 + attention.head_dim * queries : attention.head_dim
+            ] /= 50
         return model
 
     return inject
@@ -195,7 +225,9 @@ def scale_rows(linear: torch.nn.Linear, row: int, factor: float) -> None:
 
 
 def attended(block: Block, batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
-    """The queries and the keys ``[B, H, S, D]`` that attention itself is given in ``block``, batch by batch."""
+    """The queries and the keys ``[B, H, S, D]`` that attention itself is given in ``block``, batch
+    by batch.
+    """
     queries, keys = [], []
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -213,7 +245,9 @@ def attended(block: Block, batches: Sequence[Batch]) -> tuple[list[Tensor], list
     return queries, keys
 
 
-def solve(method: Gptq, scheme: Scheme, weight: Tensor, hessian: Hessian) -> tuple[Tensor, Params, float]:
+def solve(
+    method: Gptq, scheme: Scheme, weight: Tensor, hessian: Hessian
+) -> tuple[Tensor, Params, float]:
     """Codes ``[N, K]``, parameters and the damping it took, of one ``weight [N, K]`` float32."""
     (solution,) = method.solve_all([Rows(scheme, weight, hessian)])
     return solution.codes, solution.params, solution.damping

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, propagate, run
-from qtool.calibration.rounded import Rounded
+from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import fill, skeleton
@@ -26,7 +26,11 @@ def block_and_batch() -> tuple[Block, Batch]:
     embedding = model.get_input_embeddings()
     fill(embedding, {"weight": torch.randn(embedding.weight.shape)}, torch.device("cpu"))
     module = model.get_submodule(family.blocks)[0]
-    fill(module, {n: torch.randn(p.shape) / 8 for n, p in module.named_parameters()}, torch.device("cpu"))
+    fill(
+        module,
+        {n: torch.randn(p.shape) / 8 for n, p in module.named_parameters()},
+        torch.device("cpu"),
+    )
     (batch,) = first_inputs(model, family, [torch.randint(0, 320, (4, 16))])
     return Block(0, module, family, config, {}), batch
 
@@ -79,7 +83,9 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
 def test_an_output_that_is_no_number_is_refused(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     block.weight("mlp.down_proj")[3] = torch.inf
-    with pytest.raises(QtoolError, match="block 0: NaN or Inf in its output on the calibration text, in float32"):
+    with pytest.raises(
+        QtoolError, match="block 0: NaN or Inf in its output on the calibration text, in float32"
+    ):
         propagate(block, [batch])
 
 
@@ -106,7 +112,9 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     assert block.parameters()["mlp.up_proj.weight"].dtype == torch.float32
     scheme = block.schemes["mlp.up_proj"] = get("w8a8")
     params = block.fit("mlp.up_proj")
-    block.install("mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params))
+    block.install(
+        "mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params)
+    )
     block.forget("mlp.up_proj")
     block.weight("mlp.gate_proj").mul_(2)
     run(block, batch)

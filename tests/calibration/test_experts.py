@@ -1,16 +1,18 @@
-"""Experts on their own: they add up to transformers' stacked ones, and starved ones are rounded by their weights."""
+"""Experts on their own: they add up to transformers' stacked ones, and starved ones are rounded by
+their weights.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from qtool.calibration import gptq_problem
-from qtool.calibration.clip import Clip
 from qtool.calibration.forwards import run
-from qtool.calibration.gptq import Gptq
-from qtool.calibration.gptq_problem import stages
-from qtool.calibration.rtn import round_to_nearest
-from qtool.calibration.smooth import Smooth
+from qtool.calibration.rounding.gptq import problem as gptq_problem
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.problem import stages
+from qtool.calibration.rounding.rtn import round_to_nearest
+from qtool.calibration.transforms.clip import Clip
+from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of
 from qtool.models.experts import SeparateExperts, separate_experts
 from tests.calibration.conftest import CONFIGS, make_model
@@ -51,13 +53,17 @@ def starved():
 def test_an_expert_without_tokens_is_rounded_by_its_weights_and_named(starved, blocks):
     block, batches = blocks(starved)[0]
     hungry = {f"block_sparse_moe.experts.{e}.{w}" for e in (2, 3) for w in ("w1", "w2", "w3")}
-    expected = {name: round_to_nearest(block.schemes[name], block.weight(name).clone()) for name in hungry}
+    expected = {
+        name: round_to_nearest(block.schemes[name], block.weight(name).clone()) for name in hungry
+    }
     rounded = Gptq().round(block, batches)
     assert block.notes[ALONE] == dict.fromkeys(hungry, 0)
     assert set(block.notes["gptq"]) == set(block.schemes) - hungry
     for name in block.schemes:
         block.schemes[name].check(rounded[name].codes, rounded[name].params)
-        assert (name in hungry) == (name in expected and torch.equal(rounded[name].codes, expected[name].codes))
+        assert (name in hungry) == (
+            name in expected and torch.equal(rounded[name].codes, expected[name].codes)
+        )
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -80,7 +86,9 @@ def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch)
     for other in found[1:]:
         for linear, rounded in found[0].items():
             assert torch.equal(rounded.codes, other[linear].codes)
-            assert all(torch.equal(t, other[linear].params[key]) for key, t in rounded.params.items())
+            assert all(
+                torch.equal(t, other[linear].params[key]) for key, t in rounded.params.items()
+            )
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):

@@ -8,10 +8,10 @@ from transformers import DynamicCache, PreTrainedModel
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import propagate, run
-from qtool.calibration.kv import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
-from qtool.calibration.queries import observe_queries
-from qtool.calibration.smooth_attention import observe_keys
+from qtool.calibration.kv.cache import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
 from qtool.calibration.statistics import subset
+from qtool.calibration.transforms.queries import observe_queries
+from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
 from qtool.runtime.kv_cache import quantize_kv
@@ -22,7 +22,9 @@ TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
 
 
 @torch.no_grad()
-def propagated(model: PreTrainedModel, kv: str | None) -> tuple[list[Batch], list[dict[str, Tensor]]]:
+def propagated(
+    model: PreTrainedModel, kv: str | None
+) -> tuple[list[Batch], list[dict[str, Tensor]]]:
     """The last block's outputs when every block computes under ``kv``, and what each block stores."""
     family = family_of(model.config.model_type)
     batches, stored = first_inputs(model, family, list(TOKENS.split(2))), []
@@ -61,10 +63,16 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
     attention = attention_name(family)
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
     for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
-        once = seen[:, :: seen.shape[1] // heads.kv]  # a kv head may come once for each of its query heads
-        torch.testing.assert_close(found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6)
+        once = seen[
+            :, :: seen.shape[1] // heads.kv
+        ]  # a kv head may come once for each of its query heads
+        torch.testing.assert_close(
+            found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6
+        )
     declared = kv_tensors("kv8", family, heads)
-    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in declared.items()}
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in declared.items()
+    }
 
 
 def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedModel, blocks) -> None:
@@ -75,7 +83,9 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
     torch.testing.assert_close(found["self_attn.k_importance"], importance)
     assert found["self_attn.k_offset"].abs().max() > 0 and not (importance == 1).all()
     nothing = kv_constants(block, "kv4", [])
-    assert (nothing["self_attn.k_offset"] == 0).all() and (nothing["self_attn.k_importance"] == 1).all()
+    assert (nothing["self_attn.k_offset"] == 0).all() and (
+        nothing["self_attn.k_importance"] == 1
+    ).all()
 
 
 def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:
@@ -107,7 +117,10 @@ def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
     assert kv_constants(block, "kv4-channel", batches) == kv_constants(block, None, []) == {}
     with pytest.raises(QtoolError, match="kv8 has static scales: it needs calibration data"):
         kv_constants(block, "kv8", [])
-    with pytest.raises(QtoolError, match="unknown KV-cache quantizer 'kv2'"), quantized_kv(block, "kv2", {}):
+    with (
+        pytest.raises(QtoolError, match="unknown KV-cache quantizer 'kv2'"),
+        quantized_kv(block, "kv2", {}),
+    ):
         pass
     batches[0].hidden[0, 0, 0] = float("nan")
     with pytest.raises(QtoolError, match="NaN or Inf"):

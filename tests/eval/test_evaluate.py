@@ -1,4 +1,6 @@
-"""evaluate, compare, table: each name goes to the right place, deltas are right, unlike things are not compared."""
+"""evaluate, compare, table: each name goes to the right place, deltas are right, unlike things are
+not compared.
+"""
 
 import dataclasses
 import json
@@ -43,7 +45,10 @@ def worse(model, tokenizer, data_dir) -> Results:
 
 
 def test_each_name_goes_to_its_kind_once(results, data_dir):
-    assert [(r.task, r.kind, r.samples) for r in results.tasks] == [("c4", "perplexity", 11), ("mine", "zero_shot", 4)]
+    assert [(r.task, r.kind, r.samples) for r in results.tasks] == [
+        ("c4", "perplexity", 11),
+        ("mine", "zero_shot", 4),
+    ]
     assert results["c4"].origin == str(data_dir / "c4.txt")
     assert results["c4"].metrics["perplexity"].value == pytest.approx(
         math.exp(results["c4"].details["nll"] / results["c4"].details["tokens"])
@@ -52,7 +57,9 @@ def test_each_name_goes_to_its_kind_once(results, data_dir):
 
 def test_json_round_trip(results):
     assert from_json(results.to_json()) == results
-    infinite = Results([dataclasses.replace(results["c4"], metrics={"perplexity": Metric(math.inf, None, False)})])
+    infinite = Results(
+        [dataclasses.replace(results["c4"], metrics={"perplexity": Metric(math.inf, None, False)})]
+    )
     assert from_json(infinite.to_json()) == infinite
     for bad in ("", "[]", '{"tasks": [{"task": "c4"}]}'):
         with pytest.raises(QtoolError, match="not the JSON of an evaluation"):
@@ -67,7 +74,9 @@ def test_a_model_against_itself_is_zero(results):
 
 def test_perplexity_rise_is_paired_over_windows(results, worse):
     delta = compare(worse, results)[0]
-    rises = torch.tensor(worse["c4"].details["window_nll"]) - torch.tensor(results["c4"].details["window_nll"])
+    rises = torch.tensor(worse["c4"].details["window_nll"]) - torch.tensor(
+        results["c4"].details["window_nll"]
+    )
     assert delta.change == pytest.approx(rises.mean().item(), rel=1e-4)
     assert delta.change == pytest.approx(math.log(delta.ratio), rel=1e-6)
     assert delta.stderr == pytest.approx(rises.std().item() / math.sqrt(11), rel=1e-3)
@@ -83,7 +92,9 @@ def test_accuracy_errors_combine():
     assert compare(make(0.5, None), make(0.75, 0.4))[0].stderr is None
 
 
-@pytest.mark.parametrize(("options", "key"), [({"seqlen": 16}, "samples"), ({"limit": 2}, "samples")])
+@pytest.mark.parametrize(
+    ("options", "key"), [({"seqlen": 16}, "samples"), ({"limit": 2}, "samples")]
+)
 def test_other_windows_are_not_compared(results, model, tokenizer, data_dir, options, key):
     other = evaluate(["c4"], model, tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})
     with pytest.raises(QtoolError, match=f"c4 cannot be compared: {key} is"):
@@ -100,7 +111,11 @@ def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
 def test_table(results, worse):
     plain = table(results).splitlines()
     assert plain[0].split() == ["task", "metric", "value", "samples"]
-    assert [line.split()[:2] for line in plain[2:]] == [["c4", "perplexity"], ["mine", "acc"], ["mine", "acc_norm"]]
+    assert [line.split()[:2] for line in plain[2:]] == [
+        ["c4", "perplexity"],
+        ["mine", "acc"],
+        ["mine", "acc_norm"],
+    ]
     beside = table(worse, results)
     assert "nats (x" in beside.splitlines()[2]
     assert "+0.0000" in beside.splitlines()[3]

@@ -1,4 +1,6 @@
-"""`qtool eval --kv`: the model under another KV cache, its baseline as it is; `--dtype`: both. All kept apart."""
+"""`qtool eval --kv`: the model under another KV cache, its baseline as it is; `--dtype`: both. All
+kept apart.
+"""
 
 import json
 from pathlib import Path
@@ -10,11 +12,17 @@ from click.testing import CliRunner
 from qtool.cli import cli
 from qtool.errors import QtoolError
 from qtool.eval import saved
-from qtool.eval.report import quality
 from qtool.pipeline import commands
+from qtool.report.data import quality
 from tests.conftest import MakeModel
 
-OPTIONS: dict[str, Any] = {"seqlen": 64, "limit": 2, "data_dir": None, "batch_size": 2, "device": "cpu"}
+OPTIONS: dict[str, Any] = {
+    "seqlen": 64,
+    "limit": 2,
+    "data_dir": None,
+    "batch_size": 2,
+    "device": "cpu",
+}
 
 
 @pytest.fixture
@@ -22,7 +30,7 @@ def demo_like(make_model: MakeModel) -> Path:
     """A random model with the demo's tokenizer."""
     from shutil import copy
 
-    from qtool.checkpoint.source import DEMO
+    from qtool.io.source import DEMO
 
     directory = make_model(hidden_size=256, num_attention_heads=4, head_dim=64, vocab_size=4096)
     for path in DEMO.glob("tokenizer*"):
@@ -31,7 +39,9 @@ def demo_like(make_model: MakeModel) -> Path:
 
 
 def perplexities(*arguments: str) -> list[float]:
-    done = CliRunner().invoke(cli, ["eval", "demo", "--seqlen", "64", "--limit", "2", "--json", *arguments])
+    done = CliRunner().invoke(
+        cli, ["eval", "demo", "--seqlen", "64", "--limit", "2", "--json", *arguments]
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     tasks = [found["tasks"], *([found["baseline"]["tasks"]] if "baseline" in found else [])]
@@ -42,7 +52,9 @@ def test_only_the_model_gets_it(demo_like: Path) -> None:
     [plain] = perplexities("--model", str(demo_like))
     [kv4] = perplexities("--model", str(demo_like), "--kv", "kv4")
     assert kv4 != plain and kv4 == pytest.approx(plain, rel=0.1)
-    results, baseline = commands.evaluate(["demo"], str(demo_like), str(demo_like), kv="kv4", **OPTIONS)
+    results, baseline = commands.evaluate(
+        ["demo"], str(demo_like), str(demo_like), kv="kv4", **OPTIONS
+    )
     assert baseline is not None
     found = [r["demo"].metrics["perplexity"].value for r in (results, baseline)]
     assert found == [kv4, plain]
@@ -60,17 +72,26 @@ def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None
 
 
 def test_a_dtype_is_for_both(demo_like: Path) -> None:
-    own, found = (perplexities("--model", str(demo_like), *more) for more in ([], ["--dtype", "bfloat16"]))
+    own, found = (
+        perplexities("--model", str(demo_like), *more) for more in ([], ["--dtype", "bfloat16"])
+    )
     assert found != own and found == pytest.approx(own, rel=0.01)
     asked: dict[str, Any] = {"save": True, **OPTIONS}
     commands.evaluate(["demo"], str(demo_like), None, **asked)
-    results, baseline = commands.evaluate(["demo"], str(demo_like), str(demo_like), dtype="bfloat16", **asked)
+    results, baseline = commands.evaluate(
+        ["demo"], str(demo_like), str(demo_like), dtype="bfloat16", **asked
+    )
     assert baseline is not None
     assert [r["demo"].metrics["perplexity"].value for r in (results, baseline)] == found * 2
-    assert sorted(answer.facts.get("dtype", "") for answer in saved.read(demo_like)) == ["", "bfloat16"]
+    assert sorted(answer.facts.get("dtype", "") for answer in saved.read(demo_like)) == [
+        "",
+        "bfloat16",
+    ]
 
 
-@pytest.mark.parametrize(("kv", "message"), [("kv5", "unknown --kv 'kv5'"), ("kv8", "needs calibrated scales")])
+@pytest.mark.parametrize(
+    ("kv", "message"), [("kv5", "unknown --kv 'kv5'"), ("kv8", "needs calibrated scales")]
+)
 def test_what_it_cannot_be(kv: str, message: str, demo_like: Path) -> None:
     with pytest.raises(QtoolError, match=message):
         commands.evaluate(["demo"], str(demo_like), None, kv=kv, **OPTIONS)

@@ -1,4 +1,6 @@
-"""`qtool eval` gives the numbers that lm-eval's own command line gives, to the last digit, on local task files."""
+"""`qtool eval` gives the numbers that lm-eval's own command line gives, to the last digit, on local
+task files.
+"""
 
 import json
 import os
@@ -12,8 +14,8 @@ import lm_eval.tasks
 import pytest
 from click.testing import CliRunner
 
-from qtool.checkpoint.source import DEMO
 from qtool.cli import cli
+from qtool.io.source import DEMO
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 ITEMS = 12
@@ -59,12 +61,21 @@ def hellaswag_rows() -> list[dict[str, Any]]:
     words = (DEMO / "heldout.txt").read_text().split()
     rows: list[dict[str, Any]] = []
     for item in range(ITEMS):
-        cut = [" ".join(words[start : start + 12]) for start in range(60 * item, 60 * item + 60, 12)]
-        rows.append({
-            "ind": item, "activity_label": f"[header] {words[item]} [title]", "ctx_a": f"[step] {cut[0]}  [title] so",
-            "ctx_b": words[60 * item].upper() if item % 2 else "", "ctx": cut[0], "split": "val",
-            "endings": [f"{ending} [substeps] and." for ending in cut[1:]], "label": str(item * 7 % 4),
-        })  # fmt: skip
+        cut = [
+            " ".join(words[start : start + 12]) for start in range(60 * item, 60 * item + 60, 12)
+        ]
+        rows.append(
+            {
+                "ind": item,
+                "activity_label": f"[header] {words[item]} [title]",
+                "ctx_a": f"[step] {cut[0]}  [title] so",
+                "ctx_b": words[60 * item].upper() if item % 2 else "",
+                "ctx": cut[0],
+                "split": "val",
+                "endings": [f"{ending} [substeps] and." for ending in cut[1:]],
+                "label": str(item * 7 % 4),
+            }
+        )
     return rows
 
 
@@ -72,9 +83,21 @@ def command_line(tasks: list[str], directory: Path) -> dict[str, dict[str, float
     """What `python -m lm_eval` writes for tasks defined in ``directory``, without network."""
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", ",".join(tasks)]
     command += ["--include_path", str(directory)]
-    command += ["--model_args", f"pretrained={DEMO},dtype=bfloat16", "--device", "cpu", "--batch_size", "8"]
+    command += [
+        "--model_args",
+        f"pretrained={DEMO},dtype=bfloat16",
+        "--device",
+        "cpu",
+        "--batch_size",
+        "8",
+    ]
     command += ["--limit", str(ITEMS), "--output_path", str(directory / "out")]
-    here = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
+    here = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(directory / "hf"),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     [written] = (directory / "out").rglob("results_*.json")
@@ -119,5 +142,7 @@ def test_same_numbers_as_the_command_line_of_lm_eval(tmp_path, monkeypatch):
     found = evaluated(list(TASKS), DATA)
     assert [task["task"] for task in found] == list(TASKS)
     for task in found:
-        assert set(task["metrics"]) == ({"acc"} if task["task"] == "winogrande" else {"acc", "acc_norm"})
+        assert set(task["metrics"]) == (
+            {"acc"} if task["task"] == "winogrande" else {"acc", "acc_norm"}
+        )
         require_equal(task, expected[f"qtool_{task['task']}"])

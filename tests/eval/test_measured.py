@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.checkpoint.source import Checkpoint
 from qtool.eval.channel_range import channel_amax, outlier, role, worst
 from qtool.eval.kv_error import kv_errors
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
 
@@ -30,7 +30,12 @@ def test_channel_ranges_are_the_largest_inputs(quantized):
         handle.remove()
     amax = channel_amax(base, windows)
     assert torch.allclose(amax["model.layers.1.mlp.down_proj"], seen[0].abs().amax((0, 1)))
-    assert {role(name) for name in amax} == {"self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"}
+    assert {role(name) for name in amax} == {
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.down_proj",
+    }
     assert not any(m._forward_pre_hooks for m in base.model.layers.modules())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qtool import corpora
+from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import perplexity as module
 from qtool.eval.perplexity import cut_windows, perplexity
@@ -34,7 +34,9 @@ def test_equals_a_plain_loop(model, tokenizer):
     expected, losses = plain_loop(TEXT, model, tokenizer, 20)
     assert result.perplexity == pytest.approx(expected, rel=1e-6)
     assert result.window_nll == pytest.approx(losses, rel=1e-5)
-    assert result.log_stderr == pytest.approx(torch.tensor(losses).std().item() / math.sqrt(11), rel=1e-4)
+    assert result.log_stderr == pytest.approx(
+        torch.tensor(losses).std().item() / math.sqrt(11), rel=1e-4
+    )
     assert (result.windows, result.tokens, result.seqlen) == (11, 11 * 19, 20)
 
 
@@ -48,7 +50,9 @@ def test_uniform_logits_give_the_vocabulary_size(tokenizer):
 def test_batch_size_and_chunking_change_nothing(model, tokenizer, monkeypatch, batch_size):
     expected = perplexity(TEXT, model, tokenizer, seqlen=20).perplexity
     monkeypatch.setattr(module, "FLOAT32_LOGITS", 500)
-    assert perplexity(TEXT, model, tokenizer, seqlen=20, batch_size=batch_size).perplexity == pytest.approx(expected)
+    assert perplexity(
+        TEXT, model, tokenizer, seqlen=20, batch_size=batch_size
+    ).perplexity == pytest.approx(expected)
 
 
 def test_window_is_capped_at_the_context_and_limited(model, tokenizer):
@@ -60,7 +64,9 @@ def test_window_is_capped_at_the_context_and_limited(model, tokenizer):
 def test_short_text_is_one_short_window(model, tokenizer):
     result = perplexity("abcdefg", model, tokenizer)
     assert (result.windows, result.tokens, result.stderr) == (1, 6, None)
-    assert result.perplexity == pytest.approx(plain_loop("abcdefg", model, tokenizer, 7)[0], rel=1e-6)
+    assert result.perplexity == pytest.approx(
+        plain_loop("abcdefg", model, tokenizer, 7)[0], rel=1e-6
+    )
 
 
 def test_windows_drop_the_partial_one():
@@ -107,9 +113,14 @@ def test_refusals(model, tokenizer):
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_trained_model_on_wikitext2():
     path = DATA / "models" / "tinystories-656K"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     lines = (DATA / "wikitext2" / "wiki.test.raw").read_text().splitlines(keepends=True)[:200]
-    text = "\n\n".join(line if line.strip() else "" for line in lines)  # as the hub's data set script makes rows
+    text = "\n\n".join(
+        line if line.strip() else "" for line in lines
+    )  # as the hub's data set script makes rows
     rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents[:200]
     result = perplexity("\n\n".join(rows), model, tokenizer)
     assert result.seqlen == 512

@@ -1,4 +1,6 @@
-"""eval.json: no finished task is run twice, an interruption loses one task, unlike things are not mixed."""
+"""eval.json: no finished task is run twice, an interruption loses one task, unlike things are not
+mixed.
+"""
 
 import json
 import shutil
@@ -38,14 +40,20 @@ def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, dat
     first = saved.answers(asked, "m", lambda: model, store, CPU)
     assert first == evaluate(["c4", "mine"], model, tokenizer, data_dir=data_dir, seqlen=20)
     assert saved.answers(asked, "m", refuse, store, CPU) == first
-    assert saved.answers(ask(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)["mine"] == first["mine"]
+    assert (
+        saved.answers(ask(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)["mine"]
+        == first["mine"]
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"seqlen": 16}, {"limit": 2}, {"text": TEXT.upper()}, {"model": "n"}, {"on": "cuda"}]
+    "options",
+    [{"seqlen": 16}, {"limit": 2}, {"text": TEXT.upper()}, {"model": "n"}, {"on": "cuda"}],
 )
 def test_another_question_is_asked_anew(model, tokenizer, data_dir, store, options):
-    saved.answers(ask(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU)
+    saved.answers(
+        ask(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU
+    )
     (data_dir / "c4.txt").write_text(options.pop("text", TEXT))
     name, device = options.pop("model", "m"), {"device": options.pop("on", "cpu")}
     asked = ask(["c4"], tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})

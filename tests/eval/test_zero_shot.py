@@ -1,4 +1,6 @@
-"""Zero-shot: lm-eval's scores equal a hand computation, local files win, nothing reaches for the network."""
+"""Zero-shot: lm-eval's scores equal a hand computation, local files win, nothing reaches for the
+network.
+"""
 
 import json
 import socket
@@ -9,9 +11,10 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from qtool import corpora, hub
+from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import demo_choice, local_tasks, zero_shot
+from qtool.io import hub
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -22,9 +25,13 @@ CHOICES = [
     {"query": "Question: 5?", "choices": ["[1]", "5"], "gold": 0},
 ]
 OPTIONS = [
-    {"context_options": ["Ann so Ann", "Ann so Bob"], "continuation": "won.", "gold": gold} for gold in (0, 1, 1)
+    {"context_options": ["Ann so Ann", "Ann so Bob"], "continuation": "won.", "gold": gold}
+    for gold in (0, 1, 1)
 ]
-LAST_WORDS = [{"context": "It was a", "continuation": "cat"}, {"context": "He said", "continuation": "!"}]
+LAST_WORDS = [
+    {"context": "It was a", "continuation": "cat"},
+    {"context": "He said", "continuation": "!"},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +52,15 @@ def no_network(monkeypatch):
 @pytest.fixture
 def data_dir(tmp_path):
     (tmp_path / "tasks").mkdir()
-    for name, rows in (("piqa", CHOICES), ("winogrande", OPTIONS), ("lambada_openai", LAST_WORDS), ("mine", CHOICES)):
-        (tmp_path / "tasks" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rows in (
+        ("piqa", CHOICES),
+        ("winogrande", OPTIONS),
+        ("lambada_openai", LAST_WORDS),
+        ("mine", CHOICES),
+    ):
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return tmp_path
 
 
@@ -71,7 +85,9 @@ def by_hand(model, tokenizer, rows, suffix) -> tuple[list[bool], list[bool]]:
     acc, norm = [], []
     for row in rows:
         query = row["query"].removesuffix("\n") + suffix
-        scores = [log_likelihood(model, tokenizer, query, " " + choice)[0] for choice in row["choices"]]
+        scores = [
+            log_likelihood(model, tokenizer, query, " " + choice)[0] for choice in row["choices"]
+        ]
         lengths = [len(choice) for choice in row["choices"]]
         acc.append(scores.index(max(scores)) == row["gold"])
         per = [score / length for score, length in zip(scores, lengths, strict=True)]
@@ -85,28 +101,42 @@ def test_choices_equal_a_hand_computation(model, tokenizer, data_dir, batch_size
     acc, norm = by_hand(model, tokenizer, CHOICES, "\nAnswer:")
     assert result.metrics["acc"].value == sum(acc) / 4
     assert result.metrics["acc_norm"].value == sum(norm) / 4
-    assert result.metrics["acc"].stderr == pytest.approx(torch.tensor(acc).double().std().item() / 2)
+    assert result.metrics["acc"].stderr == pytest.approx(
+        torch.tensor(acc).double().std().item() / 2
+    )
     assert (result.samples, result.origin) == (4, str(data_dir / "tasks" / "piqa.jsonl"))
-    assert len(set(acc)) == 2  # the random model is right somewhere and wrong somewhere: the test can fail
+    assert (
+        len(set(acc)) == 2
+    )  # the random model is right somewhere and wrong somewhere: the test can fail
 
 
 def test_a_task_of_ones_own_is_asked_as_written(model, tokenizer, tmp_path):
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES[1:]))
+    (tmp_path / "tasks" / "mine.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in CHOICES[1:])
+    )
     result = run("mine", model, tokenizer, tmp_path)
     assert result.metrics["acc"].value == sum(by_hand(model, tokenizer, CHOICES[1:], "")[0]) / 3
 
 
 def test_winogrande_scores_the_continuation(model, tokenizer, data_dir):
-    scores = [log_likelihood(model, tokenizer, option, " won.")[0] for option in OPTIONS[0]["context_options"]]
+    scores = [
+        log_likelihood(model, tokenizer, option, " won.")[0]
+        for option in OPTIONS[0]["context_options"]
+    ]
     best = scores.index(max(scores))
     result = run("winogrande", model, tokenizer, data_dir)
-    assert result.metrics["acc"].value == pytest.approx(sum(row["gold"] == best for row in OPTIONS) / 3)
+    assert result.metrics["acc"].value == pytest.approx(
+        sum(row["gold"] == best for row in OPTIONS) / 3
+    )
     assert list(result.metrics) == ["acc"]
 
 
 def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
-    scores = [log_likelihood(model, tokenizer, row["context"], " " + row["continuation"]) for row in LAST_WORDS]
+    scores = [
+        log_likelihood(model, tokenizer, row["context"], " " + row["continuation"])
+        for row in LAST_WORDS
+    ]
     result = run("lambada_openai", model, tokenizer, data_dir)
     expected = torch.tensor([score for score, _ in scores]).mean().neg().exp().item()
     assert result.metrics["perplexity"].value == pytest.approx(expected, rel=1e-4)
@@ -117,8 +147,12 @@ def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
 
 def test_continuation_that_merges_with_its_context(model, tmp_path):
     vocabulary = {"<unk>": 0, "a": 1, "b": 2, " ": 3, "ba": 4, "a ": 5, "a b": 6}
-    backend = Tokenizer(models.BPE(vocabulary, [("b", "a"), ("a", " "), ("a ", "b")], unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>")
+    backend = Tokenizer(
+        models.BPE(vocabulary, [("b", "a"), ("a", " "), ("a ", "b")], unk_token="<unk>")
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>"
+    )
     assert tokenizer("aa")["input_ids"] == [1, 1]
     assert tokenizer("aa b")["input_ids"] == [1, 6]  # no token of its own is left to " b"
     (tmp_path / "tasks").mkdir()
@@ -177,9 +211,18 @@ def test_quiet(model, tokenizer, data_dir, capfd, monkeypatch):
         ("", "no task can be made of it"),
         ("{", "is not JSON lines"),
         ("[1]\n", "is not JSON lines of objects"),
-        ('{"question": "a", "answer": "b"}\n', r"has the keys answer, question, expected choices, gold, query or"),
-        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "line 1: gold is 2, expected the index"),
-        ('{"query": "a", "choices": ["b"], "gold": 0}\n{"query": "a"}\n', "line 2 has the keys query"),
+        (
+            '{"question": "a", "answer": "b"}\n',
+            r"has the keys answer, question, expected choices, gold, query or",
+        ),
+        (
+            '{"query": "a", "choices": ["b", "c"], "gold": 2}\n',
+            "line 1: gold is 2, expected the index",
+        ),
+        (
+            '{"query": "a", "choices": ["b"], "gold": 0}\n{"query": "a"}\n',
+            "line 2 has the keys query",
+        ),
     ],
 )
 def test_malformed_files(tmp_path, content, message):
@@ -225,7 +268,9 @@ def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_pat
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
-@pytest.mark.parametrize("name", ["piqa", "arc_easy", "arc_challenge", "winogrande", "lambada_openai"])
+@pytest.mark.parametrize(
+    "name", ["piqa", "arc_easy", "arc_challenge", "winogrande", "lambada_openai"]
+)
 def test_development_tasks_load(name, tokenizer):
     [task], _ = zero_shot.load(name, tokenizer, DATA)
     assert len(task.eval_docs) > 1000

@@ -13,7 +13,13 @@ Arguments = tuple[dict[str, object], Tensor]
 
 
 @pytest.fixture(
-    params=[("w4a8-lqq", 32), ("w4a8-lqq", 64), ("w4a8-lqq", 128), ("w4a8-qoq-g128", 128), ("w4a8-qoq", None)],
+    params=[
+        ("w4a8-lqq", 32),
+        ("w4a8-lqq", 64),
+        ("w4a8-lqq", 128),
+        ("w4a8-qoq-g128", 128),
+        ("w4a8-qoq", None),
+    ],
     ids=lambda p: f"{p[0]}-{p[1] or 'channel'}",
 )
 def w4a8_case(request: pytest.FixtureRequest) -> tuple[str, int | None]:
@@ -23,7 +29,9 @@ def w4a8_case(request: pytest.FixtureRequest) -> tuple[str, int | None]:
 
 @pytest.fixture
 def w4a8_arguments() -> Callable[..., Arguments]:
-    """``w4a8_arguments(scheme, group, m, n, k)``: the op's arguments, and the scheme's float32 product."""
+    """``w4a8_arguments(scheme, group, m, n, k)``: the op's arguments, and the scheme's float32
+    product.
+    """
     return arguments
 
 

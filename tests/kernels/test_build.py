@@ -1,4 +1,6 @@
-"""Every kernel compiles without a GPU, and the compiler's report and machine code are what they must be."""
+"""Every kernel compiles without a GPU, and the compiler's report and machine code are what they
+must be.
+"""
 
 import re
 import subprocess
@@ -26,8 +28,12 @@ def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Pa
     sass = disassemble(compiled.cubin, tmp_path)
     assert [i for i in case.instructions if i not in sass] == []
     assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert case.calls or not re.search(r"\bRET\b", sass)  # CALL alone also stands for a jump out of a loop
-    if "PREEXIT" in sass:  # griddepcontrol: the next kernel may start, but only when all before this one are done
+    assert case.calls or not re.search(
+        r"\bRET\b", sass
+    )  # CALL alone also stands for a jump out of a loop
+    if (
+        "PREEXIT" in sass
+    ):  # griddepcontrol: the next kernel may start, but only when all before this one are done
         assert sass.index("ACQBULK") < sass.index("PREEXIT")
 
 
@@ -42,7 +48,9 @@ def disassemble(cubin: bytes, folder: Path) -> str:
 
     (folder / "k.cubin").write_bytes(cubin)
     tool = next(p for root in nvidia.__path__ for p in Path(root).glob("*/bin/nvdisasm"))
-    return subprocess.run([tool, "-c", folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [tool, "-c", folder / "k.cubin"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_cache_is_keyed_and_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at length."""
+"""The kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at
+length.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.kernels.quantize_activation import quantize_activation
-from qtool.kernels.w4a8 import w4a8_gemm
-from qtool.kernels.w8a8 import w8a8_gemm
+from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.hopper.w4a8 import w4a8_gemm
+from qtool.kernels.hopper.w8a8 import w8a8_gemm
 
 Case = tuple[str, int | None]
 Make = Callable[..., tuple[dict[str, Any], Tensor]]
@@ -18,7 +20,8 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU (sm_90)",
     ),
 ]
 
@@ -30,7 +33,10 @@ def test_equals_the_cpu_reference(w4a8_case: Case, m: int, w4a8_arguments: Make)
     given["bias"] = torch.randn(192)
     there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()}
     for dtype in (torch.int32, torch.bfloat16, torch.float16, torch.float32):
-        want, got = w4a8_gemm(**given | {"out_dtype": dtype}), w4a8_gemm(**there | {"out_dtype": dtype}).cpu()
+        want, got = (
+            w4a8_gemm(**given | {"out_dtype": dtype}),
+            w4a8_gemm(**there | {"out_dtype": dtype}).cpu(),
+        )
         assert torch.equal(got, want)
 
 

@@ -1,4 +1,6 @@
-"""Attention over a packed cache and the append: the CPU reference, the kernel's index maps, refusals, a GPU if any."""
+"""Attention over a packed cache and the append: the CPU reference, the kernel's index maps,
+refusals, a GPU if any.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from qtool.errors import QtoolError
-from qtool.kernels.kv_append import kv_append
-from qtool.kernels.kv_attention import kv_attention
-from qtool.kernels.kv_plan import MOST_SPLITS, WARPS, Plan
-from qtool.kernels.packed_cache import TOKENS
+from qtool.kernels.attention.kv_append import kv_append
+from qtool.kernels.attention.kv_attention import kv_attention
+from qtool.kernels.attention.kv_plan import MOST_SPLITS, WARPS, Plan
+from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.schemes.kv import KV4, KV8, KVQuantizer, unpack_nibbles
 
 BATCH, HEADS, GROUP, CAPACITY = 2, 2, 3, 64
@@ -38,11 +40,15 @@ def room(name: str, x: Tensor) -> Cache:
         scale = quantizer(name, x).scale  # type: ignore[attr-defined]
         return {"codes": codes, "scale": None, "zero": None, "channel": scale}
     codes = torch.full((x.shape[0], heads, CAPACITY, dim // 2), 77, dtype=torch.uint8)
-    scale, zero = (torch.full((x.shape[0], heads, CAPACITY, 1), 77.0, dtype=torch.float16) for _ in range(2))
+    scale, zero = (
+        torch.full((x.shape[0], heads, CAPACITY, 1), 77.0, dtype=torch.float16) for _ in range(2)
+    )
     return {"codes": codes, "scale": scale, "zero": zero, "channel": None}
 
 
-def arguments(name: str, tokens: int = 50, queries: int = 1, dim: int = 32, **changes: Any) -> dict[str, Any]:
+def arguments(
+    name: str, tokens: int = 50, queries: int = 1, dim: int = 32, **changes: Any
+) -> dict[str, Any]:
     """The attention's arguments for random keys and values of ``tokens`` tokens."""
     parts: dict[str, Any] = {}
     for seed, prefix in enumerate(("k_", "v_"), 1):
@@ -53,7 +59,14 @@ def arguments(name: str, tokens: int = 50, queries: int = 1, dim: int = 32, **ch
         parts[f"{prefix}scale"] = cache["scale"] if name == "kv4" else cache["channel"]
         parts[f"{prefix}zero"] = cache["zero"]
     query = random(BATCH, HEADS * GROUP, queries, dim).half()
-    call = {"query": query, **parts, "tokens": tokens, "lengths": None, "mask": None, "scaling": dim**-0.5}
+    call = {
+        "query": query,
+        **parts,
+        "tokens": tokens,
+        "lengths": None,
+        "mask": None,
+        "scaling": dim**-0.5,
+    }
     return call | {"softcap": 0.0, "window": 0} | changes
 
 
@@ -68,7 +81,12 @@ def sdpa(call: dict[str, Any], mask: Tensor) -> Tensor:
     """torch's attention over what the codes stand for, ``mask [B, Tq, CAPACITY]``."""
     keys, values = dequantized(call, "k_"), dequantized(call, "v_")
     return scaled_dot_product_attention(
-        call["query"].float(), keys, values, attn_mask=mask[:, None], enable_gqa=True, scale=call["scaling"]
+        call["query"].float(),
+        keys,
+        values,
+        attn_mask=mask[:, None],
+        enable_gqa=True,
+        scale=call["scaling"],
     )
 
 
@@ -101,7 +119,9 @@ def test_a_query_that_sees_nothing_gives_zeros_and_soft_capping_bends_scores(nam
     assert not out[0, :, 0].any() and out[0, :, 1].any() and not out[1].any()
     wide, narrow = (kv_attention(**call | {"softcap": cap}).float() for cap in (1e4, 1e-3))
     torch.testing.assert_close(wide, kv_attention(**call).float(), rtol=2e-3, atol=2e-3)
-    mean = dequantized(call, "v_")[:, :, :50].mean(2).repeat_interleave(GROUP, 1)  # all scores nearly equal
+    mean = (
+        dequantized(call, "v_")[:, :, :50].mean(2).repeat_interleave(GROUP, 1)
+    )  # all scores nearly equal
     torch.testing.assert_close(narrow[:, :, 1], mean, rtol=2e-3, atol=2e-3)
 
 
@@ -120,7 +140,9 @@ def test_append_writes_the_schemes_bytes_and_no_others(name: str) -> None:
     kv_append(x[:, :, :3], **ragged, tokens=20, lengths=torch.tensor([20, 5], dtype=torch.int32))
     for row, end in enumerate((20, 5)):
         assert torch.equal(ragged["codes"][row, :, end - 3 : end], cache["codes"][row, :, :3])
-        assert (ragged["codes"][row, :, end:] == 77).all() and (ragged["codes"][row, :, : end - 3] == 77).all()
+        assert (ragged["codes"][row, :, end:] == 77).all() and (
+            ragged["codes"][row, :, : end - 3] == 77
+        ).all()
 
 
 def test_append_weighs_errors_by_the_importance_of_their_channels() -> None:
@@ -135,7 +157,10 @@ def test_append_weighs_errors_by_the_importance_of_their_channels() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
-    lengths, mask = torch.tensor([50, 9], dtype=torch.int32), torch.ones(BATCH, 2, 50, dtype=torch.bool)
+    lengths, mask = (
+        torch.tensor([50, 9], dtype=torch.int32),
+        torch.ones(BATCH, 2, 50, dtype=torch.bool),
+    )
     torch.library.opcheck(kv_attention, (), arguments(name, queries=2, lengths=lengths, mask=mask))
     x = random(BATCH, HEADS, 3, 32)
     torch.library.opcheck(kv_append, (x,), {**room(name, x), "tokens": 20, "lengths": None})
@@ -145,19 +170,30 @@ def test_opcheck(name: str) -> None:
     ("change", "message"),
     [
         (lambda c: {"query": c["query"][0]}, r"query is 3-D; expected \[B, Hq, Tq, D\]"),
-        (lambda c: {"query": c["query"].float()}, "query is torch.float32; expected torch.float16 or torch.bfloat16"),
+        (
+            lambda c: {"query": c["query"].float()},
+            "query is torch.float32; expected torch.float16 or torch.bfloat16",
+        ),
         (lambda c: {"query": c["query"][:, :5].contiguous()}, "5 query heads over 2 kv heads"),
         (lambda c: {"k_codes": c["k_codes"].to(torch.int16)}, "k_codes is torch.int16"),
-        (lambda c: {"k_codes": c["k_codes"][:, :, :32]}, "room for 32 tokens; expected a multiple of 64"),
+        (
+            lambda c: {"k_codes": c["k_codes"][:, :, :32]},
+            "room for 32 tokens; expected a multiple of 64",
+        ),
         (lambda c: {"v_scale": c["v_scale"].float()}, "v_scale is torch.float32"),
         (lambda c: {"v_zero": None}, "v_zero is missing"),
         (lambda c: {"tokens": 65}, "65 tokens; the cache has room for 64"),
-        (lambda c: {"lengths": torch.tensor([1, 2])}, "lengths is torch.int64; expected torch.int32"),
+        (
+            lambda c: {"lengths": torch.tensor([1, 2])},
+            "lengths is torch.int64; expected torch.int32",
+        ),
         (lambda c: {"mask": torch.ones(2, 1, 1, 50, dtype=torch.bool)}, "mask has shape"),
         (lambda c: {"softcap": -1.0}, "softcap -1.0"),
     ],
 )
-def test_attention_refuses_in_one_sentence(change: Callable[[Any], dict[str, Any]], message: str) -> None:
+def test_attention_refuses_in_one_sentence(
+    change: Callable[[Any], dict[str, Any]], message: str
+) -> None:
     call = arguments("kv4")
     with pytest.raises(QtoolError, match=message) as error:
         kv_attention(**call | change(call))
@@ -178,16 +214,22 @@ def test_head_dimensions_and_appends_that_do_not_fit_are_refused() -> None:
 
 
 def token_of(row: int) -> int:
-    """csrc/kv_codes.cuh: the token of row (or contraction slot) ``row`` of a tile of 16."""
+    """csrc/attention/kv_codes.cuh: the token of row (or contraction slot) ``row`` of a tile of 16."""
     return row % 8 // 2 + 4 * (row % 2) + 8 * (row // 8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dim", [16, 80, 96, 128])
-def test_fragments_hold_every_code_once_where_the_query_and_the_output_expect_it(bits: int, dim: int) -> None:
-    """The maps of csrc/kv_codes.cuh, by lane r, c: products over slots are q.k, rows are channels in the output."""
+def test_fragments_hold_every_code_once_where_the_query_and_the_output_expect_it(
+    bits: int, dim: int
+) -> None:
+    """The maps of csrc/attention/kv_codes.cuh, by lane r, c: products over slots are q.k, rows are
+    channels in the output.
+    """
     steps, token_bytes = dim // 16, dim * bits // 8
-    stored = torch.randint(0, 256, (16, token_bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    stored = torch.randint(
+        0, 256, (16, token_bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     codes = unpack_nibbles(stored) if bits == 4 else stored  # [16 tokens, D]
     query = torch.arange(1, dim + 1)
     per_byte = 8 // bits
@@ -196,10 +238,14 @@ def test_fragments_hold_every_code_once_where_the_query_and_the_output_expect_it
         for step in range(steps):
             for c in range(4):
                 first = c * (token_bytes // 4)
-                if bits == 4:  # bytes of the slots 2c, 2c + 1; their high nibbles are those of 2c + 8, 2c + 9
+                if (
+                    bits == 4
+                ):  # bytes of the slots 2c, 2c + 1; their high nibbles are those of 2c + 8, 2c + 9
                     tail = steps % 2 and step == steps - 1
                     low = first + step // 2 * 4 + step % 2
-                    channels = [2 * b + odd for odd in (0, 1) for b in (low, low + (1 if tail else 2))]
+                    channels = [
+                        2 * b + odd for odd in (0, 1) for b in (low, low + (1 if tail else 2))
+                    ]
                 else:
                     channels = [first + 4 * step + i for i in range(4)]
                 total += sum(int(codes[token_of(row), d]) * int(query[d]) for d in channels)
@@ -212,7 +258,9 @@ def test_fragments_hold_every_code_once_where_the_query_and_the_output_expect_it
                 assert byte * per_byte + (odd if bits == 4 else 0) == 2 * (r * steps + step) + odd
                 places.add(2 * (r * steps + step) + odd)
     assert places == set(range(dim))
-    slots = [token_of(2 * c + 8 * half + odd) for c in range(4) for half in (0, 1) for odd in (0, 1)]
+    slots = [
+        token_of(2 * c + 8 * half + odd) for c in range(4) for half in (0, 1) for odd in (0, 1)
+    ]
     assert slots == [4 * slot + c for c in range(4) for slot in range(4)]
 
 
@@ -234,7 +282,9 @@ def test_plans_fit_every_gpu_and_splits_cover_the_tokens() -> None:
 def test_the_kernel_is_the_reference_and_compiles_into_a_graph(name: str) -> None:
     call = arguments(name, queries=3, lengths=torch.tensor([50, 9], dtype=torch.int32))
     there = {n: v.cuda() if isinstance(v, Tensor) else v for n, v in call.items()}
-    torch.testing.assert_close(kv_attention(**there).cpu(), kv_attention(**call), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        kv_attention(**there).cpu(), kv_attention(**call), rtol=2e-3, atol=2e-3
+    )
     torch.library.opcheck(kv_attention, (), there)
     compiled = torch.compile(lambda: kv_attention(**there) * 2, fullgraph=True)
     torch.testing.assert_close(compiled(), kv_attention(**there) * 2)

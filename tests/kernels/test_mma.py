@@ -1,4 +1,6 @@
-"""The mma.sync ops of Ampere and Ada on a CPU: equal to the schemes' arithmetic, honest about their inputs."""
+"""The mma.sync ops of Ampere and Ada on a CPU: equal to the schemes' arithmetic, honest about their
+inputs.
+"""
 
 from typing import Any
 
@@ -8,15 +10,24 @@ from torch import Tensor
 
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
-from qtool.kernels.arrangement import arrange, disarrange
-from qtool.kernels.mma import NARROW_TILES, TILES, MmaTile, choose
-from qtool.kernels.quantize_packed_groups import pack_tokens, quantize_packed_groups, unpack_tokens
-from qtool.kernels.w4a8_mma import w4a8_mma_gemm
-from qtool.kernels.w4ax_mma import w4ax_mma_gemm
+from qtool.kernels.activation.arrangement import arrange, disarrange
+from qtool.kernels.activation.quantize_packed_groups import (
+    pack_tokens,
+    quantize_packed_groups,
+    unpack_tokens,
+)
+from qtool.kernels.mma.gemm import NARROW_TILES, TILES, MmaTile, choose
+from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
+from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 
 W4A8 = [("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w4a8-lqq", 64), ("w4a8-lqq", 32)]
-W4AX = [("w4a4", "apex4", 128), ("w4a4", "apex4", 32), ("w4a4", "apex4", None), ("w4ax-fmpq", "w4ax-interleaved", 128)]
+W4AX = [
+    ("w4a4", "apex4", 128),
+    ("w4a4", "apex4", 32),
+    ("w4a4", "apex4", None),
+    ("w4ax-fmpq", "w4ax-interleaved", 128),
+]
 EIGHT_BIT = torch.tensor([1, 0], dtype=torch.uint8)
 
 
@@ -32,7 +43,9 @@ def w4a8_arguments(scheme: str, group: int | None) -> tuple[dict[str, Any], Tens
     params = s.fit(weight)
     codes = s.quantize(weight, params)
     qx, sx = s.activation.quantize(x)
-    stored = {name: COMPUTE_AWARE.pack_group(p) if p.dim() == 2 else p for name, p in params.items()}
+    stored = {
+        name: COMPUTE_AWARE.pack_group(p) if p.dim() == 2 else p for name, p in params.items()
+    }
     given = {
         "x": qx,
         "sx": sx[:, 0].contiguous(),
@@ -105,13 +118,17 @@ def test_tokens_pack_and_unpack(eight_bit: Tensor | None) -> None:
         codes[:, :128] = torch.randint(-127, 128, (3, 128))
     assert torch.equal(unpack_tokens(pack_tokens(codes, eight_bit), eight_bit), codes)
     x = torch.randn(3, 256)
-    torch.library.opcheck(quantize_packed_groups, (x, None, None, eight_bit, "none", 0.0, 128, "w4ax-interleaved"))
+    torch.library.opcheck(
+        quantize_packed_groups, (x, None, None, eight_bit, "none", 0.0, 128, "w4ax-interleaved")
+    )
 
 
 def test_packed_quantization_refuses_in_one_sentence() -> None:
     for group, layout in ((64, "apex4"), (128, "none")):
         with pytest.raises(QtoolError, match=f"layout '{layout}' and group size {group}"):
-            quantize_packed_groups(torch.randn(3, 256), None, None, EIGHT_BIT, "none", 0.0, group, layout)
+            quantize_packed_groups(
+                torch.randn(3, 256), None, None, EIGHT_BIT, "none", 0.0, group, layout
+            )
 
 
 @pytest.mark.parametrize("layout", ["apex4", "w4ax-interleaved"])
@@ -128,8 +145,16 @@ def test_packed_tokens_lie_as_the_layouts_weights_do(layout: str) -> None:
     [
         ("scheme", "w4a8-qo", "did you mean w4a8-qoq"),
         ("group_size", 48, "no group size 48"),
-        ("x", torch.zeros(5, 200, dtype=torch.int8), "N = 96 and K = 200 must be multiples of 32 and 128"),
-        ("qweight", torch.zeros(96, 128, dtype=torch.uint8), "qweight is torch.uint8; expected torch.int8"),
+        (
+            "x",
+            torch.zeros(5, 200, dtype=torch.int8),
+            "N = 96 and K = 200 must be multiples of 32 and 128",
+        ),
+        (
+            "qweight",
+            torch.zeros(96, 128, dtype=torch.uint8),
+            "qweight is torch.uint8; expected torch.int8",
+        ),
         ("s2", None, "s2 is missing"),
         ("out_dtype", torch.float64, "out_dtype is torch.float64"),
     ],
@@ -148,7 +173,11 @@ def test_w4a8_refuses_in_one_sentence(name: str, value: object, message: str) ->
         ("group_size", 64, r"no group size 64; accepted: \(128,\)"),
         ("out_dtype", torch.float64, "out_dtype is torch.float64"),
         ("x", torch.zeros(5, 256, dtype=torch.int8), "x is torch.int8; expected torch.uint8"),
-        ("eight_bit", torch.zeros(3, dtype=torch.uint8), r"eight_bit has shape \(3,\); expected \(2,\)"),
+        (
+            "eight_bit",
+            torch.zeros(3, dtype=torch.uint8),
+            r"eight_bit has shape \(3,\); expected \(2,\)",
+        ),
     ],
 )
 def test_w4ax_refuses_in_one_sentence(name: str, value: object, message: str) -> None:
@@ -159,7 +188,10 @@ def test_w4ax_refuses_in_one_sentence(name: str, value: object, message: str) ->
 
 
 def test_tiles_hold_the_tokens_and_fill_the_chip() -> None:
-    chosen = [choose(TILES, m, n, 108) for m, n in ((1, 4096), (17, 4096), (64, 4096), (64, 28672), (4096, 4096))]
+    chosen = [
+        choose(TILES, m, n, 108)
+        for m, n in ((1, 4096), (17, 4096), (64, 4096), (64, 28672), (4096, 4096))
+    ]
     assert chosen == [*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(8, 1, 128)]
     assert choose(NARROW_TILES, 4096, 4096, 108) == MmaTile(4, 2, 32)
 

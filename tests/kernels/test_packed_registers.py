@@ -1,7 +1,8 @@
-"""From packed words to tensor-core registers, lane by lane: the bytes on disk mean what the scheme says.
+"""From packed words to tensor-core registers, lane by lane: the bytes on disk mean what the scheme
+says.
 
-Where a lane finds its words and which weights its registers must hold are written here from the instructions'
-fragment definitions, not from the layouts.
+Where a lane finds its words and which weights its registers must hold are written here from the
+instructions' fragment definitions, not from the layouts.
 """
 
 import pytest
@@ -49,19 +50,31 @@ def test_dual_mma(scheme_name: str, group_size: int) -> None:
     level2 = scheme.level2(codes, params)
     for step, nibbles in enumerate(r.unpack_nibbles(words)):
         # parameters in the threads' order: rows q and q + 8 of a thread side by side
-        place = (nt, (64 * kt + 32 * step) // group_size, 16 * warp + 2 * (lane // 4) + register % 2)
+        place = (
+            nt,
+            (64 * kt + 32 * step) // group_size,
+            16 * warp + 2 * (lane // 4) + register % 2,
+        )
         s2 = DUAL_MMA.pack_group(params["s2"])[place].long()
         if scheme_name == "w4a8-lqq":
-            result = r.lqq_dequantize(nibbles, s2, DUAL_MMA.pack_group(params["offset"])[place].long())
+            result = r.lqq_dequantize(
+                nibbles, s2, DUAL_MMA.pack_group(params["offset"])[place].long()
+            )
         else:
-            result = r.qoq_dequantize(nibbles, s2, -DUAL_MMA.pack_group(params["zero"])[place].long() * s2 & 0xFF)
+            result = r.qoq_dequantize(
+                nibbles, s2, -DUAL_MMA.pack_group(params["zero"])[place].long() * s2 & 0xFF
+            )
         row = 64 * nt + 16 * warp + lane // 4 + 8 * (register % 2)
         column = 64 * kt + 32 * step + 4 * (lane % 4) + 16 * (register // 2)
-        assert torch.equal(r.to_bytes(result), level2[row[..., None], column[..., None] + torch.arange(4)])
+        assert torch.equal(
+            r.to_bytes(result), level2[row[..., None], column[..., None] + torch.arange(4)]
+        )
 
 
 def test_compute_aware() -> None:
-    """mma.m16n8k32: lane t: rows t/4 (+8), bytes 4 (t%4) (+16); one 32-bit load brings four rows' parameters."""
+    """mma.m16n8k32: lane t: rows t/4 (+8), bytes 4 (t%4) (+16); one 32-bit load brings four rows'
+    parameters.
+    """
     scheme, codes, params = quantized("w4a8-qoq-g128", 128)
     words = r.from_bytes(COMPUTE_AWARE.pack(codes)["qweight"]).view(N // 32, K // 32, 32, 4)
     nt, kt, lane, word = axes(*words.shape)
@@ -79,7 +92,9 @@ def test_compute_aware() -> None:
 
 
 def test_w4ax_interleaved_as_s8() -> None:
-    """Figure 6: thread 0 of each 16 inputs takes 0-3 and 8-11, thread 1 takes 4-7 and 12-15; bytes worth 16 codes."""
+    """Figure 6: thread 0 of each 16 inputs takes 0-3 and 8-11, thread 1 takes 4-7 and 12-15; bytes
+    worth 16 codes.
+    """
     _, codes, _ = quantized("w4ax-fmpq", 128)
     words = r.from_bytes(W4AX_INTERLEAVED.pack(codes)["qweight"]).view(N, K // 16, 2)
     row, sixteen, thread = axes(*words.shape)
@@ -90,8 +105,12 @@ def test_w4ax_interleaved_as_s8() -> None:
 
 def test_w4ax_interleaved_meets_s4_activations_packed_alike() -> None:
     _, codes, _ = quantized("w4ax-fmpq", 128)
-    tokens = torch.randint(-8, 8, (16, K), generator=torch.Generator().manual_seed(6)).to(torch.int8)
-    weight, x = (r.from_bytes(W4AX_INTERLEAVED.pack(c)["qweight"]).view(len(c), -1) for c in (codes, tokens))
+    tokens = torch.randint(-8, 8, (16, K), generator=torch.Generator().manual_seed(6)).to(
+        torch.int8
+    )
+    weight, x = (
+        r.from_bytes(W4AX_INTERLEAVED.pack(c)["qweight"]).view(len(c), -1) for c in (codes, tokens)
+    )
     sums = torch.zeros(len(tokens), N, dtype=torch.long)
     for i in range(8):  # an s4 mma multiplies operand i of both registers
         a, b = ((r.s4_operand(t, i) ^ 0x80000000) - 0x80000000 for t in (x, weight))
@@ -101,16 +120,22 @@ def test_w4ax_interleaved_meets_s4_activations_packed_alike() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 128, None])
 def test_apex4(group_size: int | None) -> None:
-    """ldmatrix of 8 vectors: lane t gets word t%4 of vector t/4; mma.m16n8k64 s4: inputs 8 (t%4) + i (+32)."""
+    """ldmatrix of 8 vectors: lane t gets word t%4 of vector t/4; mma.m16n8k64 s4: inputs 8 (t%4) +
+    i (+32).
+    """
     _, codes, _ = quantized("w4a4", group_size)
     vectors = r.from_bytes(APEX4.pack(codes)["qweight"]).view(K // 32, N, 4)
     for k64 in range(K // 64):
         for register in range(2):
-            fragment = vectors[2 * k64 + register].view(N // 8, 8, 4)[:, LANE_ROW, LANE_COLUMN]  # [N/8, 32]
+            fragment = vectors[2 * k64 + register].view(N // 8, 8, 4)[
+                :, LANE_ROW, LANE_COLUMN
+            ]  # [N/8, 32]
             row = 8 * torch.arange(N // 8)[:, None] + LANE_ROW
             column = 64 * k64 + 32 * register + 8 * LANE_COLUMN
             for i in range(8):
-                assert torch.equal(r.s4_operand(fragment, i), codes[row, column + i].long() & 0xFFFFFFFF)
+                assert torch.equal(
+                    r.s4_operand(fragment, i), codes[row, column + i].long() & 0xFFFFFFFF
+                )
             for odd, result in enumerate(r.s4_to_s8(fragment)):
                 expected = codes[row[..., None], (column + odd)[:, None] + 2 * torch.arange(4)]
                 assert torch.equal(r.to_bytes(result), expected)
@@ -118,7 +143,9 @@ def test_apex4(group_size: int | None) -> None:
 
 @pytest.mark.parametrize("group_size", [128, None])
 def test_marlin(group_size: int | None) -> None:
-    """mma.m16n8k16 fp16, B: lane t: output t/4, inputs 2 (t%4) + {0, 1} (+8); word j is block j of 16 outputs."""
+    """mma.m16n8k16 fp16, B: lane t: output t/4, inputs 2 (t%4) + {0, 1} (+8); word j is block j of
+    16 outputs.
+    """
     scheme, codes, params = quantized("w4a16", group_size)
     words = r.from_bytes(MARLIN.pack(codes)["qweight"]).view(K // 16, N // 64, 32, 4)
     kt, nt, lane, j = axes(*words.shape)
@@ -135,8 +162,8 @@ def test_marlin(group_size: int | None) -> None:
 def test_marlin_24_values() -> None:
     """mma.sp m16n8k32 fp16, A: lane t: rows t/4 (+8), kept inputs 2 (t%4) + {0, 1} (+8).
 
-    Row i of the instruction of word j is output 8 i + j, row i + 8 output 8 i + 4 + j, so that a lane's results of the
-    four words are eight consecutive outputs.
+    Row i of the instruction of word j is output 8 i + j, row i + 8 output 8 i + 4 + j, so that a
+    lane's results of the four words are eight consecutive outputs.
     """
     _, codes, _ = quantized("w4a16-24", 128)
     kept, _ = compress(codes, 8)
@@ -147,12 +174,16 @@ def test_marlin_24_values() -> None:
         row = 64 * nt + 8 * (lane // 4) + 4 * b + j
         for half in range(2):
             value = kept[row, 16 * kt + 8 * kh + 2 * (lane % 4) + half].to(torch.float16) - 8
-            assert torch.equal(register >> 16 * half & 0xFFFF, value.view(torch.int16).long() & 0xFFFF)
+            assert torch.equal(
+                register >> 16 * half & 0xFFFF, value.view(torch.int16).long() & 0xFFFF
+            )
 
 
 @pytest.mark.parametrize("layout", [QQQ_CHANNEL, QQQ_GROUP], ids=lambda layout: layout.name)
 def test_qqq(layout: DigitLayout) -> None:
-    """mma.m16n8k16 s8, B: lane t: output t/4, inputs 4 (t%4) .. +3; word j holds outputs 16 j + t/4 and + 8."""
+    """mma.m16n8k16 s8, B: lane t: output t/4, inputs 4 (t%4) .. +3; word j holds outputs 16 j + t/4
+    and + 8.
+    """
     signed = layout is QQQ_CHANNEL
     codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
     if signed:
@@ -162,11 +193,15 @@ def test_qqq(layout: DigitLayout) -> None:
     row, column = 64 * nt + 16 * j + lane // 4, 16 * kt + 4 * (lane % 4)
     if signed:  # w & 0xF0F0F0F0 is output c, w << 4 is output c + 8, both 16 times the code
         for b, register in enumerate(reversed(r.comet_extend(words))):
-            expected = 16 * codes[(row + 8 * b)[..., None], column[..., None] + torch.arange(4)].long()
+            expected = (
+                16 * codes[(row + 8 * b)[..., None], column[..., None] + torch.arange(4)].long()
+            )
             assert torch.equal(r.to_bytes(register).long(), expected)
     else:  # through fp16: each half2 holds two of the four inputs of an output
         for index, register in enumerate(r.marlin_registers(words)):
             b, k1 = divmod(index, 2)
             for half in range(2):
                 value = codes[row + 8 * b, column + 2 * k1 + half].to(torch.float16) - 8
-                assert torch.equal(register >> 16 * half & 0xFFFF, value.view(torch.int16).long() & 0xFFFF)
+                assert torch.equal(
+                    register >> 16 * half & 0xFFFF, value.view(torch.int16).long() & 0xFFFF
+                )

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError
-from qtool.kernels.quantize_activation import quantize_activation
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 
 
 def test_codes_scales_sums() -> None:
@@ -21,7 +21,9 @@ def test_codes_scales_sums() -> None:
 def test_order_gathers_input_channels() -> None:
     x, order = torch.randn(3, 64), torch.randperm(64).int()
     gathered = quantize_activation(x, order, None, "none", 0.0)[0]
-    assert torch.equal(gathered, quantize_activation(x, None, None, "none", 0.0)[0][:, order.long()])
+    assert torch.equal(
+        gathered, quantize_activation(x, None, None, "none", 0.0)[0][:, order.long()]
+    )
 
 
 def test_fusions_are_the_unfused_model() -> None:
@@ -30,12 +32,20 @@ def test_fusions_are_the_unfused_model() -> None:
     fused = quantize_activation(x, None, norm, "rms-norm", 1e-5)
     assert (fused[0].int() - PER_TOKEN_S8.quantize(rms)[0].int()).abs().max() <= 1
     gate, up = x.chunk(2, -1)
-    assert torch.equal(quantize_activation(x, None, None, "silu-up", 0.0)[0], PER_TOKEN_S8.quantize(silu(gate) * up)[0])
+    assert torch.equal(
+        quantize_activation(x, None, None, "silu-up", 0.0)[0],
+        PER_TOKEN_S8.quantize(silu(gate) * up)[0],
+    )
 
 
 @pytest.mark.parametrize(
     ("fusion", "norm", "order"),
-    [("none", False, False), ("none", False, True), ("rms-norm", True, False), ("silu-up", False, True)],
+    [
+        ("none", False, False),
+        ("none", False, True),
+        ("rms-norm", True, False),
+        ("silu-up", False, True),
+    ],
 )
 def test_opcheck(fusion: str, norm: bool, order: bool) -> None:
     k = 32 if fusion == "silu-up" else 64

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError
-from qtool.kernels.arrangement import arrange
-from qtool.kernels.quantize_activation_groups import quantize_activation_groups
-from qtool.schemes.activation import Activation
+from qtool.kernels.activation.arrangement import arrange
+from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.fmpq import Fmpq
 
 
@@ -23,14 +23,20 @@ def test_is_the_activation_of_w4a4(group: int | None) -> None:
     codes, scale = plain(x, group)
     want_codes, want_scale = Activation(4, group).quantize(x)
     assert torch.equal(codes, want_codes) and torch.equal(scale[:, :6].t(), want_scale)
-    assert scale.shape == (1024 // (group or 1024), 8) and (scale[:, 6:] == 1).all() and (scale[:, 2] == 1).all()
+    assert (
+        scale.shape == (1024 // (group or 1024), 8)
+        and (scale[:, 6:] == 1).all()
+        and (scale[:, 2] == 1).all()
+    )
     assert torch.equal(plain(x, group, "apex4")[0], arrange(codes, "apex4"))
 
 
 def test_follows_the_block_map_and_the_permutation() -> None:
     x, order = torch.randn(3, 256), torch.randperm(256)
     blocks = torch.tensor([1, 0], dtype=torch.uint8)
-    codes, scale = quantize_activation_groups(x, order.int(), None, blocks, "none", 0.0, 128, "none")
+    codes, scale = quantize_activation_groups(
+        x, order.int(), None, blocks, "none", 0.0, 128, "none"
+    )
     want_codes, want_scale = Fmpq().quantize_activation(x[:, order], {"eight_bit": blocks})
     assert torch.equal(codes, want_codes) and torch.equal(scale[:, :3].t(), want_scale)
     assert codes[:, :128].abs().max() == 127 and codes[:, 128:].abs().max() == 7
@@ -48,7 +54,11 @@ def test_fused_is_the_unfused_model() -> None:
 
 @pytest.mark.parametrize(
     ("fusion", "norm", "order", "arrangement"),
-    [("none", False, False, "none"), ("rms-norm", True, False, "apex4"), ("silu-up", False, True, "w4ax-interleaved")],
+    [
+        ("none", False, False, "none"),
+        ("rms-norm", True, False, "apex4"),
+        ("silu-up", False, True, "w4ax-interleaved"),
+    ],
 )
 def test_opcheck(fusion: str, norm: bool, order: bool, arrangement: str) -> None:
     k = 128 if fusion == "silu-up" else 256

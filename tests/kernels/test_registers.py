@@ -1,4 +1,6 @@
-"""The in-register conversions over every legal input, four lanes at once beside different neighbours."""
+"""The in-register conversions over every legal input, four lanes at once beside different
+neighbours.
+"""
 
 from itertools import product
 
@@ -19,11 +21,15 @@ def bytes_of(values: Tensor) -> Tensor:
 
 
 def crowded_codes(low: Tensor, high: Tensor) -> Tensor:
-    """Rows ``[N, 128]`` of codes within ``low .. high [N]``: each code in each lane, beside lowest and highest ones.
+    """Rows ``[N, 128]`` of codes within ``low .. high [N]``: each code in each lane, beside lowest
+    and highest ones.
 
-    A word holds one code and three extremes, so that any carry out of a lane would change its neighbour.
+    A word holds one code and three extremes, so that any carry out of a lane would change its
+    neighbour.
     """
-    codes = torch.arange(16).repeat_interleave(2)  # each code beside lowest, then beside highest neighbours
+    codes = torch.arange(16).repeat_interleave(
+        2
+    )  # each code beside lowest, then beside highest neighbours
     lanes = torch.arange(32) % 4
     rows = []
     for lane_shift in range(4):  # four variants of the rows: the code walks through the lanes
@@ -31,7 +37,11 @@ def crowded_codes(low: Tensor, high: Tensor) -> Tensor:
         words[torch.arange(32), (lanes + lane_shift) % 4] = codes
         rows.append(words.flatten())
     spread = torch.stack(rows)[:, None]  # [4, 1, 128]
-    return torch.maximum(torch.minimum(spread, high[:, None]), low[:, None]).to(torch.uint8).flatten(0, 1)
+    return (
+        torch.maximum(torch.minimum(spread, high[:, None]), low[:, None])
+        .to(torch.uint8)
+        .flatten(0, 1)
+    )
 
 
 def test_lqq_equals_the_scheme_over_every_code_scale_and_offset() -> None:
@@ -43,12 +53,20 @@ def test_lqq_equals_the_scheme_over_every_code_scale_and_offset() -> None:
     got = r.to_bytes(r.lqq_dequantize(bytes_of(codes), s2, offset)).flatten(1)
 
     scheme = LiquidQuant(group_size=K)
-    params = {"s1": torch.ones(len(codes)), "s2": s2.to(torch.uint8), "offset": offset.to(torch.uint8)}
+    params = {
+        "s1": torch.ones(len(codes)),
+        "s2": s2.to(torch.uint8),
+        "offset": offset.to(torch.uint8),
+    }
     scheme.check(codes, params)
     assert torch.equal(got, scheme.level2(codes, params))
     assert torch.equal(got.long(), codes.long() * s2 + offset - 128)
     # every legal triple was there
-    seen = torch.stack((codes.long(), s2.expand(-1, K), offset.expand(-1, K)), -1).reshape(-1, 3).unique(dim=0)
+    seen = (
+        torch.stack((codes.long(), s2.expand(-1, K), offset.expand(-1, K)), -1)
+        .reshape(-1, 3)
+        .unique(dim=0)
+    )
     assert len(seen) == int((highest + 1).sum())
 
 
@@ -68,7 +86,9 @@ def test_qoq_equals_the_scheme_over_every_code_scale_and_zero() -> None:
 
 
 def test_subtraction_before_multiplication_would_carry() -> None:
-    """Why QServe multiplies first: (Q4 - z) * s2 in one 32-bit multiplication spoils the lane above."""
+    """Why QServe multiplies first: (Q4 - z) * s2 in one 32-bit multiplication spoils the lane
+    above.
+    """
     codes, zero, s2 = torch.tensor([[3, 9, 9, 9]], dtype=torch.uint8), 8, 2
     before = r.imad(r.vadd4(bytes_of(codes), torch.tensor(0x01010101 * (-zero & 0xFF))), s2, 0)
     assert r.to_bytes(before).flatten().tolist() != [-10, 2, 2, 2]
@@ -78,7 +98,10 @@ def test_subtraction_before_multiplication_would_carry() -> None:
 ALL_WORDS = torch.cat(
     [
         (torch.arange(256) << 8 * lane)
-        | (torch.randint(2**32, (256,), generator=torch.Generator().manual_seed(lane)) & ~(0xFF << 8 * lane))
+        | (
+            torch.randint(2**32, (256,), generator=torch.Generator().manual_seed(lane))
+            & ~(0xFF << 8 * lane)
+        )
         for lane in range(4)
     ]
 )
@@ -122,7 +145,9 @@ def test_marlin_yields_the_bit_patterns_of_fp16() -> None:
             assert torch.equal(register >> 16 * half & 0xFFFF, expected)
 
 
-A, B, C = (torch.randint(2**32, (500,), generator=torch.Generator().manual_seed(i)) for i in range(3))
+A, B, C = (
+    torch.randint(2**32, (500,), generator=torch.Generator().manual_seed(i)) for i in range(3)
+)
 
 
 def test_lop3_is_its_table() -> None:
@@ -150,7 +175,9 @@ def test_vadd4_never_carries() -> None:
 
 
 def test_shifts_and_imad_are_32_bits_wide() -> None:
-    assert torch.equal(r.sar(A, 5), torch.tensor([(a - (a >> 31 << 32) >> 5) % 2**32 for a in A.tolist()]))
+    assert torch.equal(
+        r.sar(A, 5), torch.tensor([(a - (a >> 31 << 32) >> 5) % 2**32 for a in A.tolist()])
+    )
     assert torch.equal(r.shl(A, 9), torch.tensor([a * 512 % 2**32 for a in A.tolist()]))
     assert torch.equal(r.shr(A, 9), torch.tensor([a // 512 for a in A.tolist()]))
     wide = [(a * b + c) % 2**32 for a, b, c in zip(A.tolist(), B.tolist(), C.tolist(), strict=True)]

@@ -4,9 +4,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.kernels import w4a8, w8a8
-from qtool.kernels.gemm import staging_bytes
-from qtool.kernels.tiles import RESIDENT, SHARED_PER_BLOCK, TABLE, TABLE_S4, Tile, choose, choose_s4
+from qtool.kernels.hopper import w4a8, w8a8
+from qtool.kernels.hopper.gemm import staging_bytes
+from qtool.kernels.hopper.tiles import (
+    RESIDENT,
+    SHARED_PER_BLOCK,
+    TABLE,
+    TABLE_S4,
+    Tile,
+    choose,
+    choose_s4,
+)
 
 
 @given(m=st.integers(1, 9000), n=st.integers(1, 1200), k=st.integers(1, 600))
@@ -42,11 +50,13 @@ def test_choice_for_s4_weights_is_in_its_table(m: int, n: int, k: int, group: in
 def runs_at_once(tile: Tile, m: int, n: int) -> bool:
     """Clusters of more than two have one tile each, so all of them must be resident."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    return tile.split <= 2 or tiles <= RESIDENT.get(tile.split, 132 // tile.split) * tile.blocks_per_sm
+    return (
+        tile.split <= 2 or tiles <= RESIDENT.get(tile.split, 132 // tile.split) * tile.blocks_per_sm
+    )
 
 
 def test_prefers_what_was_measured() -> None:
-    """A few of the sweep's winners on an H200 (benchmarks/kernels/notes.md)."""
+    """A few of the sweep's winners on an H200 (benchmarks/journal/kernels.md)."""
     winners = {
         (16, 4096, 14336): Tile(16, split=6, blocks_per_sm=2),
         (16, 8192, 8192): Tile(16, split=2, blocks_per_sm=2),

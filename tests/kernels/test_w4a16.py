@@ -7,24 +7,28 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.half_gemm import Variant, shared_bytes
-from qtool.kernels.half_tiles import TABLE, choose
-from qtool.kernels.w4a16 import w4a16_24_gemm, w4a16_gemm
+from qtool.format import LinearFormat
+from qtool.kernels.mma.half_gemm import Variant, shared_bytes
+from qtool.kernels.mma.half_tiles import TABLE, choose
+from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24, compress
-from qtool.runtime.format import LinearFormat
 from qtool.schemes.w4a16_24 import keep_largest
 
 N, K = 256, 384
-#: MARLIN's lanes are written c = lane // 4, q = lane % 4, as in csrc/weights_marlin.cuh
+#: MARLIN's lanes are written c = lane // 4, q = lane % 4, as in csrc/mma/weights_marlin.cuh
 LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]
 
 
-@pytest.fixture(params=[(s, g) for s in ("w4a16", "w4a16-24") for g in (32, 64, 128, None)], ids=str)
+@pytest.fixture(
+    params=[(s, g) for s in ("w4a16", "w4a16-24") for g in (32, 64, 128, None)], ids=str
+)
 def case(request: pytest.FixtureRequest) -> tuple[LinearFormat, dict[str, Tensor], Tensor, Tensor]:
     """Format, stored tensors, tokens, and the scheme's own product."""
     scheme, group = request.param
-    linear_format = LinearFormat(scheme, group, "marlin" if scheme == "w4a16" else "marlin-24", "bfloat16")
+    linear_format = LinearFormat(
+        scheme, group, "marlin" if scheme == "w4a16" else "marlin-24", "bfloat16"
+    )
     s = linear_format.scheme_object
     weight, x = torch.randn(N, K), torch.randn(5, K).bfloat16()
     params = s.fit(weight)
@@ -32,13 +36,19 @@ def case(request: pytest.FixtureRequest) -> tuple[LinearFormat, dict[str, Tensor
     return linear_format, linear_format.pack(codes, params), x, s.matmul(x, codes, params)
 
 
-def multiply(stored: dict[str, Tensor], x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def multiply(
+    stored: dict[str, Tensor], x: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     if "metadata" in stored:
-        return w4a16_24_gemm(x, stored["qweight"], stored["metadata"], stored["scale"], bias, out_dtype)
+        return w4a16_24_gemm(
+            x, stored["qweight"], stored["metadata"], stored["scale"], bias, out_dtype
+        )
     return w4a16_gemm(x, stored["qweight"], stored["scale"], bias, out_dtype)
 
 
-def test_is_the_schemes_matmul(case: tuple[LinearFormat, dict[str, Tensor], Tensor, Tensor]) -> None:
+def test_is_the_schemes_matmul(
+    case: tuple[LinearFormat, dict[str, Tensor], Tensor, Tensor],
+) -> None:
     _, stored, x, want = case
     assert torch.equal(multiply(stored, x, None, torch.float32), want)
     bias = torch.randn(N).half()
@@ -51,13 +61,19 @@ def test_opcheck(sparse: bool) -> None:
     codes = torch.randint(0, 16, (128, 256), dtype=torch.uint8)
     if sparse:
         stored = MARLIN_24.pack(torch.where(keep_largest(torch.rand(128, 256)), codes, 8))
-        torch.library.opcheck(w4a16_24_gemm, (x, stored["qweight"], stored["metadata"], scale, bias, torch.float16))
+        torch.library.opcheck(
+            w4a16_24_gemm, (x, stored["qweight"], stored["metadata"], scale, bias, torch.float16)
+        )
     else:
-        torch.library.opcheck(w4a16_gemm, (x, MARLIN.pack(codes)["qweight"], scale, bias, torch.float16))
+        torch.library.opcheck(
+            w4a16_gemm, (x, MARLIN.pack(codes)["qweight"], scale, bias, torch.float16)
+        )
 
 
 def registers(words: Tensor) -> dict[int, list[Tensor]]:
-    """The two codes of each fragment register, as ``dequantize`` in csrc/half_mma.cuh takes them from a word."""
+    """The two codes of each fragment register, as ``dequantize`` in csrc/mma/half_mma.cuh takes
+    them from a word.
+    """
     wide = words.long() & 0xFFFFFFFF
     nibbles = [[wide >> (16 * half + 4 * i) & 15 for half in range(2)] for i in range(4)]
     return dict(zip((0, 2, 1, 3), nibbles, strict=True))
@@ -76,7 +92,9 @@ def test_a_marlin_word_is_the_fragment_the_kernel_multiplies() -> None:
 
 
 def test_marlin_24_words_are_the_sparse_fragments_the_kernel_multiplies() -> None:
-    codes = torch.where(keep_largest(torch.rand(N, K)), torch.randint(0, 16, (N, K)), 8).to(torch.uint8)
+    codes = torch.where(keep_largest(torch.rand(N, K)), torch.randint(0, 16, (N, K)), 8).to(
+        torch.uint8
+    )
     packed = MARLIN_24.pack(codes)
     words = packed["qweight"].view(K // 32, N // 64, 32, 4)
     held = packed["metadata"].view(torch.int32).view(K // 32, N // 64, 2, 32).long() & 0xFFFFFFFF
@@ -87,13 +105,19 @@ def test_marlin_24_words_are_the_sparse_fragments_the_kernel_multiplies() -> Non
             for r, pair in registers(words[:, :, lane, j]).items():
                 for k0 in range(2):
                     values[:, :, 8 * c + j + 4 * (r % 2), 2 * q + k0 + 8 * (r // 2)] = pair[k0]
-            if q // 2 == j % 2:  # the selector of fragment j: these lanes hold its rows c and c + 8, quads 4 (q % 2) ..
+            if (
+                q // 2 == j % 2
+                # the selector of fragment j: these lanes hold its rows c and c + 8, quads 4 (q % 2)
+                # ..
+            ):
                 for half, quad in ((h, i) for h in range(2) for i in range(4)):
                     nibble = held[:, :, j // 2, lane] >> (16 * half + 4 * quad) & 15
                     positions[:, :, 8 * c + j + 4 * half, 4 * (q % 2) + quad] = nibble
     want_values, want_positions = compress(codes, 8)
     assert torch.equal(values.permute(1, 2, 0, 3).reshape(N, K // 2).to(torch.uint8), want_values)
-    assert torch.equal(positions.permute(1, 2, 0, 3).reshape(N, K // 4).to(torch.uint8), want_positions)
+    assert torch.equal(
+        positions.permute(1, 2, 0, 3).reshape(N, K // 4).to(torch.uint8), want_positions
+    )
 
 
 @pytest.mark.parametrize("layout", [MARLIN, MARLIN_24], ids=lambda layout: layout.name)
@@ -108,14 +132,18 @@ def test_a_lane_finds_its_eight_scales_together(layout: object) -> None:
 
 def test_the_kernels_order_of_channel_scales_is_marlins() -> None:
     n = torch.arange(N)
-    place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2  # Marlin::channel
+    place = (
+        n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2
+    )  # Marlin::channel
     assert torch.equal(MARLIN.pack_channel(n)[place], n)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
 def test_every_chosen_tile_is_compiled_and_has_two_stages(capability: tuple[int, int]) -> None:
     known = TABLE[(8, 9) if capability == (8, 6) else capability]
-    for m, n in itertools.product((1, 8, 9, 16, 17, 32, 33, 64, 100, 4096), (64, 4096, 6144, 57344)):
+    for m, n in itertools.product(
+        (1, 8, 9, 16, 17, 32, 33, 64, 100, 4096), (64, 4096, 6144, 57344)
+    ):
         tile = choose(m, n, capability)
         assert tile in known
         for sparse, scale in itertools.product((False, True), (torch.float32, torch.bfloat16)):
@@ -134,11 +162,15 @@ def test_refuses_in_one_sentence() -> None:
         w4a16_gemm(x[:, :128], qweight, scale, None, torch.float16)
     with pytest.raises(QtoolError, match="N must be a multiple of 64 and K of 128"):
         w4a16_gemm(x, qweight[:, :64], scale, None, torch.float16)
-    with pytest.raises(QtoolError, match="the weight is 128 x 192; N must be a multiple of 64 and K of 128"):
+    with pytest.raises(
+        QtoolError, match="the weight is 128 x 192; N must be a multiple of 64 and K of 128"
+    ):
         w4a16_gemm(x[:, :192].contiguous(), qweight[:12], scale, None, torch.float16)
     with pytest.raises(QtoolError, match="scale has 3 rows for K = 256"):
         w4a16_gemm(x, qweight, torch.ones(3, 128), None, torch.float16)
     with pytest.raises(QtoolError, match="scale has strides"):
         w4a16_gemm(x, qweight, torch.ones(128, 2).t(), None, torch.float16)
     with pytest.raises(QtoolError, match=r"metadata has shape \(8, 128\)"):
-        w4a16_24_gemm(x, qweight[:8], torch.zeros(8, 128, dtype=torch.int16), scale, None, torch.float16)
+        w4a16_24_gemm(
+            x, qweight[:8], torch.zeros(8, 128, dtype=torch.int16), scale, None, torch.float16
+        )

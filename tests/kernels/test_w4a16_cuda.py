@@ -1,11 +1,13 @@
-"""The W4A16 kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at length."""
+"""The W4A16 kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the
+same at length.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
+from qtool.format import LinearFormat
 from qtool.kernels.build import ARCHITECTURES
-from qtool.runtime.format import LinearFormat
 from tests.kernels.test_w4a16 import multiply
 
 pytestmark = [
@@ -20,7 +22,9 @@ pytestmark = [
 
 def stored(scheme: str, group: int | None) -> dict[str, Tensor]:
     """The packed tensors of a random weight ``[256, 640]``."""
-    linear_format = LinearFormat(scheme, group, "marlin" if scheme == "w4a16" else "marlin-24", "float16")
+    linear_format = LinearFormat(
+        scheme, group, "marlin" if scheme == "w4a16" else "marlin-24", "float16"
+    )
     s, weight = linear_format.scheme_object, torch.randn(256, 640)
     params = s.fit(weight)
     return linear_format.pack(s.quantize(weight, params), params)
@@ -45,4 +49,6 @@ def test_compiles_and_repeats_to_the_bit(scheme: str) -> None:
     x = torch.randn(5, 640, device="cuda").half()
     first = multiply(there, x, None, torch.float32)
     compiled = torch.compile(lambda x: multiply(there, x, None, torch.float32), fullgraph=True)
-    assert torch.equal(compiled(x), first) and torch.equal(multiply(there, x, None, torch.float32), first)
+    assert torch.equal(compiled(x), first) and torch.equal(
+        multiply(there, x, None, torch.float32), first
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.w4a8 import w4a8_gemm
+from qtool.kernels.hopper.w4a8 import w4a8_gemm
 
 Case = tuple[str, int | None]
 Make = Callable[..., tuple[dict[str, Any], Tensor]]
@@ -48,7 +48,9 @@ def test_opcheck(w4a8_case: Case, w4a8_arguments: Make) -> None:
         ("bias", torch.zeros(128, device="meta"), "must be on one device"),
     ],
 )
-def test_refuses_in_one_sentence(name: str, value: object, message: str, w4a8_arguments: Make) -> None:
+def test_refuses_in_one_sentence(
+    name: str, value: object, message: str, w4a8_arguments: Make
+) -> None:
     given, _ = w4a8_arguments("w4a8-lqq", 64)
     with pytest.raises(QtoolError, match=message) as error:
         w4a8_gemm(**given | {name: value})

@@ -9,16 +9,21 @@ from torch import Tensor
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
 from qtool.kernels import registers as r
-from qtool.kernels.arrangement import ARRANGEMENTS, arrange, arrangement, disarrange
-from qtool.kernels.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.w4ax import GROUP_SIZES, LAYOUTS, w4ax_gemm
+from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange, arrangement, disarrange
+from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, w4ax_gemm
 from qtool.schemes.fmpq import Fmpq
 
 CASES = [("apex4", 128), ("apex4", 32), ("apex4", 512), ("apex4", None), ("w4ax-interleaved", 128)]
 
 
 def arguments(
-    layout: str, group: int | None, m: int = 5, n: int = 128, k: int = 1024, bias: Tensor | None = None
+    layout: str,
+    group: int | None,
+    m: int = 5,
+    n: int = 128,
+    k: int = 1024,
+    bias: Tensor | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
     """The op's arguments for a random weight and input, and the scheme's own product."""
     generator = torch.Generator().manual_seed(3)
@@ -74,7 +79,11 @@ def test_words_meet_the_tokens_in_wgmmas_registers(layout: str) -> None:
     tokens = torch.randint(-127, 128, (9, k), dtype=torch.int8)
     words = r.from_bytes(layouts.get(layout).pack(codes)["qweight"])
     # the word of lane t: 32 inputs of a row are four words, lane c of a quad takes word c
-    words = words.view(k // 32, n, 4) if layout == "apex4" else words.view(n, k // 32, 4).transpose(0, 1)
+    words = (
+        words.view(k // 32, n, 4)
+        if layout == "apex4"
+        else words.view(n, k // 32, 4).transpose(0, 1)
+    )
     operand = torch.zeros(k // 32, n, 32, dtype=torch.long)  # [instruction, row, byte]
     for lane in range(128):
         warp, q, c = lane // 32, lane % 32 // 4, lane % 4
@@ -83,7 +92,9 @@ def test_words_meet_the_tokens_in_wgmmas_registers(layout: str) -> None:
             low, high = r.comet_extend(words[:, row, c])
             operand[:, row, 4 * c : 4 * c + 4] = r.to_bytes(low).long()
             operand[:, row, 16 + 4 * c : 16 + 4 * c + 4] = r.to_bytes(high).long()
-    sums = torch.einsum("smb,snb->mn", arrange(tokens, layout).long().view(9, -1, 32).transpose(0, 1), operand)
+    sums = torch.einsum(
+        "smb,snb->mn", arrange(tokens, layout).long().view(9, -1, 32).transpose(0, 1), operand
+    )
     assert torch.equal(sums, 16 * (tokens.long() @ codes.long().t()))
 
 

@@ -1,22 +1,25 @@
-"""The s4 kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same at length."""
+"""The s4 kernels against the CPU reference, on a GPU. ``benchmarks/kernels/check.py`` does the same
+at length.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
 from qtool import layouts
+from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.activation.quantize_packed_groups import quantize_packed_groups
+from qtool.kernels.hopper.w4ax import w4ax_gemm
+from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.kernels.order import groups_in_order
-from qtool.kernels.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.quantize_packed_groups import quantize_packed_groups
-from qtool.kernels.w4ax import w4ax_gemm
-from qtool.kernels.w4ax_mma import w4ax_mma_gemm
 from tests.kernels.test_w4ax import CASES, arguments
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU (sm_90)",
     ),
 ]
 
@@ -30,7 +33,9 @@ def test_equals_the_cpu_reference(layout: str, group: int | None, m: int) -> Non
     assert torch.equal(sums, w4ax_gemm(**given | {"out_dtype": torch.int32}))
     got = w4ax_gemm(**there).cpu()
     assert (got - want).norm() <= 1e-6 * want.norm()
-    assert (w4ax_gemm(**there | {"out_dtype": torch.bfloat16}).cpu() - want).norm() <= 4e-3 * want.norm()
+    assert (
+        w4ax_gemm(**there | {"out_dtype": torch.bfloat16}).cpu() - want
+    ).norm() <= 4e-3 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,17 +45,29 @@ def test_in_order_groups_equal_the_cpu_to_the_bit(
     layout: str, group: int | None, m: int, k: int, dtype: torch.dtype
 ) -> None:
     given, want = arguments(layout, group, m=m, n=192, k=k, bias=torch.randn(192))
-    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()} | {"out_dtype": dtype}
+    there = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in given.items()} | {
+        "out_dtype": dtype
+    }
     with groups_in_order():
         assert torch.equal(w4ax_gemm(**there).cpu(), want.to(dtype))
-    assert group is None or m > 33 or not torch.equal(w4ax_gemm(**there | {"out_dtype": torch.float32}).cpu(), want)
+    assert (
+        group is None
+        or m > 33
+        or not torch.equal(w4ax_gemm(**there | {"out_dtype": torch.float32}).cpu(), want)
+    )
 
 
-@pytest.mark.parametrize(("layout", "group", "mixed"), [("apex4", 128, False), ("w4ax-interleaved", 128, True)])
+@pytest.mark.parametrize(
+    ("layout", "group", "mixed"), [("apex4", 128, False), ("w4ax-interleaved", 128, True)]
+)
 @pytest.mark.parametrize("m", [1, 300])
 def test_so_do_those_of_ampere_and_ada(layout: str, group: int | None, mixed: bool, m: int) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(m, 1024), torch.randint(-8, 8, (192, 1024), dtype=torch.int8), torch.randn(192)
+    x, weight, bias = (
+        torch.randn(m, 1024),
+        torch.randint(-8, 8, (192, 1024), dtype=torch.int8),
+        torch.randn(192),
+    )
     blocks = (torch.arange(8) % 2).to(torch.uint8) if mixed else None
     codes, sx = quantize_packed_groups(x, None, None, blocks, "none", 0.0, group, layout)
     scale, qweight = torch.rand(8, 192), layouts.get(layout).pack(weight)["qweight"]
@@ -80,5 +97,7 @@ def test_opcheck_and_compile(layout: str, group: int | None) -> None:
 def test_activation_quantization_equals_the_cpu(group: int | None) -> None:
     x, order = torch.randn(5, 4096).bfloat16(), torch.randperm(4096).int()
     want = quantize_activation_groups(x, order, None, None, "none", 0.0, group, "w4ax-interleaved")
-    got = quantize_activation_groups(x.cuda(), order.cuda(), None, None, "none", 0.0, group, "w4ax-interleaved")
+    got = quantize_activation_groups(
+        x.cuda(), order.cuda(), None, None, "none", 0.0, group, "w4ax-interleaved"
+    )
     assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

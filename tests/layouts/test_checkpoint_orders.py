@@ -1,4 +1,6 @@
-"""compute-aware, marlin and qqq, element by element against the closed forms read from their loaders' sources."""
+"""compute-aware, marlin and qqq, element by element against the closed forms read from their
+loaders' sources.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -16,7 +18,9 @@ INTERLEAVE = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def random_codes(n: int, k: int) -> Tensor:
-    return torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(n * k))
+    return torch.randint(
+        0, 16, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(n * k)
+    )
 
 
 def marlin_nibble(kr: int, b: int) -> int:
@@ -40,7 +44,9 @@ def qqq_channel_nibble(kr: int, b: int) -> int:
     ],
     ids=["marlin", "qqq-g128", "qqq"],
 )
-def test_marlin_words(layout: DigitLayout, quad: Callable[[int], int], nibble: Callable[[int, int], int]) -> None:
+def test_marlin_words(
+    layout: DigitLayout, quad: Callable[[int], int], nibble: Callable[[int, int], int]
+) -> None:
     codes = random_codes(128, 256)
     words = layout.pack(codes)["qweight"]
     assert (words.dtype, words.shape) == (torch.int32, (256 // 16, 2 * 128))
@@ -60,7 +66,9 @@ def test_marlin_scales(layout: DigitLayout) -> None:
     if layout is not QQQ_CHANNEL:  # it has no group scales
         expected = scales.t().reshape(3, 2, 64)[:, :, group].reshape(3, 128)
         assert torch.equal(layout.pack_group(scales), expected)
-    assert torch.equal(layout.pack_channel(scales[:, 0]), scales[:, 0].reshape(4, 32)[:, channel].flatten())
+    assert torch.equal(
+        layout.pack_channel(scales[:, 0]), scales[:, 0].reshape(4, 32)[:, channel].flatten()
+    )
 
 
 def test_one_group_is_a_channel_to_marlin() -> None:
@@ -78,7 +86,13 @@ def test_qserve_bytes() -> None:
         nl, kl = row % 32, column % 32
         hi, h, lane = nl // 16, nl // 8 % 2, nl % 8
         kh, k4, k0 = kl // 16, kl // 4 % 4, kl % 4
-        byte = (row // 32 * (k // 32) + column // 32) * 512 + (4 * lane + k4) * 16 + 8 * kh + 4 * h + k0
+        byte = (
+            (row // 32 * (k // 32) + column // 32) * 512
+            + (4 * lane + k4) * 16
+            + 8 * kh
+            + 4 * h
+            + k0
+        )
         expected[byte] |= int(codes[row, column]) << 4 * hi
     assert torch.equal(stored.view(torch.uint8).flatten().long(), expected)
 

@@ -1,4 +1,6 @@
-"""Every layout: unpack(pack(x)) = x, each address hit once, the parameters' round trip, and what is refused."""
+"""Every layout: unpack(pack(x)) = x, each address hit once, the parameters' round trip, and what is
+refused.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,14 @@ from qtool.errors import QtoolError
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.marlin_24 import METADATA, VALUES
 
-DIGIT_LAYOUTS = [layout for layout in LAYOUTS.values() if isinstance(layout, DigitLayout)] + [VALUES, METADATA]
+DIGIT_LAYOUTS = [layout for layout in LAYOUTS.values() if isinstance(layout, DigitLayout)] + [
+    VALUES,
+    METADATA,
+]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
-every_digit_layout = pytest.mark.parametrize("layout", DIGIT_LAYOUTS, ids=lambda layout: layout.name)
+every_digit_layout = pytest.mark.parametrize(
+    "layout", DIGIT_LAYOUTS, ids=lambda layout: layout.name
+)
 tiles = st.tuples(st.integers(1, 3), st.integers(1, 3))
 seeds = st.integers(0, 2**31)
 
@@ -33,7 +40,9 @@ def random_codes(layout: Layout, n: int, k: int, seed: int, *, signed: bool) -> 
 @every_layout
 @settings(max_examples=8, deadline=None)
 @given(tiles=tiles, seed=seeds, signed=st.booleans())
-def test_unpack_inverts_pack(layout: Layout, tiles: tuple[int, int], seed: int, signed: bool) -> None:
+def test_unpack_inverts_pack(
+    layout: Layout, tiles: tuple[int, int], seed: int, signed: bool
+) -> None:
     n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
     codes = random_codes(layout, n, k, seed, signed=signed)
     packed = layout.pack(codes)
@@ -67,7 +76,9 @@ def test_every_address_is_hit_exactly_once(layout: DigitLayout, tiles: tuple[int
 @every_digit_layout
 @settings(max_examples=5, deadline=None)
 @given(tiles=tiles, seed=seeds)
-def test_pack_puts_each_code_at_its_address(layout: DigitLayout, tiles: tuple[int, int], seed: int) -> None:
+def test_pack_puts_each_code_at_its_address(
+    layout: DigitLayout, tiles: tuple[int, int], seed: int
+) -> None:
     n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
     codes = random_codes(layout, n, k, seed, signed=False)
     stored = layout.pack(codes)["qweight"].view(torch.uint8).flatten()
@@ -108,7 +119,9 @@ def test_a_gpu_packs_the_same_bytes(layout: Layout) -> None:
     n, k = (3 * size for size in layout.tile)
     codes = random_codes(layout, n, k, 1, signed=True)
     packed = layout.pack(codes.cuda())
-    assert all(torch.equal(packed[name].cpu(), stored) for name, stored in layout.pack(codes).items())
+    assert all(
+        torch.equal(packed[name].cpu(), stored) for name, stored in layout.pack(codes).items()
+    )
     assert torch.equal(layout.unpack(packed, n, k, signed=True).cpu(), codes)
 
 
@@ -120,7 +133,9 @@ def test_a_weight_that_is_no_whole_number_of_tiles_is_refused(layout: Layout) ->
         with pytest.raises(QtoolError, match=f"{layout.name}.*{rows} x {columns}.*{n} x {k}"):
             layout.pack(torch.zeros(rows, columns, dtype=torch.uint8))
         with pytest.raises(QtoolError, match="does not divide"):
-            layout.unpack({name: torch.zeros(8) for name in layout.tensors}, rows, columns, signed=False)
+            layout.unpack(
+                {name: torch.zeros(8) for name in layout.tensors}, rows, columns, signed=False
+            )
 
 
 @every_layout

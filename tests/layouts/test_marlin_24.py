@@ -1,4 +1,6 @@
-"""marlin-24 against the steps of its public packer: prune positions, value permutation, metadata scatter."""
+"""marlin-24 against the steps of its public packer: prune positions, value permutation, metadata
+scatter.
+"""
 
 from itertools import product
 
@@ -22,7 +24,9 @@ def every_quad() -> Tensor:
     generator = torch.Generator().manual_seed(24)
     quads = torch.full((N * K // 4, 4), 8, dtype=torch.uint8)
     values = torch.tensor([c for c in range(16) if c != 8], dtype=torch.uint8)
-    for i, kept in enumerate(torch.randint(len(POSITIONS), (len(quads),), generator=generator).tolist()):
+    for i, kept in enumerate(
+        torch.randint(len(POSITIONS), (len(quads),), generator=generator).tolist()
+    ):
         for position in list(POSITIONS)[kept]:
             quads[i, position] = values[torch.randint(15, (), generator=generator)]
     return quads.view(N, K)
@@ -30,7 +34,10 @@ def every_quad() -> Tensor:
 
 def compressed(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Values ``[N, K / 2]`` and position nibbles ``[N, K / 4]``, quad by quad."""
-    values, nibbles = torch.zeros(N, K // 2, dtype=torch.long), torch.zeros(N, K // 4, dtype=torch.long)
+    values, nibbles = (
+        torch.zeros(N, K // 2, dtype=torch.long),
+        torch.zeros(N, K // 4, dtype=torch.long),
+    )
     for n, quad in product(range(N), range(K // 4)):
         four = codes[n, 4 * quad : 4 * quad + 4].tolist()
         nibble = POSITIONS[tuple(i for i in range(4) if four[i] != 8)]
@@ -51,7 +58,12 @@ def packed_values(values: Tensor) -> Tensor:
         ]
         permutation += [p + j for j in range(4) for p in eight]
     permutation = torch.tensor(permutation).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
-    tiles = values.t().reshape(K // 32, 16, N // 16, 16).permute(0, 2, 1, 3).reshape(-1, 1024)[:, permutation]
+    tiles = (
+        values.t()
+        .reshape(K // 32, 16, N // 16, 16)
+        .permute(0, 2, 1, 3)
+        .reshape(-1, 1024)[:, permutation]
+    )
     return (tiles.reshape(K // 32, 2 * N, 8) << 4 * torch.arange(8)).sum(-1)
 
 
@@ -83,7 +95,9 @@ def test_values_and_metadata_are_the_public_packers() -> None:
 def test_scales() -> None:
     scales = torch.arange(N * 2).reshape(N, 2)
     order = [8 * i + j for i in range(8) for j in (0, 4, 1, 5, 2, 6, 3, 7)]
-    assert torch.equal(MARLIN_24.pack_group(scales), scales.t().reshape(2, 2, 64)[:, :, order].reshape(2, N))
+    assert torch.equal(
+        MARLIN_24.pack_group(scales), scales.t().reshape(2, 2, 64)[:, :, order].reshape(2, N)
+    )
     assert torch.equal(MARLIN_24.pack_group(scales[:, :1]), scales[:, :1].t())
     assert torch.equal(MARLIN_24.pack_channel(scales[:, 0]), scales[:, 0])
 

@@ -19,8 +19,11 @@ def config_of(source: Path, **changes: Any) -> dict[str, Any]:
 
 
 def refusal(config: dict[str, Any], transforms: list[Any] = [], **recipe: Any) -> str:  # noqa: B006
-    data = {"scheme": "test", "transforms": transforms,
-            "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}]}  # fmt: skip
+    data = {
+        "scheme": "test",
+        "transforms": transforms,
+        "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
+    }
     with pytest.raises(QtoolError) as caught:
         Job.of(config, recipes.parse(data | recipe, "test"))
     return str(caught.value)
@@ -45,7 +48,9 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
             assert f"{own.owner(name)}.weight" in shapes
         for linear, fused in own.fused.items():
             rows = torch.arange(shapes[f"{linear}.weight"][0])
-            assert torch.equal(torch.cat([rows[own.rows(part, settings)] for part in fused]).sort().values, rows)
+            assert torch.equal(
+                torch.cat([rows[own.rows(part, settings)] for part in fused]).sort().values, rows
+            )
         for readers in own.readers.values():
             assert not set(readers) & set(linears)
 
@@ -54,23 +59,43 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones() -> None:
     message = refusal({"model_type": "mamba"})
     assert all(name in message for family in FAMILIES for name in family.model_types)
     assert "one declarative file" in message
-    for asked, need in {"deepseek_v3": "MLA", "llama4": "router that scales", "gemma3": "vision tower"}.items():
+    for asked, need in {
+        "deepseek_v3": "MLA",
+        "llama4": "router that scales",
+        "gemma3": "vision tower",
+    }.items():
         assert need in (message := refusal({"model_type": asked})) and "qwen3_moe" in message
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
 def test_post_norms_cannot_be_rotated_through(variant: str, make_model: MakeModel) -> None:
     config = config_of(make_model(variant))
-    assert "post_attention_layernorm acts on what is written" in refusal(config, ["norm-fusion", "rotate"])
-    Job.of(config, recipes.parse({"scheme": "test", "layers": [{"match": ".*", "scheme": None}],
-                                  "transforms": ["norm-fusion", {"rotate": {"residual": False}}]}, "test"))  # fmt: skip
+    assert "post_attention_layernorm acts on what is written" in refusal(
+        config, ["norm-fusion", "rotate"]
+    )
+    Job.of(
+        config,
+        recipes.parse(
+            {
+                "scheme": "test",
+                "layers": [{"match": ".*", "scheme": None}],
+                "transforms": ["norm-fusion", {"rotate": {"residual": False}}],
+            },
+            "test",
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     "changes, reason",
-    [({"word_embed_proj_dim": 64}, "project_in"), ({"do_layer_norm_before": False}, "do_layer_norm_before false")],
+    [
+        ({"word_embed_proj_dim": 64}, "project_in"),
+        ({"do_layer_norm_before": False}, "do_layer_norm_before false"),
+    ],
 )
-def test_opt_that_is_built_otherwise_is_refused(changes: dict[str, Any], reason: str, make_model: MakeModel) -> None:
+def test_opt_that_is_built_otherwise_is_refused(
+    changes: dict[str, Any], reason: str, make_model: MakeModel
+) -> None:
     assert reason in refusal(config_of(make_model("opt"), **changes))
 
 

@@ -10,7 +10,9 @@ from qtool.models.skeleton import fuse_norms, skeleton
 from tests.conftest import SMALL
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL), GemmaConfig(**SMALL)])
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL), GemmaConfig(**SMALL)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_norms_are_the_same_function(config, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     plain = skeleton(config, dtype).to_empty(device="cpu").to(dtype)
@@ -23,7 +25,11 @@ def test_fused_norms_are_the_same_function(config, dtype: torch.dtype) -> None: 
     for model in (plain, fused, again):
         model.model.layers[1].input_layernorm.weight.data.mul_(2)
     expected = plain.model.layers[1].input_layernorm(x)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    )
     for model in (fused, again):
         torch.testing.assert_close(model.model.layers[1].input_layernorm(x), expected, **tolerance)
-    assert "forward" in vars(fused.model.norm) or isinstance(config, GemmaConfig)  # Gemma's multiply by 1 + weight
+    assert "forward" in vars(fused.model.norm) or isinstance(
+        config, GemmaConfig
+    )  # Gemma's multiply by 1 + weight

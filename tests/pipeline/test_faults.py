@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.calibration.gptq import Gptq
-from qtool.checkpoint import safetensors
-from qtool.checkpoint.source import Checkpoint
+from qtool.calibration.rounding.gptq.gptq import Gptq
 from qtool.errors import QtoolError
-from qtool.pipeline import activations
+from qtool.io import safetensors
+from qtool.io.output import difference
+from qtool.io.source import Checkpoint
+from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.memory import activation_bytes, working_bytes
-from qtool.pipeline.output import difference
+from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.write_behind import WriteBehind
+from qtool.pipeline.streaming import activations
 from tests.conftest import MakeModel
 
 RECIPE: dict[str, Any] = {
@@ -35,7 +35,9 @@ TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % 320
 
 def run(source: Path, out: Path, recipe: dict[str, Any] = RECIPE, **options: Any) -> Path:
     calibration = Calibration(list(TOKENS.split(2)), {"text": "numbers"})
-    return quantize(Checkpoint(source), recipes.parse(recipe, "test"), out, calibration=calibration, **options)
+    return quantize(
+        Checkpoint(source), recipes.parse(recipe, "test"), out, calibration=calibration, **options
+    )
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -74,7 +76,8 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(Gptq, "solve_all", failing_at(call, error, Gptq.solve_all))
         with pytest.raises(
-            QtoolError, match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume"
+            QtoolError,
+            match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume",
         ):
             run(source, out)
     assert not out.exists()
@@ -93,7 +96,9 @@ def test_the_disk_fills_up_while_blocks_are_computed(source, whole, tmp_path, mo
         with pytest.raises(QtoolError, match=r"no space left on the disk .*model-00003"):
             run(source, out)
     kept = sorted(path.name for path in (tmp_path / "out.partial").iterdir())
-    assert "model-00002-of-00006.safetensors" in kept and not [name for name in kept if name.endswith(".tmp")]
+    assert "model-00002-of-00006.safetensors" in kept and not [
+        name for name in kept if name.endswith(".tmp")
+    ]
     assert files(run(source, out, resume=True)) == whole
 
 
@@ -135,7 +140,9 @@ def test_a_shard_changed_behind_our_back(change: str, source: Path, whole, tmp_p
     shard = next(partial.glob("model-00002*"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
-    shard.unlink() if change == "gone" else shard.write_bytes(data[:-9] if change == "cut" else data)
+    shard.unlink() if change == "gone" else shard.write_bytes(
+        data[:-9] if change == "cut" else data
+    )
     assert files(run(source, tmp_path / "out", resume=True)) == whole
 
 
@@ -162,7 +169,9 @@ def test_the_first_difference_is_named() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_activations_in_a_file_change_nothing(resumed: bool, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_activations_in_a_file_change_nothing(
+    resumed: bool, source: Path, whole, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     if resumed:
         stopped(source, tmp_path / "out")
     assert files(run(source, tmp_path / "out", activations="disk", resume=resumed)) == whole

@@ -1,4 +1,6 @@
-"""Plans: bytes as they are written, operations as torch counts them, places with room; the largest models too."""
+"""Plans: bytes as they are written, operations as torch counts them, places with room; the largest
+models too.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,52 +13,103 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
+from qtool.bench import quantize as bench
+from qtool.bench.ceilings import Ceilings
+from qtool.bench.random_checkpoint import SHAPES, config_of, make
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
-from qtool.calibration.distill import STEP_TOKENS
+from qtool.calibration.cost import Work
 from qtool.calibration.forwards import inputs_of, observe, run
-from qtool.calibration.gptq import Gptq
-from qtool.calibration.gptq_problem import stages
-from qtool.calibration.work import Work
-from qtool.checkpoint.source import Checkpoint
+from qtool.calibration.rounding.distill.distill import STEP_TOKENS
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.problem import stages
 from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
-from qtool.pipeline import bench, commands
-from qtool.pipeline.ceilings import Ceilings
-from qtool.pipeline.estimate import H200
+from qtool.pipeline import commands
 from qtool.pipeline.job import Job
-from qtool.pipeline.memory import working_bytes
-from qtool.pipeline.plan import as_text, plan
-from qtool.pipeline.random_checkpoint import SHAPES, config_of, make
-from qtool.pipeline.work import block_shape, block_work, work_of
+from qtool.pipeline.planning.estimate import H200
+from qtool.pipeline.planning.memory import working_bytes
+from qtool.pipeline.planning.plan import as_text, plan
+from qtool.pipeline.planning.work import block_shape, block_work, work_of
 from tests.conftest import VARIANTS, MakeModel
 
 GPTQ = recipes.parse(
-    {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}], "rounding": {"gptq": {"residual": 0}}}, "test"
+    {
+        "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}],
+        "rounding": {"gptq": {"residual": 0}},
+    },
+    "test",
 )
-DISTILLED = {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}], "rounding": "distill"}
+DISTILLED = {
+    "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}],
+    "rounding": "distill",
+}
 LARGE = {
     "405b": SHAPES["llama-3-8b"]
-    | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+    | {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
     "mixtral-8x22b": SHAPES["llama-3-8b"]
-    | {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56}
+    | {
+        "model_type": "mixtral",
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+    }
     | {"num_attention_heads": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3-235b-a22b": SHAPES["llama-3-8b"]
-    | {"model_type": "qwen3_moe", "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_experts": 128}
-    | {"num_attention_heads": 64, "num_experts_per_tok": 8, "num_key_value_heads": 4, "head_dim": 128},
+    | {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_experts": 128,
+    }
+    | {
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
     "deepseek-v3": SHAPES["llama-3-8b"]
-    | {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
-    | {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280}
-    | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
-    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    | {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+    }
+    | {
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+    }
+    | {
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    }
+    | {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4ax-fmpq"])
-def test_the_bytes_of_a_block_are_those_of_its_tensors(variant: str, scheme: str, make_model: MakeModel) -> None:
+def test_the_bytes_of_a_block_are_those_of_its_tensors(
+    variant: str, scheme: str, make_model: MakeModel
+) -> None:
     config = json.loads((make_model(variant) / "config.json").read_text())
     job = Job.of(config, recipes.load(scheme))
     for block in range(job.blocks):
@@ -68,7 +121,9 @@ def counted(run: Callable[[], object]) -> int:
     """Operations of ``run``, those of attention left out."""
     with FlopCounterMode(display=False) as counter:
         run()
-    return sum(n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name))
+    return sum(
+        n for name, n in counter.get_flop_counts().get("Global", {}).items() if "mm" in str(name)
+    )
 
 
 def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> None:
@@ -80,20 +135,38 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
     shape = block_shape(job, 0, 3, 24)
 
-    assert counted(lambda: [run(block, batch) for batch in batches]) == shape.forward() - shape.attention()
+    assert (
+        counted(lambda: [run(block, batch) for batch in batches])
+        == shape.forward() - shape.attention()
+    )
     last = family.groups[-1].linears[0]
-    assert counted(lambda: observe(block, batches, {last: lambda x: None})) == shape.look() - shape.attention()
-    before = sum(counted(lambda g=g: [inputs_of(block, b, g.linears[0]) for b in batches]) for g in family.groups)
+    assert (
+        counted(lambda: observe(block, batches, {last: lambda x: None}))
+        == shape.look() - shape.attention()
+    )
+    before = sum(
+        counted(lambda g=g: [inputs_of(block, b, g.linears[0]) for b in batches])
+        for g in family.groups
+    )
     gptq = Gptq(residual=0).work(shape)
-    assert before == gptq.forward_flops - 3 * shape.attention()  # three of the four groups lie behind attention
-    assert gptq.hessian_flops == 2 * 72 * sum(shape.linears[g.linears[0]][1] ** 2 for g in family.groups)
+    assert (
+        before == gptq.forward_flops - 3 * shape.attention()
+    )  # three of the four groups lie behind attention
+    assert gptq.hessian_flops == 2 * 72 * sum(
+        shape.linears[g.linears[0]][1] ** 2 for g in family.groups
+    )
     assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops
 
 
 def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> None:
-    """Of the quantized path alone. It runs to the end where an expert gets no token, as 2 and 3 here."""
+    """Of the quantized path alone. It runs to the end where an expert gets no token, as 2 and 3
+    here.
+    """
     source = make_model("qwen2_moe")
-    model, job = AutoModelForCausalLM.from_pretrained(source), Job.of(Checkpoint(source).config, GPTQ)
+    model, job = (
+        AutoModelForCausalLM.from_pretrained(source),
+        Job.of(Checkpoint(source).config, GPTQ),
+    )
     separate_experts(model)
     family, shape = job.block_family(0), block_shape(job, 0, 4, 24)
     batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))
@@ -101,26 +174,41 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
     block.weight("mlp.gate").zero_()
     firsts = [[group.linears[0] for group in stage] for stage in stages(family.groups)]
     assert [len(names) for names in firsts] == [1, 1, 4, 4, 1, 1]
-    runs = [counted(lambda n=n: observe(block, batches, dict.fromkeys(n, lambda x: None))) for n in firsts]  # type: ignore[misc]
+    runs = [
+        counted(lambda n=n: observe(block, batches, dict.fromkeys(n, lambda x: None)))
+        for n in firsts
+    ]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * (4 + 1) * 128
     plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention()
     assert plain + routers == sum(runs)
     beside = Gptq().work(shape).forward_flops - 8 * shape.attention()
-    assert beside - plain == sum(n for n, names in zip(runs, firsts, strict=True) if len(names) == 1)
+    assert beside - plain == sum(
+        n for n, names in zip(runs, firsts, strict=True) if len(names) == 1
+    )
 
 
 def test_rules_that_name_blocks() -> None:
-    rules = [{"match": r"layers\.0\.", "scheme": None}, {"match": ".*", "scheme": "w4a16", "group_size": 128}]
+    rules = [
+        {"match": r"layers\.0\.", "scheme": None},
+        {"match": ".*", "scheme": "w4a16", "group_size": 128},
+    ]
     job = Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
     assert job.kinds == [0, 1, 1, 1] and {x.scheme for x in plan(job).linears} == {"w4a16"}
     assert plan(job).shard_bytes[1:-1] == [job.block_bytes(block) for block in range(4)]
-    rules[0] = {"match": r"layers\.3\..*down", "scheme": "w4a4", "group_size": 128, "layout": "marlin-24"}
+    rules[0] = {
+        "match": r"layers\.3\..*down",
+        "scheme": "w4a4",
+        "group_size": 128,
+        "layout": "marlin-24",
+    }
     with pytest.raises(QtoolError, match="marlin-24"):
         Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
 
 
 def test_work_adds_up() -> None:
-    assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(read_bytes=8, forward_flops=2)
+    assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(
+        read_bytes=8, forward_flops=2
+    )
     job = Job.of(config_of("llama-tiny", 3), GPTQ)
     one, three = work_of(Job.of(config_of("llama-tiny", 1), GPTQ), 2, 64), work_of(job, 2, 64)
     block = block_work(job, 0, 2, 64)
@@ -135,19 +223,38 @@ def test_the_largest_models_are_planned(name: str, tmp_path: Path) -> None:
     assert planned.place and planned.device == H200.name
     assert planned.seconds > 60 and planned.device_bytes > 1e9 and planned.host_bytes > 1e9
     assert planned.disk_bytes >= planned.output_bytes > 0.25 * planned.source_bytes
-    assert "calibration activations" in as_text(planned) and "(first run 4 s more)" in as_text(planned)
+    assert "calibration activations" in as_text(planned) and "(first run 4 s more)" in as_text(
+        planned
+    )
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
 def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> None:
-    small = LARGE["deepseek-v3"] | {"model_type": kind, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
-    small |= {"moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
-    small |= {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    small = LARGE["deepseek-v3"] | {
+        "model_type": kind,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "vocab_size": 64,
+    }
+    small |= {
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    small |= {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
     small |= {"q_lora_rank": 64 if kind == "deepseek_v3" else None, "kv_lora_rank": 64}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
     shapes = Job.of(small, GPTQ, planning=True).source_shapes()
-    theirs = {name: t for name, t in model.state_dict().items() if ".experts." not in name}  # stacked by transformers
+    theirs = {
+        name: t for name, t in model.state_dict().items() if ".experts." not in name
+    }  # stacked by transformers
     assert {name: shape for name, shape in shapes.items() if ".experts." not in name} == {
         name: tuple(t.shape) for name, t in theirs.items()
     }
@@ -161,7 +268,9 @@ def test_a_plan_says_that_it_is_only_one(tmp_path: Path) -> None:
     planned = commands.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
     assert "only a plan: quantizing it would need attention over low-rank" in as_text(planned)
     assert "mlp.experts.*.up_proj (256)" in as_text(planned)
-    assert round(planned.source_bytes / 2e9) == 671  # billions of parameters, as its authors count them
+    assert (
+        round(planned.source_bytes / 2e9) == 671
+    )  # billions of parameters, as its authors count them
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:
@@ -174,25 +283,38 @@ def test_experts_cost_what_their_tokens_cost() -> None:
 
 
 def test_what_learning_keeps_is_planned() -> None:
-    """The targets of all tokens, and what a step keeps for its gradients: of experts, their tokens' share of it."""
+    """The targets of all tokens, and what a step keeps for its gradients: of experts, their tokens'
+    share of it.
+    """
     recipe, cuda = recipes.parse(DISTILLED, "distill"), torch.device("cuda")
     for name in ("mixtral-8x22b", "405b"):
         job, hidden = Job.of(LARGE[name], recipe), LARGE[name]["hidden_size"]
         plain = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn"))
         two, one = (working_bytes(job, tokens, cuda) for tokens in (2000, 1000))
-        assert two - one == 1000 * hidden * 2 > working_bytes(plain, 2000, cuda) - working_bytes(plain, 1000, cuda) == 0
-        seen = sum(block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items())
+        assert (
+            two - one
+            == 1000 * hidden * 2
+            > working_bytes(plain, 2000, cuda) - working_bytes(plain, 1000, cuda)
+            == 0
+        )
+        seen = sum(
+            block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items()
+        )
         assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > STEP_TOKENS * 2 * seen
         assert name == "405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     work = job.rounding.work(block_shape(job, 0, 256, 2048))
-    assert work.learning_flops == 27.5 * work.forward_flops  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
+    assert (
+        work.learning_flops == 27.5 * work.forward_flops
+    )  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
 
 
 def test_where_activations_go_is_planned() -> None:
     job = Job.of(config_of("llama-2-70b"), GPTQ)
     roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=16e9, host_memory=64e9)
     assert (roomy.place, tight.place) == ("device", "host")
-    assert roomy.device_bytes - tight.device_bytes == roomy.activation_bytes == 128 * 2048 * 8192 * 2
+    assert (
+        roomy.device_bytes - tight.device_bytes == roomy.activation_bytes == 128 * 2048 * 8192 * 2
+    )
     assert tight.host_bytes - roomy.host_bytes == tight.activation_bytes
     full = plan(job, device_memory=16e9, host_memory=1e9)
     assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
@@ -210,19 +332,36 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
     )
     stages = measured.record["stages"]
-    assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(stages)
-    assert set(measured.floors) == {"read", "forward", "Hessian", "search", "rounding", "pack", "write"}
+    assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(
+        stages
+    )
+    assert set(measured.floors) == {
+        "read",
+        "forward",
+        "Hessian",
+        "search",
+        "rounding",
+        "pack",
+        "write",
+    }
     inner = sum(seconds for name, seconds in stages.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
     assert "of floor" in measured.table() and json.dumps(measured.as_dict())
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
     assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not out.exists()
-    commands.bench_quantize("llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options)
+    commands.bench_quantize(
+        "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options
+    )
     kept = json.loads((out / "qtool.json").read_text())["bench"]
-    assert kept["floors"].keys() == measured.floors.keys() and kept["record"]["stages"].keys() == stages.keys()
+    assert (
+        kept["floors"].keys() == measured.floors.keys()
+        and kept["record"]["stages"].keys() == stages.keys()
+    )
 
 
-def test_ceilings_are_of_the_directory_that_is_written(make_model: MakeModel, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_ceilings_are_of_the_directory_that_is_written(
+    make_model: MakeModel, tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     measure, probed, work = bench.measure, [], tmp_path / "work"
 
     def probe(source: Checkpoint, directory: Path, device: torch.device) -> Ceilings:
@@ -230,12 +369,23 @@ def test_ceilings_are_of_the_directory_that_is_written(make_model: MakeModel, tm
         return measure(source, directory, device)
 
     monkeypatch.setattr(bench, "measure", probe)
-    commands.bench_quantize(str(make_model(name="models/tiny")), "w8a8", recipe=None, layers=None, work=work,
-                            keep=False, samples=2, seqlen=32, device="cpu")  # fmt: skip
+    commands.bench_quantize(
+        str(make_model(name="models/tiny")),
+        "w8a8",
+        recipe=None,
+        layers=None,
+        work=work,
+        keep=False,
+        samples=2,
+        seqlen=32,
+        device="cpu",
+    )
     assert probed == [work]
 
 
 def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
-    one, two, other = (make(config_of("llama-tiny", 1), tmp_path / n, s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    one, two, other = (
+        make(config_of("llama-tiny", 1), tmp_path / n, s) for n, s in (("a", 0), ("b", 0), ("c", 1))
+    )
     name = "model-00001.safetensors"
     assert (one / name).read_bytes() == (two / name).read_bytes() != (other / name).read_bytes()

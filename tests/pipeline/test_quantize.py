@@ -1,4 +1,6 @@
-"""The main job: what is written loads, runs, is resumable to the same bytes, and is what the plan said."""
+"""The main job: what is written loads, runs, is resumable to the same bytes, and is what the plan
+said.
+"""
 
 import json
 import os
@@ -14,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.calibration.distill import Distill
-from qtool.calibration.gptq import Gptq
-from qtool.checkpoint.source import Checkpoint
+from qtool.calibration.rounding.distill.distill import Distill
+from qtool.calibration.rounding.gptq.gptq import Gptq
 from qtool.errors import QtoolError
+from qtool.io import output
+from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline import output
 from qtool.pipeline.job import Job
-from qtool.pipeline.plan import plan
+from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.shards import Shards
+from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
@@ -42,11 +44,15 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_identity_recipe_leaves_logits_unchanged(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+def test_the_identity_recipe_leaves_logits_unchanged(
+    variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     source = make_model(variant)
     out = quantize(Checkpoint(source), recipes.parse(IDENTITY, "identity"), tmp_path / "out")
     found, expected = load(out)(IDS).logits, load(source)(IDS).logits
-    if family_of(Checkpoint(source).config["model_type"]).experts:  # transformers adds up stacked experts otherwise
+    if family_of(
+        Checkpoint(source).config["model_type"]
+    ).experts:  # transformers adds up stacked experts otherwise
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(found, expected)
@@ -71,7 +77,9 @@ def test_every_family_is_quantized_verified_and_runs(
     assert sorted(quantized_linears(model)) == sorted(linears)
     exact, found = load(source)(IDS).logits, model(IDS).logits
     margin = 0.5 if scheme == "w4a4-g128" else 0.3
-    if job.family.post_norms:  # they bring an output, and its error, to the size of the residual stream
+    if (
+        job.family.post_norms
+    ):  # they bring an output, and its error, to the size of the residual stream
         margin *= 1.5
     assert (found - exact).norm() < margin * exact.norm()
     assert model.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 28)
@@ -99,12 +107,16 @@ def test_a_tied_head_saved_under_its_other_name(make_model: MakeModel, tmp_path:
     assert torch.equal(load(out).get_input_embeddings().weight, tensors["lm_head.weight"])
     tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    assert [*Checkpoint(run(source, "w4a16", tmp_path / "both")).entries] == [*Checkpoint(out).entries]
+    assert [*Checkpoint(run(source, "w4a16", tmp_path / "both")).entries] == [
+        *Checkpoint(out).entries
+    ]
 
 
 def test_code_of_the_model_is_no_part_of_the_result(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model()
-    config = json.loads((source / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    config = json.loads((source / "config.json").read_text()) | {
+        "auto_map": {"AutoModelForCausalLM": "own.Model"}
+    }
     (source / "config.json").write_text(json.dumps(config))
     out = run(source, "w4a16", tmp_path / "out")
     assert "auto_map" not in json.loads((out / "config.json").read_text())
@@ -121,7 +133,9 @@ def test_integer_arithmetic_not_simulation(make_model: MakeModel, tmp_path: Path
 
 @pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8", "w4a16"])
 @pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2", "qwen3"])
-def test_plan_predicts_the_bytes(scheme: str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+def test_plan_predicts_the_bytes(
+    scheme: str, variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     source = make_model(variant, dtype=torch.bfloat16)
     config = json.loads((source / "config.json").read_text())
     planned = plan(Job.of(config, recipes.load(scheme)))
@@ -131,14 +145,19 @@ def test_plan_predicts_the_bytes(scheme: str, variant: str, make_model: MakeMode
     assert planned.output_bytes == sum(t.nbytes for shard in declared for t in shard.values())
 
 
-def test_transformers_loads_it_after_import_qtool_alone(make_model: MakeModel, tmp_path: Path) -> None:
+def test_transformers_loads_it_after_import_qtool_alone(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     out = run(make_model(), "w4a8-lqq", tmp_path / "out")
     code = (
         "import qtool\nfrom transformers import AutoModelForCausalLM\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
         "print(type(model.model.layers[0].mlp.up_proj).__name__)"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == "QuantLinear"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1]
+        == "QuantLinear"
+    )
 
 
 CALIBRATED = {
@@ -153,17 +172,30 @@ def _calibrated(source: Path, out: Path, **options: object) -> Path:
     torch.manual_seed(3)
     tokens = list(torch.randint(0, 320, (4, 32)).split(2))
     recipe = recipes.parse(CALIBRATED, "calibrated")
-    return quantize(Checkpoint(source), recipe, out, calibration=Calibration(tokens, {"text": "random"}), **options)  # type: ignore[arg-type]
+    return quantize(
+        Checkpoint(source),
+        recipe,
+        out,
+        calibration=Calibration(tokens, {"text": "random"}),
+        **options,
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_family_is_calibrated_and_runs(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+def test_every_family_is_calibrated_and_runs(
+    variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     """All of it at once: each block computes the next one's inputs from what was written."""
     source = make_model(variant)
     family = family_of(Checkpoint(source).config["model_type"])
     rotate = {"rotate": {"residual": not family.post_norms}}
-    recipe = CALIBRATED | {"transforms": ["norm-fusion", rotate, {"smooth": {"steps": 2}}], "rounding": "gptq"}
-    tokens = list(torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(3)).split(2))
+    recipe = CALIBRATED | {
+        "transforms": ["norm-fusion", rotate, {"smooth": {"steps": 2}}],
+        "rounding": "gptq",
+    }
+    tokens = list(
+        torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(3)).split(2)
+    )
     out = quantize(Checkpoint(source), recipes.parse(recipe, "calibrated"), tmp_path / "out",
                    calibration=Calibration(tokens, {"text": "random"}))  # fmt: skip
     assert not [row for row in verify(out) if row.problem]
@@ -176,8 +208,12 @@ class _Killed(Exception):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [_calibrated, lambda s, o, **k: run(s, "w4a8-lqq", o, **k)], ids=["built", "streamed"])
-def test_resumed_equals_uninterrupted(stop: int, make: object, make_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [_calibrated, lambda s, o, **k: run(s, "w4a8-lqq", o, **k)], ids=["built", "streamed"]
+)
+def test_resumed_equals_uninterrupted(
+    stop: int, make: object, make_model: MakeModel, tmp_path: Path
+) -> None:
     source = make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3)
     whole = files(make(source, tmp_path / "whole"))  # type: ignore[operator]
 
@@ -210,7 +246,9 @@ def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) 
     assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
 
 
-def test_a_run_killed_when_its_directory_has_its_name(make_model: MakeModel, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_killed_when_its_directory_has_its_name(
+    make_model: MakeModel, tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     source, out = make_model(dtype=torch.bfloat16), tmp_path / "out"
 
     def kill(*_: object) -> None:
@@ -258,9 +296,21 @@ def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(num_hidden_layers=4, dtype=torch.bfloat16)
     whole = files(run(source, "w4a8-lqq", tmp_path / "whole"))
     out = tmp_path / "cut"
-    command = [sys.executable, "-m", "qtool", "quantize", str(source), "--scheme", "w4a8-lqq", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "qtool",
+        "quantize",
+        str(source),
+        "--scheme",
+        "w4a8-lqq",
+        "--out",
+        str(out),
+    ]
     for delay in (1.5, 3.0):
-        process = subprocess.Popen([*command, "--resume"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--resume"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         time.sleep(delay)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -282,8 +332,12 @@ def test_two_runs_on_one_directory(make_model: MakeModel, tmp_path: Path) -> Non
     assert refusals
 
 
-@pytest.mark.parametrize(("sequences", "seqlen", "expected"), [(2, 16, [8, 8, 4]), (10, 16, [10, 10])])
-def test_a_step_sees_eight_sequences_at_least(sequences: int, seqlen: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("sequences", "seqlen", "expected"), [(2, 16, [8, 8, 4]), (10, 16, [10, 10])]
+)
+def test_a_step_sees_eight_sequences_at_least(
+    sequences: int, seqlen: int, expected: list[int]
+) -> None:
     tokens = torch.arange(20 * seqlen).view(20, seqlen)
     for rounding, sizes in ((Distill(), expected), (Gptq(), [sequences] * (20 // sequences))):
         run = SimpleNamespace(device=torch.device("cpu"), job=SimpleNamespace(rounding=rounding))

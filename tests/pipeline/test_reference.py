@@ -1,4 +1,6 @@
-"""The float model beside the quantized path, which GPTQ looks at: what it computes, and that a resumed run finds it."""
+"""The float model beside the quantized path, which GPTQ looks at: what it computes, and that a
+resumed run finds it.
+"""
 
 from pathlib import Path
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.calibration.gptq import Gptq
-from qtool.checkpoint.source import Checkpoint
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -22,8 +24,12 @@ class Killed(Exception):
 def run(source: Path, out: Path, kv: str | None = None, **options: object) -> Path:
     layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel"}]
     transforms = ["norm-fusion", {"smooth": {"steps": 2}}, *(["smooth-attention"] if kv else [])]
-    recipe = recipes.parse({"layers": layers, "transforms": transforms, "rounding": "gptq", "kv": kv}, "mine")
-    return quantize(Checkpoint(source), recipe, out, calibration=Calibration(TOKENS.split(2)), **options)  # type: ignore[arg-type]
+    recipe = recipes.parse(
+        {"layers": layers, "transforms": transforms, "rounding": "gptq", "kv": kv}, "mine"
+    )
+    return quantize(
+        Checkpoint(source), recipe, out, calibration=Calibration(TOKENS.split(2)), **options
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv", (None, "kv4"))
@@ -60,4 +66,6 @@ def test_a_resumed_run_finds_it_again(stop: int, make_model: MakeModel, tmp_path
     with pytest.raises(Killed):
         run(source, tmp_path / "cut", "kv4", progress=kill)
     cut = run(source, tmp_path / "cut", "kv4", resume=True)
-    assert {p.name: p.read_bytes() for p in cut.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+    assert {p.name: p.read_bytes() for p in cut.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()
+    }

@@ -1,4 +1,6 @@
-"""The run record: beside the checkpoint, never in it; a resumed run adds up; a stranger's record is not believed."""
+"""The run record: beside the checkpoint, never in it; a resumed run adds up; a stranger's record is
+not believed.
+"""
 
 import json
 import shutil
@@ -8,9 +10,9 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
-from qtool.pipeline.output import Output
+from qtool.io.output import Output
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.run_record import RunRecord, beside, job_hash, read_run
 from tests.conftest import MakeModel
@@ -27,8 +29,12 @@ def job(directory: Path) -> dict[str, object]:
     return found
 
 
-def test_weights_that_never_leave_the_cpu_are_recorded_so(make_model: MakeModel, tmp_path: Path) -> None:
-    """Round to nearest streams on the CPU whatever device was asked for: here one that is not there."""
+def test_weights_that_never_leave_the_cpu_are_recorded_so(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Round to nearest streams on the CPU whatever device was asked for: here one that is not
+    there.
+    """
     out = run(make_model(), tmp_path / "out", device="cuda:7")
     assert read_run(out, job(out))["device"] == "cpu"
 
@@ -44,12 +50,16 @@ def interrupted(source: Path, out: Path) -> None:
         run(source, out, progress=stop)
 
 
-def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(make_model: MakeModel, tmp_path: Path) -> None:
+def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     source, out, killed = make_model(), tmp_path / "out", tmp_path / "killed"
     run(source, out)
     interrupted(source, killed)
     run(source, killed, resume=True)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in killed.iterdir()}
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in killed.iterdir()
+    }
     assert not [p.name for p in out.iterdir() if "run" in p.name]
     assert beside(out).is_file() and beside(killed).is_file()
 
@@ -62,9 +72,15 @@ def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
     found = read_run(out, job(out))
     assert found["sessions"][:-1] == first
     before, after = (session["shards"] for session in found["sessions"])
-    assert before >= 2 and after >= 1  # what waited for the disk when the run stopped was written, but not counted
+    assert (
+        before >= 2 and after >= 1
+    )  # what waited for the disk when the run stopped was written, but not counted
     assert found["seconds"] == sum(session["seconds"] for session in found["sessions"]) > 0
-    assert found["peak_host_bytes"] >= 1e7 and found["peak_device_bytes"] == 0 and found["device"] == "cpu"
+    assert (
+        found["peak_host_bytes"] >= 1e7
+        and found["peak_device_bytes"] == 0
+        and found["device"] == "cpu"
+    )
 
 
 def test_a_run_that_begins_anew_forgets_the_old_one(make_model: MakeModel, tmp_path: Path) -> None:
@@ -104,7 +120,9 @@ def test_stages_add_up_over_sessions(tmp_path: Path) -> None:
     found = read_run(tmp_path / "out", {})
     assert list(found["stages"]) == ["read", "round"]
     for name, seconds in found["stages"].items():
-        assert seconds == pytest.approx(sum(session["stages"][name] for session in found["sessions"]))
+        assert seconds == pytest.approx(
+            sum(session["stages"][name] for session in found["sessions"])
+        )
 
 
 def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:

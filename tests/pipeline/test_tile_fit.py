@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
@@ -24,8 +24,12 @@ IDS = torch.arange(48).reshape(2, 24) * 5 % 320
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_heads_of_sixteen_channels(variant: str, scheme: str, make_model: MakeModel, tmp_path: Path) -> None:
-    source = make_model(variant, num_attention_heads=8, head_dim=None if variant.startswith("falcon") else 16)
+def test_heads_of_sixteen_channels(
+    variant: str, scheme: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model(
+        variant, num_attention_heads=8, head_dim=None if variant.startswith("falcon") else 16
+    )
     out = quantize(Checkpoint(source), recipes.load(scheme), tmp_path / "out")
     assert not [row.problem for row in verify(out) if row.problem]
     assert torch.isfinite(load(out)(IDS).logits).all()
@@ -45,15 +49,26 @@ def test_only_what_does_not_fit(make_model: MakeModel, tmp_path: Path) -> None:
     ) | dict.fromkeys(("k_proj", "v_proj"), "row-major")
     plain = quantize(Checkpoint(source), recipe.with_layout("row-major"), tmp_path / "plain")
     found, expected = (quantized_linears(load(directory)) for directory in (out, plain))
-    assert all(torch.equal(found[name].dequantize(), linear.dequantize()) for name, linear in expected.items())
+    assert all(
+        torch.equal(found[name].dequantize(), linear.dequantize())
+        for name, linear in expected.items()
+    )
 
 
 def test_experts_are_one_role(make_model: MakeModel) -> None:
-    config = Checkpoint(make_model("qwen3_moe")).config | {"moe_intermediate_size": 320, "head_dim": 64}
+    config = Checkpoint(make_model("qwen3_moe")).config | {
+        "moe_intermediate_size": 320,
+        "head_dim": 64,
+    }
     job = Job.of(config, recipes.load("w4a8-qoq-g128").with_group_size(64))
     assert job.recipe.left_out == ()
-    job = Job.of(config | {"moe_intermediate_size": 96}, recipes.load("w4a8-qoq-g128").with_group_size(32))
-    assert "mlp.experts.*.gate_proj, mlp.experts.*.up_proj, mlp.experts.*.down_proj" in job.recipe.left_out[0]
+    job = Job.of(
+        config | {"moe_intermediate_size": 96}, recipes.load("w4a8-qoq-g128").with_group_size(32)
+    )
+    assert (
+        "mlp.experts.*.gate_proj, mlp.experts.*.up_proj, mlp.experts.*.down_proj"
+        in job.recipe.left_out[0]
+    )
     formats = {job.format.of(f"model.layers.1.mlp.experts.{e}.gate_proj") for e in (0, 3)}
     assert [made.layout for made in formats if made] == ["row-major"]
 

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from qtool import recipes
-from qtool.checkpoint.source import DEMO
 from qtool.errors import QtoolError
+from qtool.io.source import DEMO
 from qtool.pipeline.commands import Wishes
 from qtool.pipeline.job import Job
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
-BUILT_IN = [(name, variant) for name, variants, _ in recipes.overview() for variant in variants.split()]
+BUILT_IN = [
+    (name, variant) for name, variants, _ in recipes.overview() for variant in variants.split()
+]
 RULES = [
     {"roles": ["down_proj"], "scheme": "w8a8"},
     {"match": r"layers\.0\.", "scheme": None},
@@ -29,7 +31,17 @@ def test_every_built_in_recipe_fits_the_demo(scheme: str, variant: str) -> None:
 
 
 def test_the_papers_schemes_are_all_there() -> None:
-    names = {"w8a8", "w4a16", "w4a16-24", "w4a8-lqq", "w4a8-qoq", "w4a8-qoq-g128", "w4ax-fmpq", "w4a4-g128", "w4a4-mix"}
+    names = {
+        "w8a8",
+        "w4a16",
+        "w4a16-24",
+        "w4a8-lqq",
+        "w4a8-qoq",
+        "w4a8-qoq-g128",
+        "w4ax-fmpq",
+        "w4a4-g128",
+        "w4a4-mix",
+    }
     assert names <= {name for name, _, _ in recipes.overview()}
 
 
@@ -53,9 +65,16 @@ def test_wishes_change_only_quantized_layers() -> None:
 
 def test_a_file_wins_over_the_scheme(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("scheme: mine\nlayers: [{match: '.*', scheme: w8a8, group_size: channel}]\nkv: kv4")
+    path.write_text(
+        "scheme: mine\nlayers: [{match: '.*', scheme: w8a8, group_size: channel}]\nkv: kv4"
+    )
     recipe = recipes.load("w4a8-lqq", str(path))
-    assert (recipe.scheme, recipe.kv, recipe.variant, recipe.rounding.name) == ("mine", "kv4", "custom", "rtn")
+    assert (recipe.scheme, recipe.kv, recipe.variant, recipe.rounding.name) == (
+        "mine",
+        "kv4",
+        "custom",
+        "rtn",
+    )
 
 
 @pytest.mark.parametrize(("scheme", "variant"), [pair for pair in BUILT_IN if pair[1] != "fast"])
@@ -66,7 +85,10 @@ def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: s
     assert [t.name for t in job.transforms].count("value-basis") == (variant == "best")
     assert recipe.for_kv4() == recipe
     for other in ("kv8", "kv4-channel"):
-        assert Wishes(recipe=variant, kv=other).of(scheme).transforms == recipes.load(scheme, variant).transforms
+        assert (
+            Wishes(recipe=variant, kv=other).of(scheme).transforms
+            == recipes.load(scheme, variant).transforms
+        )
 
 
 def test_a_gpu_chooses_the_granularity() -> None:

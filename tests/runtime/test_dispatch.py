@@ -1,10 +1,12 @@
-"""The kernels' CPU references behind the dispatch equal the schemes' own arithmetic; on a GPU the kernels do."""
+"""The kernels' CPU references behind the dispatch equal the schemes' own arithmetic; on a GPU the
+kernels do.
+"""
 
 import pytest
 import torch
 
+from qtool.format import LinearFormat
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
-from qtool.runtime.format import LinearFormat
 from tests.runtime.test_linear import quantized
 
 EACH = [(*key, kernel) for key, kernels in KERNELS.items() for kernel in kernels]
@@ -12,12 +14,16 @@ EACH = [(*key, kernel) for key, kernels in KERNELS.items() for kernel in kernels
 
 def inputs(kernel: Kernel) -> torch.Tensor:
     torch.manual_seed(2)
-    return torch.randn(7, 256).to(torch.float32 if torch.float32 in kernel.dtypes else torch.bfloat16)
+    return torch.randn(7, 256).to(
+        torch.float32 if torch.float32 in kernel.dtypes else torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
 @pytest.mark.parametrize("permuted", [False, True])
-def test_kernel_references_are_the_schemes(scheme: str, layout: str, kernel: Kernel, permuted: bool) -> None:
+def test_kernel_references_are_the_schemes(
+    scheme: str, layout: str, kernel: Kernel, permuted: bool
+) -> None:
     torch.manual_seed(1)
     linear, x = quantized(scheme, layout, torch.randn(128, 256), permuted=permuted), inputs(kernel)
     if permuted:

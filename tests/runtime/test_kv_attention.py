@@ -1,4 +1,6 @@
-"""Attention reads the packed cache itself: models whose layers hand it over, by the op's CPU reference."""
+"""Attention reads the packed cache itself: models whose layers hand it over, by the op's CPU
+reference.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +22,19 @@ NAMES = ("kv4", "kv8")
 def make_model(kv: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
         **changes,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     quantize_kv(model, kv)
     for name, buffer in model.named_buffers():
@@ -53,7 +64,9 @@ def packed_calls() -> Iterator[mock.Mock]:
         yield calls
 
 
-def decode(model: Any, tokens: torch.Tensor, cuts: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
+def decode(
+    model: Any, tokens: torch.Tensor, cuts: list[int], mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits of ``tokens`` given to ``model`` in parts."""
     cache, seen, parts = QuantCache.of(model), 0, []
     for part in tokens.split(cuts, 1):
@@ -66,7 +79,9 @@ def decode(model: Any, tokens: torch.Tensor, cuts: list[int], mask: torch.Tensor
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("padding", [0, 30])
-def test_decoding_packed_is_decoding_dequantized(name: str, padding: int, packed_calls: mock.Mock) -> None:
+def test_decoding_packed_is_decoding_dequantized(
+    name: str, padding: int, packed_calls: mock.Mock
+) -> None:
     model, cuts, mask = make_model(name), [70, 1, 1, 4, 1, 1], torch.ones(2, 78, dtype=torch.long)
     mask[1, :padding] = 0
     found = decode(model, ids(78), cuts, mask)
@@ -85,7 +100,10 @@ def test_beams_and_guessed_tokens(name: str, packed_calls: mock.Mock) -> None:
     model = make_model(name)
     assert model.generate(ids(24), max_new_tokens=4, num_beams=3, do_sample=False).shape == (2, 28)
     beams = packed_calls.call_count
-    assert model.generate(ids(24, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (1, 28)
+    assert model.generate(ids(24, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (
+        1,
+        28,
+    )
     assert 0 < beams < packed_calls.call_count
 
 
@@ -110,8 +128,12 @@ def test_what_the_kernel_has_not_is_read_dequantized(packed_calls: mock.Mock) ->
     assert not packed_calls.called and cache.get_seq_length() == 21
 
 
-@pytest.mark.parametrize(("offset", "softcap", "packed"), [(1.0, 30.0, 0), (1.0, None, 1), (None, 30.0, 1)])
-def test_capped_scores_need_the_keys_offset(offset: float | None, softcap: float | None, packed: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "softcap", "packed"), [(1.0, 30.0, 0), (1.0, None, 1), (None, 30.0, 1)]
+)
+def test_capped_scores_need_the_keys_offset(
+    offset: float | None, softcap: float | None, packed: int
+) -> None:
     """The kernel leaves it out: all scores of a query move alike, which a cap would notice."""
     tokens = PackedTokens(KV4(None if offset is None else torch.full((2, 16), offset)))
     tokens.store(torch.randn(1, 2, 64, 16))

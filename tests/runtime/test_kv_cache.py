@@ -1,4 +1,6 @@
-"""Models with a quantized KV cache: prefill and decode, generation, checkpoints, forwards that leak nothing."""
+"""Models with a quantized KV cache: prefill and decode, generation, checkpoints, forwards that leak
+nothing.
+"""
 
 import json
 from pathlib import Path
@@ -7,11 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    FalconConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from qtool.errors import QtoolError
+from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Heads
-from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
@@ -23,10 +32,19 @@ NAMES = ("kv8", "kv4", "kv4-channel")
 def make_model(kv: str | None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=HEADS, head_dim=DIM, max_position_embeddings=CONTEXT, initializer_range=0.3,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=DIM,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if kv:
         quantize_kv(model, kv)
@@ -47,9 +65,13 @@ def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> 
     with torch.no_grad():
         full = model(tokens_in, use_cache=False).logits
         cache = QuantCache.of(model)
-        cuts = (64, 32) if name == "kv4-channel" else (50, *[1] * 14, 32)  # a group is read in 16 bits till full
+        cuts = (
+            (64, 32) if name == "kv4-channel" else (50, *[1] * 14, 32)
+        )  # a group is read in 16 bits till full
         parts = [model(p, past_key_values=cache).logits for p in tokens_in.split(list(cuts), 1)]
-    close = {torch.float32: 5e-3, torch.bfloat16: 0.1}[dtype]  # sums in another order move a few codes by one step
+    close = {torch.float32: 5e-3, torch.bfloat16: 0.1}[
+        dtype
+    ]  # sums in another order move a few codes by one step
     assert (torch.cat(parts, 1) - full).norm() < close * full.norm()
     assert cache.get_seq_length() == 96 and cache.nbytes < cache.nbytes_16bit
 
@@ -58,16 +80,29 @@ def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> 
 def test_generation_without_a_cache_reads_all_tokens_again(name: str) -> None:
     model, prompt = make_model(name), ids(9)
     assert model(prompt, use_cache=False).past_key_values is None
-    cached, uncached = (model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=c) for c in (True, False))
+    cached, uncached = (
+        model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=c)
+        for c in (True, False)
+    )
     assert torch.equal(cached, uncached)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [{"multi_query": True}, {"multi_query": False, "alibi": True, "bias": True},
-                                   {"new_decoder_architecture": True, "num_kv_heads": HEADS}])  # fmt: skip
-def test_falcon_keeps_a_kv_head_once_however_often_its_attention_repeats_it(name: str, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"multi_query": True},
+        {"multi_query": False, "alibi": True, "bias": True},
+        {"new_decoder_architecture": True, "num_kv_heads": HEADS},
+    ],
+)
+def test_falcon_keeps_a_kv_head_once_however_often_its_attention_repeats_it(
+    name: str, shape: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    config = FalconConfig(vocab_size=61, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, **shape)
+    config = FalconConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, **shape
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     quantize_kv(model, name)
     for buffer_name, buffer in model.named_buffers():
@@ -79,7 +114,10 @@ def test_falcon_keeps_a_kv_head_once_however_often_its_attention_repeats_it(name
     assert (torch.cat(parts, 1) - full).norm() < 5e-3 * full.norm()
     heads = Heads.of(config)
     assert cache.nbytes_16bit == 2 * LAYERS * 2 * heads.kv * 96 * heads.dim * 2
-    assert model.generate(ids(8), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 12)  # type: ignore[operator]
+    assert model.generate(ids(8), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (
+        2,
+        12,
+    )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,14 +127,22 @@ def test_every_forward_is_quantized_and_none_leaks_into_the_next(name: str) -> N
         first = model(ids(64), use_cache=False).logits
         assert not torch.allclose(first, plain(ids(64)).logits, atol=1e-4)
         model(ids(64, seed=1))
-        for again in (model(ids(64)), model(ids(64), use_cache=True), model(ids(64), past_key_values=DynamicCache())):
+        for again in (
+            model(ids(64)),
+            model(ids(64), use_cache=True),
+            model(ids(64), past_key_values=DynamicCache()),
+        ):
             assert torch.equal(again.logits, first)
-        assert torch.equal(model.model(ids(64), None, None, None).last_hidden_state, model.model(ids(64))[0])
+        assert torch.equal(
+            model.model(ids(64), None, None, None).last_hidden_state, model.model(ids(64))[0]
+        )
         assert again.past_key_values.get_seq_length() == 64
         filled = DynamicCache()
         plain(ids(8), past_key_values=filled)
         for other in (filled, StaticCache(model.config, max_cache_len=64)):
-            with pytest.raises(QtoolError, match=f"KV cache is {name}, but it was given a filled or static"):
+            with pytest.raises(
+                QtoolError, match=f"KV cache is {name}, but it was given a filled or static"
+            ):
                 model(ids(4), past_key_values=other)
 
 
@@ -104,12 +150,17 @@ def test_every_forward_is_quantized_and_none_leaks_into_the_next(name: str) -> N
 def test_generate_uses_the_cache(name: str) -> None:
     model, cache = make_model(name), QuantCache.of(make_model(name))
     greedy = model.generate(ids(70), max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(ids(70), past_key_values=cache, max_new_tokens=6, do_sample=False), greedy)
+    assert torch.equal(
+        model.generate(ids(70), past_key_values=cache, max_new_tokens=6, do_sample=False), greedy
+    )
     assert cache.get_seq_length() == 75
     found = model.generate(ids(70), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert all(isinstance(layer, QuantCacheLayer) for layer in found.past_key_values.layers)
     assert model.generate(ids(70), max_new_tokens=4, num_beams=3, do_sample=False).shape == (2, 74)
-    assert model.generate(ids(9, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (1, 13)
+    assert model.generate(ids(9, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (
+        1,
+        13,
+    )
     without = model.generate(ids(70), max_new_tokens=2, do_sample=False, use_cache=False)
     assert torch.equal(without[:, :71], greedy[:, :71])
 
@@ -122,7 +173,10 @@ def test_left_padding_changes_nothing(name: str) -> None:
     mask[1, :9] = 0
     both = model.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False)
     for row, prompt in zip(both, (long, short), strict=True):
-        assert torch.equal(row[24:], model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :])
+        assert torch.equal(
+            row[24:],
+            model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :],
+        )
 
 
 def save(model: PreTrainedModel, kv: str, directory: Path) -> Path:
@@ -140,10 +194,16 @@ def test_a_checkpoint_brings_its_cache_and_scales(name: str, tmp_path: Path) -> 
     directory = save(model, name, tmp_path / "saved")
     with torch.no_grad():
         expected = model(ids(70)).logits
-        for loaded in (load(directory), AutoModelForCausalLM.from_pretrained(directory), load(directory, kv=name)):
+        for loaded in (
+            load(directory),
+            AutoModelForCausalLM.from_pretrained(directory),
+            load(directory, kv=name),
+        ):
             assert torch.equal(loaded(ids(70), use_cache=False).logits, expected)
         if name == "kv8":
-            scale = load(directory, dtype=torch.float16).get_buffer("model.layers.1.self_attn.k_scale")
+            scale = load(directory, dtype=torch.float16).get_buffer(
+                "model.layers.1.self_attn.k_scale"
+            )
             assert torch.equal(scale, model.get_buffer("model.layers.1.self_attn.k_scale"))
             assert scale.dtype == torch.float32 and scale.shape == (HEADS, DIM)
         other = load(directory, kv="kv4-channel")
@@ -186,6 +246,8 @@ def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:
 def test_attention_that_has_no_parameters_left() -> None:
     """All four linears packed, no biases: what `qtool eval --kv kv4` meets."""
     model = make_model(None)
-    replace_linears(model, CheckpointFormat("all", (Rule(".*", LinearFormat("w4a8-qoq", None, "row-major")),)))
+    replace_linears(
+        model, CheckpointFormat("all", (Rule(".*", LinearFormat("w4a8-qoq", None, "row-major")),))
+    )
     quantize_kv(model, "kv4")
     assert len([name for name, _ in model.named_buffers() if name.endswith("k_offset")]) == LAYERS

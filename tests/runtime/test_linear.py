@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtool import layouts, schemes
-from qtool.runtime.format import CheckpointFormat, LinearFormat, Rule
+from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime.linear import QuantLinear
 
 FITTING = [
@@ -15,7 +15,9 @@ FITTING = [
 ]
 
 
-def quantized(scheme: str, layout: str, weight: torch.Tensor, *, permuted: bool = False) -> QuantLinear:
+def quantized(
+    scheme: str, layout: str, weight: torch.Tensor, *, permuted: bool = False
+) -> QuantLinear:
     n, k = weight.shape
     linear_format = LinearFormat(scheme, schemes.SCHEMES[scheme].default_group_size, layout)
     linear = QuantLinear(k, n, linear_format, bias=True, permuted=permuted, dtype=torch.float32)
@@ -35,7 +37,10 @@ def test_packed_linear_is_the_scheme(scheme: str, layout: str) -> None:
     codes, params = linear.unpack()
     expected = linear.format.scheme_object.matmul(x.flatten(0, 1), codes, params, linear.bias)
     assert torch.equal(linear.reference(x.flatten(0, 1)), expected)
-    assert torch.equal(linear(x), expected.view(2, 3, 128)) or schemes.SCHEMES[scheme].activation.bits == 16
+    assert (
+        torch.equal(linear(x), expected.view(2, 3, 128))
+        or schemes.SCHEMES[scheme].activation.bits == 16
+    )
     declared = {name: (t.shape, t.dtype) for name, t in linear.format.tensors(128, 256).items()}
     assert {name: (t.shape, t.dtype) for name, t in linear.stored().items()} == declared
     assert linear.format.nbytes(128, 256) == sum(t.nbytes for t in linear.stored().values())
@@ -46,7 +51,9 @@ def test_packed_linear_is_the_scheme(scheme: str, layout: str) -> None:
 def test_sixteen_bit_activations_multiply_a_weight_rounded_to_their_dtype(
     scheme: str, layout: str, dtype: torch.dtype
 ) -> None:
-    """What every client of an export computes: one rounding of each weight, the bias inside the linear."""
+    """What every client of an export computes: one rounding of each weight, the bias inside the
+    linear.
+    """
     torch.manual_seed(0)
     linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(2, 3, 256).to(dtype)
     weight = linear.dequantize().to(dtype)
@@ -56,7 +63,9 @@ def test_sixteen_bit_activations_multiply_a_weight_rounded_to_their_dtype(
     assert (linear(x) - exact).norm() < 2 * torch.finfo(dtype).eps * exact.norm()
 
 
-@pytest.mark.parametrize(("scheme", "layout"), [("w4a8-lqq", "row-major"), ("w4a16", "marlin"), ("w4a4", "apex4")])
+@pytest.mark.parametrize(
+    ("scheme", "layout"), [("w4a8-lqq", "row-major"), ("w4a16", "marlin"), ("w4a4", "apex4")]
+)
 def test_torch_compile_leaves_the_reference_as_it_is(scheme: str, layout: str) -> None:
     torch.manual_seed(0)
     linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(3, 256)

@@ -1,4 +1,6 @@
-"""What a cache layer holds: the same bytes whatever the chunks, as many as promised, in any batch order."""
+"""What a cache layer holds: the same bytes whatever the chunks, as many as promised, in any batch
+order.
+"""
 
 import pytest
 import torch
@@ -13,11 +15,16 @@ HEADS, DIM = 2, 16
 NAMES = ("kv8", "kv4", "kv4-channel")
 
 
-def tokens(count: int, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(batch, HEADS, count, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def tokens(
+    count: int, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return torch.randn(batch, HEADS, count, DIM, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
 
 
-#: a value, with a scale and a zero point of 16 bits each for every token and head, or every channel of 8 tokens
+#: a value, with a scale and a zero point of 16 bits each for every token and head, or every channel
+#: of 8 tokens
 BITS = {"kv8": 8, "kv4": 4 + 32 / DIM, "kv4-channel": 4 + 32 / 8}
 
 
@@ -35,7 +42,9 @@ def test_any_chunking_stores_the_same_bytes_and_reads_the_same(chunks: list[int]
         before: dict[str, torch.Tensor] = {}
         for part in x.split(chunks, 2):
             read = grown.append(part)
-            assert all(torch.equal(grown.packed[n][:, :, : t.shape[2]], t) for n, t in before.items()), name
+            assert all(
+                torch.equal(grown.packed[n][:, :, : t.shape[2]], t) for n, t in before.items()
+            ), name
             before = dict(grown.packed)
         assert torch.equal(read, expected), name
         assert all(torch.equal(grown.packed[n], t) for n, t in whole.packed.items()), name
@@ -61,7 +70,9 @@ def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
     assert 8 * layer.nbytes == BITS[name] * 2 * x.numel()
     assert layer.nbytes_16bit == 2 * x.nbytes
-    layer.update(tokens(3), tokens(3))  # a group of 8 stays open, in 16 bits; single tokens open new room
+    layer.update(
+        tokens(3), tokens(3)
+    )  # a group of 8 stays open, in 16 bits; single tokens open new room
     room = layer.stored[0].capacity
     opened = 16.0 * 3 if room == 64 else BITS[name] * (room - 64)
     bits = BITS[name] * 64 + opened
@@ -77,7 +88,9 @@ def test_room_grows_by_a_half_in_whole_tiles_and_is_not_given_back_by_a_crop() -
     stored.crop(5)
     assert stored.capacity == 320 and stored.tokens == 5
     codes, scale, zero = stored.kernel_arguments()
-    assert codes.shape == (2, HEADS, 320, DIM // 2) and zero is not None and scale.shape == zero.shape
+    assert (
+        codes.shape == (2, HEADS, 320, DIM // 2) and zero is not None and scale.shape == zero.shape
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,6 @@
-"""FMPQ: which blocks are 8-bit, the permutation that makes them few, and the arithmetic that follows the map."""
+"""FMPQ: which blocks are 8-bit, the permutation that makes them few, and the arithmetic that
+follows the map.
+"""
 
 import pytest
 import torch
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes import fmpq_blocks
+from qtool.schemes.arithmetic.products import fma
 from qtool.schemes.fmpq import Fmpq
-from qtool.schemes.products import fma
 
 
 def statistics(outliers: list[int], channels: int = 1024) -> torch.Tensor:
@@ -35,7 +37,9 @@ def test_no_outlier_moves_nothing() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1024), st.integers(0, 99), st.none() | st.integers(0, 9), st.floats(0, 1))
-def test_outliers_fill_as_few_blocks_as_possible(count: int, seed: int, cap: int | None, share: float) -> None:
+def test_outliers_fill_as_few_blocks_as_possible(
+    count: int, seed: int, cap: int | None, share: float
+) -> None:
     order = torch.randperm(1024, generator=torch.Generator().manual_seed(seed))
     amax = statistics(order[:count].tolist())
     outliers = fmpq_blocks.outlier_channels(amax)

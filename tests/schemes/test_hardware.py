@@ -7,7 +7,8 @@ from qtool.schemes.hardware import GPUS, choose_qoq, choose_w4a4, gpu
 
 
 @pytest.mark.parametrize(
-    "name, rho, choice", [("a100", 64, "mix"), ("rtx3090", 16, "g128"), ("a40", 16, "g128"), ("l40s", 8, "g128")]
+    "name, rho, choice",
+    [("a100", 64, "mix"), ("rtx3090", 16, "g128"), ("a40", 16, "g128"), ("l40s", 8, "g128")],
 )
 def test_ratios_and_choices_of_apex4_table_1(name: str, rho: float, choice: str) -> None:
     made = choose_w4a4(gpu(name))
@@ -15,13 +16,22 @@ def test_ratios_and_choices_of_apex4_table_1(name: str, rho: float, choice: str)
     assert name in made.reason and str(rho) in made.reason
 
 
-@pytest.mark.parametrize("name, choice", [("a100", "w4a8-qoq"), ("l40s", "w4a8-qoq-g128"), ("h200", "w4a8-qoq")])
+@pytest.mark.parametrize(
+    "name, choice", [("a100", "w4a8-qoq"), ("l40s", "w4a8-qoq-g128"), ("h200", "w4a8-qoq")]
+)
 def test_choices_of_qserve(name: str, choice: str) -> None:
     assert choose_qoq(gpu(name)).choice == choice
 
 
 def test_int4_tensor_cores_end_with_ada() -> None:
-    assert {name for name, g in GPUS.items() if g.has_int4} == {"a100", "rtx3090", "a40", "a10", "l40s", "rtx4090"}
+    assert {name for name, g in GPUS.items() if g.has_int4} == {
+        "a100",
+        "rtx3090",
+        "a40",
+        "a10",
+        "l40s",
+        "rtx4090",
+    }
     assert "no INT4 tensor cores" in choose_w4a4(gpu("h100")).reason
     assert all(g.source for g in GPUS.values())
 

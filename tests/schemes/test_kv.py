@@ -20,7 +20,9 @@ from qtool.schemes.kv import (
 )
 
 
-def heads(seed: int = 0, tokens: int = 128, shift: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+def heads(
+    seed: int = 0, tokens: int = 128, shift: float = 0.0, spread: float = 1.0
+) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     channel_shift = shift * torch.randn(1, 2, 1, 64, generator=g)
     return torch.randn(2, 2, tokens, 64, generator=g) * spread + channel_shift
@@ -33,14 +35,21 @@ def test_4_bit_values_are_within_about_a_step(seed: int, shift: float, exponent:
     for kv in (KV4(), KV4Channel(32)):
         packed = kv.quantize(x)
         error = (kv.dequantize(packed) - x).abs()
-        per_value = packed["scale"].float().repeat_interleave(x.shape[2] // packed["scale"].shape[2], 2)
+        per_value = (
+            packed["scale"].float().repeat_interleave(x.shape[2] // packed["scale"].shape[2], 2)
+        )
         # the zero point's own fp16 rounding moves the grid by up to 2**-11 of |z| steps
-        zero = packed["zero"].float().abs().repeat_interleave(x.shape[2] // packed["zero"].shape[2], 2)
-        # a twentieth of the range is clamped, the fits trade ends for the many: 1.12 at most in a thousand tries
+        zero = (
+            packed["zero"].float().abs().repeat_interleave(x.shape[2] // packed["zero"].shape[2], 2)
+        )
+        # a twentieth of the range is clamped, the fits trade ends for the many: 1.12 at most in a
+        # thousand tries
         assert (error <= per_value * (1.25 + zero * 2**-10)).all()
 
 
-def squared_error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+def squared_error(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor
+) -> torch.Tensor:
     return ((codes.float() - zero.float()) * scale.float() - x).square().sum(-1)
 
 
@@ -55,11 +64,15 @@ def test_the_line_through_the_codes_beats_the_whole_range(channels: int) -> None
 
 def test_a_refit_never_costs_and_leaves_residuals_that_a_line_cannot_explain() -> None:
     x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
-    scale, zero = torch.full((500, 1), 0.5, dtype=torch.float16), torch.full((500, 1), 6.5, dtype=torch.float16)
+    scale, zero = (
+        torch.full((500, 1), 0.5, dtype=torch.float16),
+        torch.full((500, 1), 6.5, dtype=torch.float16),
+    )
     codes = rounded_on(x, scale, zero)
     better = refit(x, codes, scale, zero)
     assert (squared_error(x, *better) <= squared_error(x, codes, scale, zero)).all()
-    # on a line that least squares would choose, codes kept, nothing of the residual goes along with them
+    # on a line that least squares would choose, codes kept, nothing of the residual goes along with
+    # them
     q = codes.double()
     design = torch.stack([q, torch.ones_like(q)], -1)
     slope, start = torch.linalg.lstsq(design, x.double()[..., None]).solution[:, :, 0].T
@@ -103,7 +116,11 @@ def test_constant_tokens_keep_their_value(value: float) -> None:
 
 def test_packed_storage_is_what_it_says() -> None:
     x = heads()
-    for kv, bits in ((KV4(), 4 + 32 / 64), (KV4Channel(64), 4 + 32 / 64), (KV8(torch.ones(2, 64)), 8)):
+    for kv, bits in (
+        (KV4(), 4 + 32 / 64),
+        (KV4Channel(64), 4 + 32 / 64),
+        (KV8(torch.ones(2, 64)), 8),
+    ):
         stored = 8 * sum(t.numel() * t.element_size() for t in kv.quantize(x).values()) / x.numel()
         assert stored == bits
     assert KV4().quantize(x)["codes"].shape == (2, 2, 128, 32)
@@ -123,7 +140,9 @@ def test_tokens_are_appended_by_concatenation() -> None:
     for kv in (KV4(), KV4Channel(32), KV8(torch.full((2, 64), 4.0))):
         whole = kv.quantize(x)
         parts = [kv.quantize(x[:, :, :64]), kv.quantize(x[:, :, 64:])]
-        assert all(torch.equal(torch.cat([p[name] for p in parts], 2), whole[name]) for name in whole)
+        assert all(
+            torch.equal(torch.cat([p[name] for p in parts], 2), whole[name]) for name in whole
+        )
 
 
 def test_channel_groups_beat_tokens_where_a_channel_is_an_outlier() -> None:
@@ -150,7 +169,9 @@ def test_an_offset_is_taken_away_before_and_added_after() -> None:
     shift = offset[:, None]
     expected = plain.dequantize(plain.quantize(x)) + shift
     assert torch.equal(centred.dequantize(centred.quantize(x + shift)), expected)
-    assert (expected - x - shift).norm() < 0.5 * (plain.dequantize(plain.quantize(x + shift)) - x - shift).norm()
+    assert (expected - x - shift).norm() < 0.5 * (
+        plain.dequantize(plain.quantize(x + shift)) - x - shift
+    ).norm()
 
 
 def weighed(x: torch.Tensor, importance: torch.Tensor, kv: KV4) -> torch.Tensor:
@@ -159,22 +180,33 @@ def weighed(x: torch.Tensor, importance: torch.Tensor, kv: KV4) -> torch.Tensor:
 
 
 def test_errors_count_by_importance() -> None:
-    x, importance = heads(), torch.exp(2 * torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    x, importance = (
+        heads(),
+        torch.exp(2 * torch.randn(2, 64, generator=torch.Generator().manual_seed(1))),
+    )
     plain, weighing = (weighed(x, importance, KV4(importance=w)) for w in (None, importance))
     assert weighing.sum() < 0.85 * plain.sum()
     alike = KV4(importance=torch.ones(2, 64)).quantize(x)
     assert all(torch.equal(alike[name], t) for name, t in KV4().quantize(x).items())
     doubled = KV4(importance=2 * importance).quantize(x)
-    assert all(torch.equal(doubled[name], t) for name, t in KV4(importance=importance).quantize(x).items())
+    assert all(
+        torch.equal(doubled[name], t) for name, t in KV4(importance=importance).quantize(x).items()
+    )
 
 
 def test_a_refit_lowers_what_errors_count_and_rounds_go_on() -> None:
-    x, importance = heads()[0], torch.exp(torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)))
+    x, importance = (
+        heads()[0],
+        torch.exp(torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))),
+    )
 
     def cost(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         return (((codes.float() - zero.float()) * scale.float() - x).square() * importance).sum(-1)
 
-    scale, zero = torch.full((2, 128, 1), 0.4, dtype=torch.float16), torch.full((2, 128, 1), 7.5, dtype=torch.float16)
+    scale, zero = (
+        torch.full((2, 128, 1), 0.4, dtype=torch.float16),
+        torch.full((2, 128, 1), 7.5, dtype=torch.float16),
+    )
     line, costs = (rounded_on(x, scale, zero), scale, zero), []
     for _ in range(3):
         costs.append(cost(*line))

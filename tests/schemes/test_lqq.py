@@ -8,7 +8,7 @@ import torch
 
 from qtool.errors import CheckFailed
 from qtool.schemes import lqq_triton
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.base import scale_bounds
 from qtool.schemes.lqq import LiquidQuant
 
@@ -27,7 +27,9 @@ def test_worked_example_of_the_paper() -> None:
 
 def test_imad_and_xor_on_four_bytes_of_a_word() -> None:
     """Every code, scale and offset that a group can have, with no carry between the bytes."""
-    q4, s2, offset = torch.meshgrid(torch.arange(16), torch.arange(1, 17), torch.arange(9, 248), indexing="ij")
+    q4, s2, offset = torch.meshgrid(
+        torch.arange(16), torch.arange(1, 17), torch.arange(9, 248), indexing="ij"
+    )
     legal = 15 * s2 + offset <= 255
     q4, s2, offset = q4[legal], s2[legal], offset[legal]
     others = [(q4 + shift) % 16 for shift in (0, 5, 10, 15)]
@@ -81,9 +83,15 @@ def test_a_group_of_one_value_costs_nothing() -> None:
     assert error.abs().max() <= params["s1"].max() / 2 + 1e-6
 
 
-@pytest.mark.parametrize("s2, offset, code", [(16, 16, 15), (17, 9, 1), (0, 9, 1), (1, 8, 0), (1, 248, 0), (16, 9, 16)])
+@pytest.mark.parametrize(
+    "s2, offset, code", [(16, 16, 15), (17, 9, 1), (0, 9, 1), (1, 8, 0), (1, 248, 0), (16, 9, 16)]
+)
 def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None:
-    params = {"s1": torch.ones(1), "s2": torch.tensor([[s2]]).byte(), "offset": torch.tensor([[offset]]).byte()}
+    params = {
+        "s1": torch.ones(1),
+        "s2": torch.tensor([[s2]]).byte(),
+        "offset": torch.tensor([[offset]]).byte(),
+    }
     with pytest.raises(CheckFailed):
         LiquidQuant().check(torch.full((1, 64), code, dtype=torch.uint8), params)
 
@@ -92,7 +100,9 @@ def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shape", [(5, 64), (48, 4096)])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
-def test_the_fused_rounding_is_the_schemes_own(shape: tuple[int, int], scale_dtype: torch.dtype) -> None:
+def test_the_fused_rounding_is_the_schemes_own(
+    shape: tuple[int, int], scale_dtype: torch.dtype
+) -> None:
     scheme = LiquidQuant(64, scale_dtype)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
     params = scheme.fit(weight, clip=0.8, group_clip=0.9)
@@ -104,17 +114,27 @@ def test_the_fused_rounding_is_the_schemes_own(shape: tuple[int, int], scale_dty
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no CUDA device and TRITON_INTERPRET is not 1"
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="no CUDA device and TRITON_INTERPRET is not 1",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(5, 128), (7, 384)])
-def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(n: int, k: int, dtype: torch.dtype) -> None:
+def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(
+    n: int, k: int, dtype: torch.dtype
+) -> None:
     scheme, weight = LiquidQuant(64, dtype), 3 * torch.rand(n, 1) * torch.randn(n, k)
     weight[0] = 0
     ranges = scheme.range(weight)
     by_row, by_group = 0.6 + 0.4 * torch.rand(n), 0.6 + 0.4 * torch.rand(n, k // 64)
-    for clip, group_clip in ((1.0, 1.0), (0.7, by_group), (by_row, 0.83), (by_row, torch.tensor(0.9))):
-        moved = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip))
+    for clip, group_clip in (
+        (1.0, 1.0),
+        (0.7, by_group),
+        (by_row, 0.83),
+        (by_row, torch.tensor(0.9)),
+    ):
+        moved = (
+            x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip)
+        )
         fitted = lqq_triton.fit(*moved, dtype, scale_bounds(dtype))
         expected = scheme.fit_range(*ranges, clip=clip, group_clip=group_clip)
         for ours, theirs in zip(fitted, expected.values(), strict=True):

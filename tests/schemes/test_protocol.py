@@ -35,7 +35,9 @@ def assert_sound(scheme: Scheme, weight: Tensor) -> None:
 
 
 def legal_codes(scheme: Scheme, params: base.Params, where: Tensor) -> Tensor:
-    """Codes ``[N, K]`` at ``where [N, K]`` (0..1) of the way from the lowest to the highest legal one."""
+    """Codes ``[N, K]`` at ``where [N, K]`` (0..1) of the way from the lowest to the highest legal
+    one.
+    """
     grid = scheme.grid(params)
     width = (grid.high - grid.low + 1)[..., None]
     codes = grid.low[..., None] + (scheme.groups(where) * width).long().clamp(max=width - 1)
@@ -43,7 +45,9 @@ def legal_codes(scheme: Scheme, params: base.Params, where: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_adversarial_weights(case: tuple[str, int | None], bad_weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+def test_adversarial_weights(
+    case: tuple[str, int | None], bad_weights: dict[str, Tensor], dtype: torch.dtype
+) -> None:
     for what, weight in bad_weights.items():
         try:
             assert_sound(schemes.get(*case, dtype), weight)
@@ -71,7 +75,11 @@ def test_every_code_of_the_grid_is_legal(scheme: Scheme, bad_weights: dict[str, 
     if scheme.sparsity is None:
         for weight in bad_weights.values():
             params = scheme.fit(weight)
-            for where in (torch.zeros_like(weight), torch.rand_like(weight), torch.ones_like(weight)):
+            for where in (
+                torch.zeros_like(weight),
+                torch.rand_like(weight),
+                torch.ones_like(weight),
+            ):
                 scheme.check(legal_codes(scheme, params, where), params)
 
 
@@ -80,11 +88,13 @@ def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
 ) -> None:
     for weight in bad_weights.values():
         params = scheme.fit(weight)
-        if (ends := scheme.ends(params)) is None:
+        if (ends := scheme.clip_bounds(params)) is None:
             assert not {"zero", "offset"} & set(params)
             continue
-        again = scheme.with_ends(params, ends)
-        assert again.keys() == params.keys() and all(torch.equal(again[name], params[name]) for name in params)
+        again = scheme.with_clip_bounds(params, ends)
+        assert again.keys() == params.keys() and all(
+            torch.equal(again[name], params[name]) for name in params
+        )
         grid = scheme.grid(params)
         scale = params["s1"].float()[:, None]
         expected = torch.stack([grid.offset, grid.offset + 15 * grid.step])
@@ -94,24 +104,36 @@ def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
 def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme: Scheme) -> None:
     weight = torch.randn(64, 1024)
     params = scheme.fit(weight)
-    if (ends := scheme.ends(params)) is None:
+    if (ends := scheme.clip_bounds(params)) is None:
         return
     width = ends[1] - ends[0]
     for end, direction in ((0, 1), (0, -1), (1, 1), (1, -1)):
         moved = ends.clone()
         moved[end] += direction * 0.2 * width
-        grid = scheme.grid(scheme.with_ends(params, moved))
+        grid = scheme.grid(scheme.with_clip_bounds(params, moved))
         now = torch.stack([grid.offset, grid.offset + 15 * grid.step])
-        change = (now / params["s1"].float()[:, None] - ends).mean((1, 2)) / width.mean() * direction
-        assert change[end] > 0.1 and change[1 - end].abs() < 0.1  # integers: not just where it was asked to be
+        change = (
+            (now / params["s1"].float()[:, None] - ends).mean((1, 2)) / width.mean() * direction
+        )
+        assert (
+            change[end] > 0.1 and change[1 - end].abs() < 0.1
+        )  # integers: not just where it was asked to be
     for reach in (1, 10, 1000):
-        params = scheme.with_ends(params, ends + reach * width * torch.randn_like(ends))
+        params = scheme.with_clip_bounds(params, ends + reach * width * torch.randn_like(ends))
         scheme.check(legal_codes(scheme, params, torch.rand_like(weight)), params)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**31), st.floats(-12, 12), st.floats(-4, 4), st.sampled_from(DTYPES), st.floats(0.3, 1))
-def test_any_distribution(seed: int, exponent: float, shift: float, dtype: torch.dtype, clip: float) -> None:
+@given(
+    st.integers(0, 2**31),
+    st.floats(-12, 12),
+    st.floats(-4, 4),
+    st.sampled_from(DTYPES),
+    st.floats(0.3, 1),
+)
+def test_any_distribution(
+    seed: int, exponent: float, shift: float, dtype: torch.dtype, clip: float
+) -> None:
     random = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
     weight = (random + shift) * 2.0**exponent
     for name, kind in schemes.SCHEMES.items():
@@ -138,7 +160,9 @@ def test_check_refuses_codes_beyond_the_bounds(scheme: Scheme, many_groups: Tens
     for beyond in (grid.low - 1, grid.high + 1):
         group = int((beyond >= -128).flatten().nonzero()[-1])
         broken = codes.clone()
-        scheme.groups(broken).view(-1, scheme.groups(codes).shape[-1])[group, 5] = beyond.flatten()[group]
+        scheme.groups(broken).view(-1, scheme.groups(codes).shape[-1])[group, 5] = beyond.flatten()[
+            group
+        ]
         with pytest.raises(CheckFailed):
             scheme.check(broken, params)
 
@@ -148,7 +172,9 @@ def test_check_refuses_codes_beyond_the_bounds(scheme: Scheme, many_groups: Tens
 def test_refuses_what_is_not_finite(scheme: Scheme, bad: float, place: tuple[int, int]) -> None:
     weight = torch.randn(4, 1024)
     weight[place] = bad
-    with pytest.raises(QtoolError, match=f"{scheme.name}.*NaN or Inf, first in output channel {place[0]}"):
+    with pytest.raises(
+        QtoolError, match=f"{scheme.name}.*NaN or Inf, first in output channel {place[0]}"
+    ):
         scheme.fit(weight)
 
 
@@ -177,7 +203,9 @@ def test_meta_gives_the_real_shapes(scheme: Scheme) -> None:
     codes = scheme.quantize(weight, params)
     meta = scheme.fit(weight.to("meta"))
     meta_codes = scheme.quantize(weight.to("meta"), meta)
-    described = [{name: (t.shape, t.dtype) for name, t in found.items()} for found in (meta, params)]
+    described = [
+        {name: (t.shape, t.dtype) for name, t in found.items()} for found in (meta, params)
+    ]
     assert described[0] == described[1]
     assert (meta_codes.shape, meta_codes.dtype) == (codes.shape, codes.dtype)
     assert scheme.dequantize(meta_codes, meta).shape == weight.shape
@@ -190,7 +218,9 @@ def test_matmul_is_the_product_of_the_quantized_operands(scheme: Scheme) -> None
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     y = scheme.matmul(x, codes, params)
-    exact = scheme.fake_activation(x, params).double() @ scheme.dequantize(codes, params).double().t()
+    exact = (
+        scheme.fake_activation(x, params).double() @ scheme.dequantize(codes, params).double().t()
+    )
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-4)
 
 
@@ -218,7 +248,9 @@ def test_clip_by_number_and_by_tensor(scheme: Scheme) -> None:
     weight = torch.randn(4, 1024)
     groups = scheme.groups(weight).shape[1]
     number = scheme.fit(weight, clip=0.75, group_clip=0.5)
-    tensor = scheme.fit(weight, clip=torch.full((4,), 0.75), group_clip=torch.full((4, groups), 0.5))
+    tensor = scheme.fit(
+        weight, clip=torch.full((4,), 0.75), group_clip=torch.full((4, groups), 0.5)
+    )
     searched = scheme.fit_range(*scheme.range(weight), clip=0.75, group_clip=0.5)
     whole = scheme.fit(weight)
     assert all(torch.equal(number[name], tensor[name]) for name in number)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtool.errors import CheckFailed
-from qtool.schemes.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.lqq import LiquidQuant
 from qtool.schemes.qoq import QoQ
 from qtool.schemes.qoq_group import ProgressiveQoQ
@@ -49,9 +49,9 @@ def test_exact_token_sum_beats_the_sum_of_the_unquantized_input() -> None:
     qx, sx = PER_TOKEN_S8.quantize(x)
     exact = (sx * qx).double() @ QoQ().dequantize(codes, params).double().t()
     y = QoQ().matmul(x, codes, params).double()
-    paper = (qx.double() @ codes.double().t()) * sx * params["s1"] - x.double().sum(1, keepdim=True) * (
-        params["zero"] * params["s1"]
-    )
+    paper = (qx.double() @ codes.double().t()) * sx * params["s1"] - x.double().sum(
+        1, keepdim=True
+    ) * (params["zero"] * params["s1"])
     assert (y - exact).abs().max() < 1e-4 < (paper - exact).abs().max()
 
 
@@ -63,7 +63,11 @@ def test_level1_range_that_would_overflow_without_protection() -> None:
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     scheme.check(codes, params)
-    overflowing = {"s1": torch.ones(1), "s2": torch.tensor([[16]]).byte(), "zero": torch.tensor([[7]]).byte()}
+    overflowing = {
+        "s1": torch.ones(1),
+        "s2": torch.tensor([[16]]).byte(),
+        "zero": torch.tensor([[7]]).byte(),
+    }
     assert scheme.grid(overflowing).high.item() == 14
     with pytest.raises(CheckFailed, match="<= 127"):
         scheme.check(torch.full((1, 128), 15, dtype=torch.uint8), overflowing)
@@ -81,7 +85,9 @@ def test_bounds_are_exactly_the_codes_that_do_not_overflow() -> None:
 
 def test_multiply_then_subtract_in_bytes() -> None:
     """One 32-bit multiplication and a bytewise subtraction give (Q4 - z) * s2 in each byte."""
-    q4, s2, zero = torch.meshgrid(torch.arange(16), torch.arange(1, 17), torch.arange(16), indexing="ij")
+    q4, s2, zero = torch.meshgrid(
+        torch.arange(16), torch.arange(1, 17), torch.arange(16), indexing="ij"
+    )
     value = (q4 - zero) * s2
     legal = (value >= -128) & (value <= 127)
     q4, s2, zero, value = (t[legal] for t in (q4, s2, zero, value))

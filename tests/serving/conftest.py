@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.checkpoint.source import Checkpoint
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.dispatch import KERNELS
 from qtool.schemes import get

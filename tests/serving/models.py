@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (the platform must be chosen before the rest of vLLM asks for it)
 """vLLM's own model and loaders on a CPU, as any rank of a tensor-parallel group."""
 
 import os
@@ -36,7 +37,9 @@ _lookup = torch._ops._OpNamespace.__getattr__
 
 
 def _absent(namespace: Any, name: str) -> Any:
-    """vLLM's compiled operations are not in a CUDA wheel on such a machine; modules only look them up."""
+    """vLLM's compiled operations are not in a CUDA wheel on such a machine; modules only look them
+    up.
+    """
     try:
         return _lookup(namespace, name)
     except AttributeError:
@@ -77,7 +80,9 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 
 
 def loaded(directory: Path, rank: int = 0, ranks: int = 1, **options: Any) -> nn.Module:
-    """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and processed."""
+    """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and
+    processed.
+    """
     config = configured(directory, **options)
     with (
         set_current_vllm_config(config),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtool.errors import QtoolError
-from qtool.runtime.format import LinearFormat
+from qtool.format import LinearFormat
 from qtool.schemes import get
 from qtool.serving.partition import axes, cuts_inputs, require_shares
 from tests.serving.conftest import FORMATS

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
 from qtool.serving.stored import PackedLinears, require_stored
 from tests.serving.conftest import Native

@@ -13,10 +13,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
-from qtool.checkpoint.source import Checkpoint
 from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
 from qtool.pipeline.verify import load_linear
-from qtool.runtime.format import LinearFormat
 from qtool.serving.verify import layers
 from tests.serving.conftest import FORMATS, Native, rule
 from tests.serving.models import as_rank, configured, loaded

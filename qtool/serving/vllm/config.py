@@ -14,9 +14,9 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from qtool import __version__
-from qtool.checkpoint.source import INDEX, SINGLE, Checkpoint
 from qtool.errors import QtoolError
-from qtool.runtime.format import QUANT_METHOD, CheckpointFormat, LinearFormat
+from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
+from qtool.io.source import INDEX, SINGLE, Checkpoint
 from qtool.serving.stored import PackedLinears, require_stored
 from qtool.serving.vllm.kv import say_unused, without_cache_tensors
 from qtool.serving.vllm.linear import QtoolLinearMethod
@@ -26,7 +26,8 @@ from qtool.serving.vllm.moe import QtoolExpertsMethod
 class QtoolConfig(QuantizationConfig):
     """The format of a native checkpoint, asked layer by layer.
 
-    vLLM fuses linears (``packed_modules_mapping``) and renames modules; rules are about the checkpoint's names.
+    vLLM fuses linears (``packed_modules_mapping``) and renames modules; rules are about the
+    checkpoint's names.
     """
 
     def __init__(self, checkpoint_format: CheckpointFormat) -> None:
@@ -61,7 +62,8 @@ class QtoolConfig(QuantizationConfig):
     ) -> None:
         """Learn the model's family; check the checkpoint where its files are at hand.
 
-        The version goes into ``hf_config``: vLLM's compile cache is keyed by that, and by nothing else of a plugin.
+        The version goes into ``hf_config``: vLLM's compile cache is keyed by that, and by nothing
+        else of a plugin.
         """
         text = hf_config.get_text_config()
         self.linears = PackedLinears(text.to_dict(), self.format)

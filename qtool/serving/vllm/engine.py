@@ -29,7 +29,9 @@ def engine(directory: str | Path, **options: Any) -> Any:
 
 
 def greedy(tokens: int, *, prompt_scores: bool = False) -> Any:
-    """Sampling of exactly ``tokens`` greedy tokens; ``prompt_scores`` adds log-probabilities of prompt and tokens."""
+    """Sampling of exactly ``tokens`` greedy tokens; ``prompt_scores`` adds log-probabilities of
+    prompt and tokens.
+    """
     from vllm import SamplingParams
 
     scores = {"prompt_logprobs": 0, "logprobs": 2} if prompt_scores else {}

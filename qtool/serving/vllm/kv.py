@@ -1,6 +1,7 @@
 """The KV cache of a native checkpoint in vLLM: for now vLLM's own, in the dtype that it is asked for.
 
-What a checkpoint stores for its quantized cache (kv8's scales, kv4's key offsets and importances) is left in the files.
+What a checkpoint stores for its quantized cache (kv8's scales, kv4's key offsets and importances)
+is left in the files.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""Packed linears in vLLM: parameters that take the checkpoint's bytes as they are, and the kernels on them."""
+"""Packed linears in vLLM: parameters that take the checkpoint's bytes as they are, and the kernels
+on them.
+"""
 
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -20,8 +22,8 @@ from vllm.model_executor.parameter import (
 )
 
 from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.runtime.dispatch import Call, Kernel
-from qtool.runtime.format import LinearFormat
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import Axes, axes, require_shares
 
@@ -39,7 +41,8 @@ class QtoolLinearMethod(LinearMethodBase):
         permuted: whether each has an input permutation.
 
     Attributes:
-        pieces: of each GEMM, the layer's attribute by stored name; one, unless the linears' inputs differ.
+        pieces: of each GEMM, the layer's attribute by stored name; one, unless the linears' inputs
+            differ.
     """
 
     kernel: Kernel
@@ -141,7 +144,9 @@ class QtoolLinearMethod(LinearMethodBase):
             _COMPILED.add(key)
 
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each GEMM reads: one for all linears where they gather and quantize their input alike."""
+        """What each GEMM reads: one for all linears where they gather and quantize their input
+        alike.
+        """
         own = [name for name, axis in self.axes.items() if axis.output is None]
         if len(self.names) == 1 or all(
             torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
@@ -202,7 +207,9 @@ class OnePerLinear(RowvLLMParameter):
 
 
 class Recorded:
-    """A weight loader that knows which linears of a layer it has loaded: vLLM asks nobody for a quantized model."""
+    """A weight loader that knows which linears of a layer it has loaded: vLLM asks nobody for a
+    quantized model.
+    """
 
     def __init__(self, loader: Callable[..., None]) -> None:
         self.loader, self.shards = loader, set[Any]()

@@ -1,8 +1,9 @@
 """Packed experts in vLLM: each expert's tensors as they are stored, stacked, and a loop over experts.
 
-vLLM runs the experts of a layer as one opaque operation. In a captured graph nothing may depend on what the router
-chose, so a small batch goes through every expert, weighted by zero where it was not chosen: a decode step reads
-nearly all experts anyway. A large one is never captured; there each expert gets its own tokens.
+vLLM runs the experts of a layer as one opaque operation. In a captured graph nothing may depend on
+what the router chose, so a small batch goes through every expert, weighted by zero where it was not
+chosen: a decode step reads nearly all experts anyway. A large one is never captured; there each
+expert gets its own tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.runtime.dispatch import Call, Kernel
-from qtool.runtime.format import LinearFormat
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import axes, require_shares
 
@@ -34,7 +35,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
 
     Args:
         name: vLLM's name of the layer.
-        formats: of gate and up (``w13``), and of down (``w2``). names: of their linears in the checkpoint, by expert.
+        formats: of gate and up (``w13``), and of down (``w2``). names: of their linears in the
+            checkpoint, by expert.
     """
 
     def __init__(

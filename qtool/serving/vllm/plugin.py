@@ -1,7 +1,9 @@
-"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` once in each of its processes."""
+"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` once in each of its
+processes.
+"""
 
 from qtool.errors import QtoolError
-from qtool.runtime.format import QUANT_METHOD
+from qtool.format import QUANT_METHOD
 
 #: the first vLLM whose interfaces the plugin is written for
 OLDEST = (0, 26)

@@ -1,0 +1,3 @@
+"""Measurements that `qtool bench` makes: GEMMs, attention and whole quantization runs beside their
+floors.
+"""

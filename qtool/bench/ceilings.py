@@ -1,0 +1,112 @@
+"""What this machine can do at most, measured: the ceilings that the floors of a run's stages come
+from.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qtool.calibration.cost import Work
+from qtool.io.source import Checkpoint
+
+PROBE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates a second: bytes from and to files, bytes read or written in device memory, operations
+    of matmuls.
+    """
+
+    read: float
+    write: float
+    memory: float
+    sixteen_bit: float
+    tf32: float
+    float32: float
+
+    def floors(self, work: Work) -> dict[str, float]:
+        """The least seconds of each stage."""
+        return {
+            "read": work.read_bytes / self.read,
+            "forward": work.forward_flops / self.sixteen_bit,
+            "Hessian": work.hessian_flops / self.sixteen_bit,
+            "search": work.search_flops / self.tf32 + 4 * work.search_weights / self.memory,
+            "rounding": work.rounding_flops / self.float32
+            + 4 * work.rounding_weights / self.memory
+            + work.learning_flops / self.sixteen_bit,
+            "pack": 1.5 * work.packed_weights / self.memory,
+            "write": work.write_bytes / self.write,
+        }
+
+
+def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilings:
+    """Read from ``source``, write to ``directory``, multiply and copy on ``device``: under two
+    seconds on a GPU.
+    """
+    size = 8192 if device.type == "cuda" else 512
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def matmul(dtype: torch.dtype, tf32: bool = False) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            return 2 * size**3 / _seconds(lambda: torch.mm(a, b), device)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+    block = torch.empty(min(PROBE_BYTES, size * size * 16), dtype=torch.uint8, device=device)
+    memory = 2 * block.nbytes / _seconds(lambda: block.clone(), device)
+    return Ceilings(
+        _read(source),
+        _write(directory),
+        memory,
+        matmul(half),
+        matmul(torch.float32, True),
+        matmul(torch.float32),
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Of one call, the mean of ``times`` after one to warm up."""
+    run()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait(device)
+    return (time.perf_counter() - started) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read(source: Checkpoint) -> float:
+    """Bytes a second of reading files into memory that is there already."""
+    buffer, done, started = bytearray(1 << 26), 0, time.perf_counter()
+    for path in sorted({entry.path for entry in source.entries.values()}):
+        with path.open("rb", buffering=0) as file:
+            while done < PROBE_BYTES and (got := file.readinto(buffer)):
+                done += got
+    return done / (time.perf_counter() - started)
+
+
+def _write(directory: Path) -> float:
+    """Bytes a second of writing a file, until it is on disk."""
+    path, data = directory / "probe.tmp", os.urandom(1 << 24)
+    started = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            for _ in range(PROBE_BYTES // 2 // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return (PROBE_BYTES // 2) / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)

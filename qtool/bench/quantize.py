@@ -1,0 +1,160 @@
+"""``qtool bench quantize``: one measured run, the seconds of each stage beside the least they could
+be.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtool.bench.ceilings import Ceilings, measure
+from qtool.io.safetensors import write_json
+from qtool.io.source import Checkpoint
+from qtool.pipeline.job import Job
+from qtool.pipeline.planning.plan import Plan, plan
+from qtool.pipeline.planning.work import work_of
+from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
+from qtool.pipeline.run_record import beside
+from qtool.pipeline.streaming.shards import Progress
+from qtool.recipes import Recipe
+from qtool.text_table import render
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: its record (``OUT.run.json``), the ceilings of the machine and each stage's floor in
+    seconds.
+
+    ``reserved``: the most device bytes that torch's cache held, more than were allocated at once.
+    ``planned``: what ``qtool plan`` says of the job.
+    """
+
+    record: dict[str, Any]
+    ceilings: Ceilings
+    floors: dict[str, float]
+    reserved: int
+    planned: Plan
+
+    def table(self) -> str:
+        """Stages with their seconds, floors and ratios; what a thread did beside the blocks in its
+        own column.
+        """
+        stages = dict(self.record["stages"])
+        beside = {
+            name.removesuffix(BESIDE): stages.pop(name)
+            for name in list(stages)
+            if name.endswith(BESIDE)
+        }
+        rows = [
+            _row(name, stages[name], beside.get(name), self.floors.get(name))
+            for name in sorted(stages, key=lambda name: -stages[name])
+        ]
+        rows.append(("all", f"{self.record['seconds']:.2f}", "", "", ""))
+        rates = self.ceilings
+        return "\n".join(
+            [
+                render(("stage", "s", "beside, s", "floor, s", "of floor"), rows),
+                f"peak memory: host {self.record['peak_host_bytes'] / 1e9:.2f} GB, "
+                f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, {self.reserved / 1e9:.2f} GB reserved "
+                f"({self.record['device']})",
+                f"planned: {self.planned.seconds:.0f} s (first run {self.planned.compiling:.0f} s more), host "
+                f"{self.planned.host_bytes / 1e9:.2f} GB, device "
+                f"{self.planned.device_bytes / 1e9:.2f} GB",
+                f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} GB/s, memory "
+                f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 {rates.tf32 / 1e12:.0f}, "
+                f"float32 {rates.float32 / 1e12:.1f} TFLOP/s",
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, for ``--json``."""
+        return {
+            "record": self.record,
+            "ceilings": asdict(self.ceilings),
+            "floors": self.floors,
+            "reserved_device_bytes": self.reserved,
+        }
+
+
+def _row(name: str, seconds: float, beside: float | None, floor: float | None) -> tuple[str, ...]:
+    busy = seconds if beside is None else beside
+    return (
+        name,
+        f"{seconds:.2f}",
+        "" if beside is None else f"{beside:.2f}",
+        "" if floor is None else f"{floor:.2f}",
+        f"{busy / floor:.1f}x" if floor else "",
+    )
+
+
+#: how the record names what a thread did beside the blocks
+BESIDE = ", beside"
+
+
+def random_tokens(vocabulary: int, samples: int, seqlen: int, seed: int = 0) -> Calibration:
+    """``samples`` windows of ``seqlen`` random tokens, in batches of about 4096."""
+    ids = torch.randint(
+        vocabulary, (samples, seqlen), generator=torch.Generator().manual_seed(seed)
+    )
+    tokens = list(ids.split(max(1, 4096 // seqlen)))
+    return Calibration(
+        tokens,
+        {
+            "text": "random tokens",
+            "samples": samples,
+            "seqlen": seqlen,
+            "seed": seed,
+            "tokens": fingerprint(tokens),
+        },
+    )
+
+
+def run(
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    samples: int,
+    seqlen: int,
+    device: str,
+    activations: str = "auto",
+    progress: Progress | None = None,
+) -> Measured:
+    """Quantize ``source`` into ``out`` (anew), calibrated on random tokens if the recipe looks at
+    any.
+
+    What was measured is kept as ``bench`` in its ``qtool.json``.
+    """
+    checkpoint = Checkpoint(source)
+    job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
+    calibration = (
+        random_tokens(checkpoint.config["vocab_size"], samples, seqlen) if job.needs_data else None
+    )
+    for old in (out, out.with_name(out.name + ".partial")):
+        shutil.rmtree(old, ignore_errors=True)
+    ceilings, cuda = (
+        measure(checkpoint, out.parent, torch.device(device)),
+        torch.device(device).type == "cuda",
+    )
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    quantize(
+        checkpoint,
+        recipe,
+        out,
+        calibration=calibration,
+        device=device,
+        progress=progress,
+        activations=activations,
+    )
+    record = json.loads(beside(out).read_text())
+    reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
+    floors = ceilings.floors(work_of(job, samples, seqlen))
+    measured = Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))
+    provenance = out / "qtool.json"
+    write_json(provenance, json.loads(provenance.read_text()) | {"bench": measured.as_dict()})
+    return measured

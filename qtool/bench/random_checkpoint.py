@@ -1,0 +1,94 @@
+"""Checkpoints of a known model's shape with random weights, to measure runs that need no real ones.
+
+Weights are normal with deviation 0.02, norms are ones; one shard a block, written as a stream.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError, suggest
+from qtool.io.safetensors import write, write_json
+from qtool.io.source import INDEX
+from qtool.pipeline.job import Job
+from qtool.recipes import parse
+
+UNTOUCHED = {"scheme": "none", "layers": [{"match": ".*", "scheme": None}]}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _llama(
+    hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, **rest: Any
+) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+    }
+    return LLAMA | sizes | {"max_position_embeddings": 4096} | rest
+
+
+#: config.json by name
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-tiny": _llama(256, 512, 2, 4, 2, 512),
+    "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000),
+    "llama-3-8b": _llama(
+        4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0, max_position_embeddings=8192
+    ),
+    "llama-2-70b": _llama(8192, 28672, 80, 64, 8, 32000),
+}
+
+
+def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """The config.json of ``shape``, with another number of blocks if ``layers`` is given.
+
+    Raises:
+        QtoolError: an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise QtoolError(f"unknown shape {shape!r}: {suggest(shape, SHAPES)}")
+    return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+
+
+def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
+    """Write a checkpoint of ``config`` into ``directory``, with the GPU's random numbers if there
+    is one.
+    """
+    job = Job.of(config, parse(UNTOUCHED, "none"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    directory.mkdir(parents=True)
+
+    def shard(number: int, spec: dict[str, Tensor]) -> str:
+        name = f"model-{number:05d}.safetensors"
+        random = torch.Generator(device).manual_seed(seed * 100_003 + number)
+        write(directory / name, spec, ((key, _weight(t, random)) for key, t in spec.items()))
+        return name
+
+    specs = job.shards()
+    with ThreadPoolExecutor(4 if device.type == "cuda" else 1) as pool:
+        names = list(pool.map(shard, range(len(specs)), specs))
+    weight_map = {key: name for spec, name in zip(specs, names, strict=True) for key in spec}
+    total = sum(t.numel() * t.dtype.itemsize for spec in specs for t in spec.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(directory / "config.json", config)
+    return directory
+
+
+def _weight(spec: Tensor, random: torch.Generator) -> Tensor:
+    if spec.dim() == 1:
+        return torch.ones(spec.shape, dtype=spec.dtype)
+    drawn = torch.empty(spec.shape, dtype=spec.dtype, device=random.device)
+    return drawn.normal_(std=0.02, generator=random)

@@ -1,0 +1,129 @@
+"""What a method's work and memory are counted in, and the block they are counted for: numbers, no
+weights.
+
+A method states both (``Method.work``, ``Method.held_bytes``); ``qtool plan`` adds them up and turns
+them into seconds.
+
+Legend: N x K a linear's weight.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+from qtool.models.family import Family
+from qtool.models.parts import Heads, LinearGroup
+
+
+@dataclass
+class Work:
+    """Of a method on one block, of a block, or of a whole run.
+
+    Attributes:
+        read_bytes, write_bytes: from and to files.
+        forward_flops: of forwards on tensor cores; two a multiplication and addition.
+        hessian_flops, learning_flops: likewise, of Hessians and of steps that learn.
+        search_weights: weights quantized and dequantized, over all candidates of all searches.
+        search_flops: of the outputs that the candidates are judged by.
+        search_tries: linears that a candidate was tried on: each takes some fifty launches,
+            whatever its size.
+        rounding_flops: of factors, sweeps and errors, float32.
+        rounding_weights: weights looked at by the rounding's own search.
+        rounding_steps: blocks of columns swept one after another, launches again.
+        packed_weights: weights packed, and unpacked again to compute the next block's inputs.
+    """
+
+    read_bytes: float = 0
+    write_bytes: float = 0
+    forward_flops: float = 0
+    hessian_flops: float = 0
+    learning_flops: float = 0
+    search_weights: float = 0
+    search_flops: float = 0
+    search_tries: float = 0
+    rounding_flops: float = 0
+    rounding_weights: float = 0
+    rounding_steps: float = 0
+    packed_weights: float = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(**{f.name: getattr(self, f.name) * times for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block and its calibration text in numbers.
+
+    Attributes:
+        family: as this block looks. config: the model's, with the sizes of its attention and
+            experts.
+        linears: ``(N, K)`` of every linear. quantized: of those that are rounded.
+        samples, seqlen: calibration sequences, and the tokens of each.
+        itemsize: bytes of a number in a forward.
+    """
+
+    family: Family
+    config: Any
+    linears: Mapping[str, tuple[int, int]]
+    quantized: Mapping[str, tuple[int, int]]
+    samples: int
+    seqlen: int
+    itemsize: int = 2
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seqlen
+
+    @property
+    def weights(self) -> int:
+        """Elements of all weights that are rounded."""
+        return sum(map(prod, self.quantized.values()))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest of them."""
+        return max(map(prod, self.quantized.values()), default=0)
+
+    def stacked(self, groups: Iterable[LinearGroup]) -> list[tuple[int, int]]:
+        """``(N, K)`` of the quantized linears of each group, stacked; none of a group without."""
+        shapes = (
+            [self.quantized[name] for name in g.linears if name in self.quantized] for g in groups
+        )
+        return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]
+
+    @property
+    def exact_bytes(self) -> int:
+        """Of the exact weights, float32, that methods change."""
+        return 4 * self.weights
+
+    def forward(self) -> float:
+        """Operations of one pass of all tokens through the block."""
+        return self.multiplied(self.linears) + self.attention()
+
+    def look(self) -> float:
+        """Of a pass that ends at the input of the last linears; among experts it hardly ends
+        earlier.
+        """
+        last = self.family.groups[-1]
+        return self.forward() - (0 if last.routed else self.multiplied(last.linears))
+
+    def multiplied(self, names: Iterable[str]) -> float:
+        """Of the linears ``names``, on the tokens that each sees."""
+        return 2 * self.tokens * sum(prod(self.linears[name]) * self.share(name) for name in names)
+
+    def attention(self) -> float:
+        """Scores and values of causal attention: half of each ``S x S`` matrix."""
+        heads = Heads.of(self.config)
+        return 2 * self.tokens * self.seqlen * heads.query * heads.dim
+
+    def share(self, name: str) -> float:
+        """The share of the tokens that linear ``name`` sees."""
+        if not self.family.group_of(name).routed:
+            return 1.0
+        return float(self.config.num_experts_per_tok / self.family.sizes["experts"](self.config))

@@ -1,0 +1,154 @@
+"""The KV cache in calibration: static scales and offsets from the data, blocks that see quantized
+keys and values.
+
+Attention hands its keys (after RoPE) and its values to whatever stands where the KV cache would,
+and goes on with what it gets back: here they are observed, or quantized exactly as the cache will
+do it.
+
+Legend: B sequences in a batch, H kv heads, S tokens, D head dimension.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
+from qtool.calibration.statistics import maximum, subset
+from qtool.calibration.transforms.queries import observe_queries
+from qtool.calibration.transforms.smooth_attention import KeyObserver, observe_keys
+from qtool.distributed import ranks
+from qtool.errors import QtoolError
+from qtool.runtime.packed_kv import (
+    IMPORTANCE,
+    NEUTRAL,
+    OFFSET,
+    PackedTokens,
+    attention_name,
+    kv_quantizers,
+    kv_tensors,
+)
+from qtool.schemes.kv import KV8, KVQuantizer
+
+#: calibration sequences that queries are observed on
+SEQUENCES = 16
+
+
+class KVObserver:
+    """Stands in for the KV cache and notes the largest magnitudes ``[H, D]`` of keys and of values."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = KeyObserver(), KeyObserver()
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note both ``[B, H, S, D]`` and hand them back."""
+        self.values.update(values, keys)
+        return self.keys.update(keys, values)
+
+
+class ExactKV:
+    """Stands in for a KV cache that forgets nothing."""
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Both as they came."""
+        return keys, values
+
+
+class SimulatedKV:
+    """Keys and values ``[B, H, S, D]`` as attention reads them from a cache that held nothing
+    before.
+
+    Gradients pass straight through, so that a block can be trained under it.
+    """
+
+    def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
+        self.quantizers = keys, values
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Both, quantized and dequantized; nothing is kept."""
+        key_quantizer, value_quantizer = self.quantizers
+        return _read_back(key_quantizer, keys), _read_back(value_quantizer, values)
+
+
+def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
+    read = PackedTokens(quantizer).append(x.detach())
+    return x + (read - x).detach() if x.requires_grad else read
+
+
+def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """What ``block`` stores for ``kv``, by name within the block: kv8's scales, kv4's offset and
+    importance of keys.
+
+    Without batches kv4's are those that do nothing.
+
+    Raises:
+        QtoolError: static scales without calibration data, or NaN in its keys or values.
+    """
+    stored = kv_tensors(kv, block.family, block.heads)
+    if not stored:
+        return {}
+    attention = attention_name(block.family)
+    if f"{attention}.{OFFSET}" in stored:
+        constants = {
+            name: torch.full(t.shape, NEUTRAL[name.rpartition(".")[2]])
+            for name, t in stored.items()
+        }
+        if (seen := observe_keys(block, batches)) is not None:
+            constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
+            few = subset(batches, SEQUENCES)
+            constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()
+        return constants
+    observer = KVObserver()
+    for batch in batches:
+        run(block, batch, **block.with_cache(observer))
+    keys, values = map(
+        maximum, zip(*ranks.all_gather((observer.keys.amax, observer.values.amax)), strict=True)
+    )
+    if keys is None or values is None:
+        raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
+    return {
+        f"{attention}.k_scale": KV8(keys).scale.cpu(),
+        f"{attention}.v_scale": KV8(values).scale.cpu(),
+    }
+
+
+@contextmanager
+def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it is open, ``block`` computes with keys and values that went through the KV quantizer
+    ``kv``.
+
+    A run that is given a cache of its own keeps it; ``block.full_kv`` is one for full precision.
+
+    Args:
+        stored: tensors by their name within the block, :func:`kv_constants` among them.
+    """
+    if kv is None:
+        yield
+        return
+    kv_tensors(kv, block.family, block.heads)  # refuses what cannot be
+    name = attention_name(block.family)
+    simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{name}.{scale}"]))
+
+    def supply(
+        attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Any]:
+        own = kwargs.get(block.family.attention.cache)
+        return args, kwargs | (block.with_cache(simulated) if own is None else {})
+
+    handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)
+    block.full_kv = block.with_cache(ExactKV())
+    try:
+        yield
+    finally:
+        handle.remove()
+        block.full_kv = {}

@@ -1,0 +1,1 @@
+"""Block distillation: weights and scales learned until the block answers as the float block does."""

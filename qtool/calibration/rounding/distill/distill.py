@@ -1,0 +1,234 @@
+"""Block distillation: weights and scales of one block learned until it answers as the float block
+does.
+
+APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: student and
+teacher see the same input, the output of the quantized blocks before; the teacher is the float
+block after all transforms. Per token of block output y:
+
+    loss = 1 - cos(y_student, y_teacher)        or        |y_student - y_teacher|^2 / mean |y_teacher|^2
+
+Adam learns every linear's weight, float scale and, where the scheme has zero points, both clipping
+bounds through the straight-through estimator of
+:mod:`qtool.calibration.rounding.distill.learned_linear`, from the codes of another rounding. A
+share of the samples is held out: the block keeps the epoch with the least loss there, epoch 0 (the
+start) included, so it never ends worse than it began.
+
+Of several ranks each takes its share of the sequences of every batch, and the gradients are added
+up: the steps are those of one rank up to the last bits of a sum.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.forwards import forward, run
+from qtool.calibration.method import Rounding
+from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.statistics import own_subset
+from qtool.distributed import ranks
+from qtool.errors import QtoolError, suggest
+
+#: tokens of a step that memory is planned for
+STEP_TOKENS = 16384
+STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
+LOSSES = ("cosine", "mse")
+
+
+@dataclass(kw_only=True)
+class Distill(Rounding):
+    """Options, all of them recipe keys.
+
+    Args:
+        start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. GPTQ's dense
+            codes are better than what is learned from RTN's and rarely improve; its 2:4 ones do, by
+            a fifth.
+        loss: ``cosine`` is APEX4's. It is blind to the length of y, which drifts: ``mse`` came out
+            ahead on every scheme measured.
+        epochs: passes over the samples.
+        samples: calibration sequences used, the first ones.
+        held_out: share of them that only choose the epoch; 0: all learn, and choose too.
+        weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
+            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
+        scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
+            a group's width.
+        seed: of the order of the batches.
+    """
+
+    start: str = "rtn"
+    loss: str = "mse"
+    epochs: int = 10
+    samples: int = 256
+    held_out: float = 0.125
+    weight_lr: float = 0.005
+    scale_lr: float = 1e-4
+    seed: int = 0
+
+    name = "distill"
+    needs_data = True
+    steps = True
+    positive = ("samples",)
+
+    def __post_init__(self) -> None:
+        if self.start not in STARTS:
+            raise QtoolError(
+                f"distill: unknown start {self.start!r}; {suggest(self.start, STARTS)}"
+            )
+        if self.loss not in LOSSES:
+            raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
+        if not 0 <= self.held_out <= 0.5:
+            raise QtoolError(f"distill: held_out {self.held_out}; expected 0 to 0.5")
+
+    @property
+    def compares(self) -> bool:
+        return STARTS[self.start]().compares
+
+    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        used = own_sequences(own_subset(batches, self.samples))
+        targets = [None if batch is None else run(block, batch, **block.full_kv) for batch in used]
+        sizes = self.sizes(targets)
+        student = self.student(block, batches)
+        linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
+        held_out = (
+            max(1, round(len(used) * self.held_out)) if self.held_out and len(used) > 1 else 0
+        )
+        taught, judged = (
+            range(len(used) - held_out),
+            range(len(used) - held_out if held_out else 0, len(used)),
+        )
+
+        def loss_of(i: int) -> Tensor:
+            batch, target = used[i], targets[i]
+            if batch is None or target is None:
+                return torch.zeros((), device=block.device, requires_grad=True)
+            # where the model's own dtype is float32; 16-bit modules are as fast without
+            autocast = block.device.type == "cuda" and not block.exact
+            with torch.autocast(block.device.type, torch.bfloat16, enabled=autocast):
+                answer = forward(student, batch)
+            return self.distance(answer.float(), target.to(answer.device).float()) / sizes[i]
+
+        def judge() -> float:
+            with torch.no_grad():
+                return sum(ranks.all_gather(sum(float(loss_of(i)) for i in judged))) / len(judged)
+
+        optimizer = self.optimizer(linears)
+        learned = [p for group in optimizer.param_groups for p in group["params"]]
+        steps = max(1, self.epochs * len(taught))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        random = torch.Generator().manual_seed(self.seed + block.index)
+        curve, best = [judge()], {n: m.rounded() for n, m in linears.items()}
+        for _ in range(self.epochs):
+            for i in torch.randperm(len(taught), generator=random).tolist():
+                optimizer.zero_grad()
+                loss_of(taught[i]).backward()  # type: ignore[no-untyped-call]
+                for parameter in learned:
+                    if (
+                        parameter.grad is None
+                    ):  # none of the sequences is this rank's, or none of the expert's tokens
+                        parameter.grad = torch.zeros_like(parameter)
+                    ranks.all_reduce(parameter.grad)
+                optimizer.step()
+                schedule.step()
+            curve.append(judge())
+            if curve[-1] < min(curve[:-1]):
+                best = {n: m.rounded() for n, m in linears.items()}
+        block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
+        return best
+
+    def work(self, block: BlockShape) -> Work:
+        """The start's, the targets, and steps that cost three forwards each."""
+        once = min(1.0, self.samples / block.samples) * block.forward()
+        passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
+        return STARTS[self.start]().work(block) + Work(
+            forward_flops=once, learning_flops=passes * once
+        )
+
+    def held_bytes(self, block: BlockShape) -> int:
+        """A copy that learns, its gradient and Adam's two moments, codes and values; or what the
+        start holds.
+
+        The float block's outputs for all tokens too, and what a step keeps for its gradients:
+        inputs and outputs of all linears, the block's output three times in float32.
+        """
+        weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
+        seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
+        step = int(STEP_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
+        return weights + block.tokens * block.config.hidden_size * block.itemsize + step
+
+    def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
+        """What :meth:`distance` is relative to, by batch: of this rank's share ``[b, S, H]`` of it
+        and all others'.
+        """
+
+        def size(target: Tensor | None) -> float:
+            if target is None:
+                return 0.0
+            return (
+                float(target.double().square().sum())
+                if self.loss == "mse"
+                else target.numel() / target.shape[-1]
+            )
+
+        return [
+            sum(of_all)
+            for of_all in zip(*ranks.all_gather([size(target) for target in targets]), strict=True)
+        ]
+
+    def student(self, block: Block, batches: Sequence[Batch]) -> Block:
+        """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
+        block.follow()
+        student = replace(block, module=copy.deepcopy(block.module), exact=dict(block.exact))
+        start = STARTS[self.start]().round(student, batches)
+        student.exact = {}  # from here on its module follows nobody
+        student.module.requires_grad_(False)
+        for name, rounded in start.items():
+            linear, scheme, order = (
+                block.get(name),
+                block.schemes[name],
+                block.permutations.get(name),
+            )
+            learned = LearnedLinear(linear, scheme, rounded, order, block.weight(name))  # type: ignore[arg-type]
+            student.module.set_submodule(name, learned)
+        return student
+
+    def distance(self, answer: Tensor, target: Tensor) -> Tensor:
+        """The loss of block outputs ``[B, S, H]``, summed over the tokens."""
+        if self.loss == "mse":
+            return torch.nn.functional.mse_loss(answer, target, reduction="sum")
+        return (1 - torch.cosine_similarity(answer, target, dim=-1)).sum()
+
+    def optimizer(self, linears: dict[str, LearnedLinear]) -> torch.optim.Optimizer:
+        """Adam with the step sizes of each linear."""
+        groups = []
+        for linear in linears.values():
+            step = float(linear.scheme.grid(linear.params).step.mean())
+            groups.append({"params": [linear.weight], "lr": self.weight_lr * step})
+            bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
+            groups.append({"params": bounds, "lr": self.scale_lr})
+        fused = any(
+            linear.weight.is_cuda for linear in linears.values()
+        )  # a pass over the weights instead of ten
+        return torch.optim.Adam(groups, betas=(0.9, 0.999), fused=fused or None)
+
+
+def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
+    """This rank's sequences of every batch, in the order of the batches; None of one that has fewer
+    than ranks.
+    """
+    if ranks.size() == 1:
+        return list(batches)
+    own: list[Batch | None] = []
+    for batch in ranks.lockstep(batches):
+        for whole in ranks.all_gather(batch and Batch(batch.hidden, batch.kwargs)):
+            if whole is not None:
+                part = ranks.local_rows(len(whole.hidden))
+                own.append(whole.part(part) if part.start < part.stop else None)
+    return own

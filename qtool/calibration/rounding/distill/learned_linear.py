@@ -1,0 +1,184 @@
+"""A linear whose quantized weight can be learned: the straight-through estimator over a scheme's
+grid.
+
+Forward is what the quantized linear computes, codes and all: ``V = grid.nearest(W)``. Backward
+passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and shift
+by b,
+
+    dV/dW = 1 where the code is not clamped, else 0        dV/da = V - W dV/dW        dV/db = 1 - dV/dW
+
+(LSQ arXiv 1902.08153 for the scale, LSQ+ arXiv 2004.09576 for the shift). A scheme without zero
+points has one unknown, the logarithm r of its float scale's change, ``a = e^r``: both clipping
+bounds move together. One with them (:meth:`Scheme.clip_bounds`) has also the lowest and the highest value
+of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137, equation 2), and the
+integers are rounded to them:
+
+    a = e^r (H - L) / (H_0 - L_0)        b = e^r L - a L_0
+
+The input goes through the scheme's activation quantizer with gradient 1.
+
+Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.rounding.distill import straight_through_triton
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.scales import float_scale
+from qtool.schemes.base import Grid, Params, Scheme, stored_scale
+
+#: a learned weight starts at most this far from its code, in steps: below 1/2, so that it has that
+#: code
+START_WITHIN = 0.45
+
+
+class LearnedLinear(nn.Module):
+    """Stands in for a linear while its block is distilled.
+
+    Args:
+        weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.
+
+    Attributes:
+        weight: float32 ``[N, G, g]``, starts as near to the exact one as ``start``'s codes allow.
+        log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
+        shift: ``[2, N, G]``, how far each group's bounds have moved, in shares of its width; starts
+            at zeros. None where the scheme has no bounds.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        scheme: Scheme,
+        start: Rounded,
+        permutation: Tensor | None,
+        weight: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.params, self.permutation = scheme, start.params, permutation
+        self.bias, self.dtype = linear.bias, linear.weight.dtype
+        value = scheme.groups(scheme.dequantize(start.codes, start.params))  # [N, G, g]
+        #: what the scheme's sparsity left out stays out
+        self.keep = None if scheme.sparsity is None else value != 0
+        reach = START_WITHIN * scheme.grid(start.params).step[..., None]
+        change = (
+            scheme.groups((linear.weight if weight is None else weight).detach().float()) - value
+        )
+        near = value + torch.minimum(torch.maximum(change, -reach), reach)
+        self.weight = nn.Parameter(near if self.keep is None else near * self.keep)
+        self.scale = float_scale(start.params)
+        self.log_ratio = nn.Parameter(
+            torch.zeros_like(start.params[self.scale], dtype=torch.float32)
+        )
+        bounds = scheme.clip_bounds(start.params)
+        self.shift = None if bounds is None else nn.Parameter(torch.zeros_like(bounds))
+
+    def clip_bounds(self) -> Tensor | None:
+        """The groups' bounds as learned so far ``[2, N, G]``, real numbers in units of the scale."""
+        start = self.scheme.clip_bounds(self.params)
+        if start is None or self.shift is None:
+            return None
+        return start + (start[1] - start[0]) * self.shift
+
+    def now(self) -> Params:
+        """The parameters as learned so far, as they would be stored."""
+        scale, bounds = self.params[self.scale], self.clip_bounds()
+        params = self.params | {
+            self.scale: stored_scale(scale.float() * self.log_ratio.detach().exp(), scale.dtype)
+        }
+        return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
+
+    def learning(self, params: Params) -> tuple[Tensor, Tensor | None]:
+        """The a and b ``[N, G]`` (or ``[N, 1]``) of the grid that ``params`` span: 1 and 0, with
+        their gradients.
+        """
+        scale, bounds = (
+            (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.weight), -1),
+            self.clip_bounds(),
+        )
+        if bounds is None:
+            return scale / scale.detach(), None
+        low, high = scale * bounds
+        gain = (high - low) / (high - low).detach()
+        return gain, low - gain * low.detach()
+
+    def rounded(self) -> Rounded:
+        """The codes and parameters learned so far."""
+        params = self.now()
+        codes = self.scheme.grid(params).nearest(self.weight.detach()).flatten(1)
+        return Rounded(codes.to(self.scheme.code_dtype), params)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x = x[..., self.permutation]
+        params = self.now()
+        x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
+        grid = self.scheme.grid(params)
+        weight = StraightThrough.apply(
+            self.weight, *self.learning(params), self.keep, grid, self.dtype
+        )
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class _Replaced(torch.autograd.Function):
+    """``value`` with the gradient of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class StraightThrough(torch.autograd.Function):
+    """The values ``[N, K]`` in ``dtype`` of a weight ``[N, G, g]`` float32 on a grid, as the
+    module's text has it.
+
+    ``gain`` is ``[N, G]`` or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or
+    None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        gain: Tensor,
+        shift: Tensor | None,
+        keep: Tensor | None,
+        grid: Grid,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, keep)
+        ctx.grid, ctx.per_group = grid, gain.shape
+        if straight_through_triton.runs_on(weight):
+            return straight_through_triton.value(weight, grid, dtype).flatten(1)
+        return grid.value(grid.nearest(weight)).flatten(1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, keep = ctx.saved_tensors
+        find = (
+            straight_through_triton.gradients
+            if straight_through_triton.runs_on(weight)
+            else straight_through
+        )
+        to_weight, to_gain, to_shift = find(weight, keep, gradients[0].view(weight.shape), ctx.grid)
+        to_gain = to_gain.view(*ctx.per_group, -1).sum(-1)
+        return to_weight, to_gain, to_shift if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def straight_through(
+    weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the ``gradient [N, G, g]`` of the values: that of the weight, and ``[N, G]`` those of
+    gain and shift.
+    """
+    lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
+    inside = (weight >= lowest) & (weight <= highest)
+    to_weight = gradient.float() * (inside if keep is None else inside & keep)
+    to_gain = gradient * grid.value(grid.nearest(weight)) - to_weight * weight
+    return to_weight, to_gain.sum(-1), (gradient - to_weight).sum(-1)

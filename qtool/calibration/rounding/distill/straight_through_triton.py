@@ -1,0 +1,132 @@
+"""The straight-through estimator of :mod:`qtool.calibration.rounding.distill.learned_linear` on a
+GPU, one pass each way.
+
+The arithmetic is that of the torch operations there; sums over a group are added in another order.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from qtool.schemes.arithmetic.grid import Grid
+
+#: weights that one program holds at a time
+ELEMENTS = 1024
+
+if find_spec("triton"):
+    import triton
+    import triton.language as tl
+
+    #: 1.5 * 2**23: adding it leaves no fraction bits, rounded half to even
+    MAGIC = tl.constexpr(12582912.0)
+
+    @triton.jit
+    def _through(  # type: ignore[no-untyped-def]
+        weight_ptr,
+        keep_ptr,
+        gradient_ptr,
+        step_ptr,
+        offset_ptr,
+        low_ptr,
+        high_ptr,
+        out_ptr,
+        gain_ptr,
+        shift_ptr,
+        size,
+        count,
+        MANY: tl.constexpr,
+        SIZE: tl.constexpr,
+        BACK: tl.constexpr,
+        KEEP: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)  # n * G + group
+        there = at < count
+        step, offset = (
+            tl.load(step_ptr + at, there, 1.0)[:, None],
+            tl.load(offset_ptr + at, there, 0.0)[:, None],
+        )
+        low = tl.load(low_ptr + at, there, 0).to(tl.float32)[:, None]
+        high = tl.load(high_ptr + at, there, 0).to(tl.float32)[:, None]
+        lowest, highest = (low - 0.5) * step + offset, (high + 0.5) * step + offset
+        gain, shift = tl.zeros([MANY, SIZE], tl.float32), tl.zeros([MANY, SIZE], tl.float32)
+        for start in range(0, size, SIZE):
+            column = (start + tl.arange(0, SIZE))[None, :]
+            place, inside = at[:, None] * size + column, there[:, None] & (column < size)
+            weight = tl.load(weight_ptr + place, inside, 0.0)
+            code = tl.minimum(tl.maximum(tl.div_rn(weight - offset, step), low), high)
+            value = ((code + MAGIC) - MAGIC) * step + offset
+            if BACK:
+                gradient = tl.load(gradient_ptr + place, inside, 0.0).to(tl.float32)
+                learns = (weight >= lowest) & (weight <= highest)
+                if KEEP:
+                    learns &= tl.load(keep_ptr + place, inside, 0) != 0
+                passed = tl.where(learns, gradient, 0.0)
+                tl.store(out_ptr + place, passed, inside)
+                gain += tl.where(inside, gradient * value - passed * weight, 0.0)
+                shift += tl.where(inside, gradient - passed, 0.0)
+            else:
+                tl.store(out_ptr + place, value, inside)
+        if BACK:
+            tl.store(gain_ptr + at, tl.sum(gain, 1), there)
+            tl.store(shift_ptr + at, tl.sum(shift, 1), there)
+
+
+def runs_on(weight: Tensor) -> bool:
+    """Whether the fused kernel can take ``weight``; without triton a GPU uses torch's operations."""
+    return weight.is_cuda and find_spec("triton") is not None
+
+
+def value(weight: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The values in ``dtype`` nearest to ``weight [N, G, g]`` float32 on ``grid``."""
+    out = torch.empty_like(weight, dtype=dtype)
+    _launch(weight, None, weight, grid, out, weight, weight, back=False)
+    return out
+
+
+def gradients(
+    weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the ``gradient [N, G, g]`` of the values: that of the weight, and ``[N, G]`` those of
+    gain and shift.
+    """
+    out = torch.empty_like(weight)
+    gain, shift = weight.new_empty(weight.shape[:2]), weight.new_empty(weight.shape[:2])
+    _launch(weight, keep, gradient.contiguous(), grid, out, gain, shift, back=True)
+    return out, gain, shift
+
+
+def _launch(
+    weight: Tensor,
+    keep: Tensor | None,
+    gradient: Tensor,
+    grid: Grid,
+    out: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    *,
+    back: bool,
+) -> None:
+    n, groups, size = weight.shape
+    bounds = [
+        t.expand(n, groups).contiguous() for t in (grid.step, grid.offset, grid.low, grid.high)
+    ]
+    block = min(ELEMENTS, triton.next_power_of_2(size))
+    many = ELEMENTS // block
+    kept = weight if keep is None else keep.view(torch.uint8)
+    _through[(triton.cdiv(n * groups, many),)](
+        weight,
+        kept,
+        gradient,
+        *bounds,
+        out,
+        gain,
+        shift,
+        size,
+        n * groups,
+        MANY=many,
+        SIZE=block,
+        BACK=back,
+        KEEP=keep is not None,
+        enable_fp_fusion=False,
+    )

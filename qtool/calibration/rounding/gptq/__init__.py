@@ -1,0 +1,1 @@
+"""GPTQ: the Hessian, the column loop, 2:4 pruning."""

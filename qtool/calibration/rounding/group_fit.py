@@ -1,0 +1,74 @@
+"""Group parameters by a clipping search: MARLIN section 3.5, weighted by what each channel's input
+is worth.
+
+For each group the ratio r of a grid with the least ``sum_k H_kk (w_k - nearest_r(w_k))^2``.
+
+Legend: N output channels, K input channels, G groups, g channels of a group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.rounding import group_error_triton
+from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.base import Clip, Params, Scheme, require_finite
+
+#: groups of all candidates that a GPU looks at at once: a launch for each would take longer than
+#: its work
+AT_ONCE = 1 << 24
+
+
+def fit_groups(
+    scheme: Scheme,
+    weight: Tensor,
+    importance: Tensor,
+    ratios: Sequence[float],
+    *,
+    clip: Clip = 1.0,
+    group_clip: Clip = 1.0,
+) -> Params:
+    """Parameters for ``weight [N, K]`` float32 with the best of ``ratios`` (times ``group_clip``)
+    in each group.
+
+    Args:
+        importance: ``diag H [K]``.
+        ratios: candidates; of equals the first wins. One below 0 fits a scale below 0.
+        clip, group_clip: what ``Scheme.fit`` takes.
+    """
+    low, high = scheme.range(weight, finite=True)
+    groups, importance = (
+        scheme.groups(weight),
+        scheme.groups(importance[None]),
+    )  # [N, G, g], [1, G, g]
+    fused = group_error_triton.runs_on(weight)
+    error_of, many = (
+        (group_error_triton.group_error, max(1, AT_ONCE // low.numel()))
+        if fused
+        else (group_error, 1)
+    )
+    best = torch.full_like(low, torch.inf)
+    ratio = torch.ones_like(low)
+    for tried in ratio.new_tensor(ratios).split(
+        many
+    ):  # on the device at once: each copy would wait for it
+        rows = len(tried) * len(low)  # the weight's, once for each candidate
+        by_group = (group_clip * tried[:, None, None]).expand(-1, *low.shape).reshape(rows, -1)
+        by_row = clip.repeat(len(tried)) if isinstance(clip, Tensor) and clip.dim() else clip
+        ranges = (bound.repeat(len(tried), 1) for bound in (low, high))
+        params = scheme.fit_range(*ranges, clip=by_row, group_clip=by_group)
+        error, which = (
+            error_of(groups, importance, scheme.grid(params)).view(len(tried), *low.shape).min(0)
+        )
+        ratio = torch.where(error < best, tried[which], ratio)
+        best = torch.minimum(error, best)
+    require_finite(low, high, scheme.name)  # only here is a GPU waited for
+    return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)
+
+
+def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+    """``sum_k H_kk (w_k - nearest(w_k))^2 [N, G]`` of ``groups [N, G, g]`` with ``importance [1, G,
+    g]``.
+    """
+    return (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)

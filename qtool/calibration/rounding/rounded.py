@@ -1,0 +1,38 @@
+"""A linear whose weight has been rounded: the codes, and what they compute until they are packed."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from qtool.schemes.base import Params, Scheme
+
+
+@dataclass
+class Rounded:
+    """The outcome of rounding one linear: codes ``[N, K]``, the scheme's parameters, ``||W - V|| /
+    ||W||`` if known.
+    """
+
+    codes: Tensor
+    params: Params
+    weight_error: float | None = None
+
+
+class SimulatedLinear(nn.Module):
+    """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
+
+    def __init__(
+        self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
+        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x = x[..., self.permutation]
+        return nn.functional.linear(
+            self.scheme.fake_activation(x, self.params), self.weight, self.bias
+        )

@@ -1,0 +1,237 @@
+"""Clipping search: a smaller range, finer steps; the ratio that leaves the least output error.
+
+QServe B.2.4, AWQ (Lin et al., 2024). With Q(W; r) the weight rounded by its scheme on ranges shrunk
+by r:
+
+    layer output     r[n]    = argmin || X (w_n - Q(w_n; r)) ||^2              per output channel (level 1)
+                     r[n, G] = argmin || X_G (w_nG - Q(w_nG; r)) ||^2          per group (level 2)
+    block output     r       = argmin || Block(X; W) - Block(X; Q(W; r)) ||^2  for q_proj and k_proj
+
+X is the input as its quantizer leaves it. Both errors of a row are quadratic forms of the weight
+error, so all rows and groups are searched at once. 1 is always in the grid, and a row keeps its
+group ratios only where they lower the error of the whole row too.
+
+Legend: T tokens, N output channels, K input channels, G groups of g.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.forwards import run
+from qtool.calibration.method import Transform
+from qtool.calibration.rounding.gptq.tensor_cores import tensor_cores
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.statistics import collect, subset
+from qtool.distributed import ranks
+from qtool.schemes.base import Clip as Ratio
+from qtool.schemes.base import Scheme
+
+#: what the search of any linear costs beside that of its weights, in weights: a few hundred
+#: launches
+FIXED_COST = 5_000_000
+
+
+@dataclass(kw_only=True)
+class Clip(Transform):
+    """Choose ``block.clips`` for every linear.
+
+    Args:
+        lowest: smallest ratio tried.
+        steps: ratios between it and 1.
+        tokens: size of the random sample of inputs the layer error is measured on.
+        sequences: how many calibration sequences the block error is measured on; 0 treats q_proj
+            and k_proj like the others.
+        seed: of the sample.
+    """
+
+    lowest: float = 0.6
+    steps: int = 10
+    tokens: int = 1024
+    sequences: int = 8
+    seed: int = 0
+
+    name = "clip"
+    needs_data = True
+    positive = ("steps", "tokens")
+    after: ClassVar[dict[str, str]] = {
+        method: "clipping ratios belong to the weights as they will be rounded"
+        for method in (
+            "norm-fusion",
+            "rotate",
+            "smooth",
+            "smooth-attention",
+            "value-basis",
+            "reorder",
+            "gather-outliers",
+        )
+    }
+
+    @property
+    def ratios(self) -> list[float]:
+        """The grid, from 1 down."""
+        return [1 - (1 - self.lowest) * i / self.steps for i in range(self.steps + 1)]
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        inputs = collect(
+            block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed
+        )
+
+        def searched(name: str) -> tuple[tuple[Ratio, Ratio], Tensor]:
+            scheme, seen = block.schemes[name], inputs[block.family.group_of(name).linears[0]]
+            weight = block.weight(name).float()
+            params = scheme.fit_range(*scheme.range(weight, finite=True))
+            return search(scheme, weight, scheme.fake_activation(seen.sample, params), self.ratios)
+
+        judged = [
+            name for name in block.schemes if block.family.group_of(name).linears[0] in inputs
+        ]
+        found = ranks.map_items(
+            searched, judged, cost=lambda name: FIXED_COST + block.weight(name).numel()
+        )
+        errors = torch.stack([error for _, error in found]).tolist() if found else []
+        for name, (clips, _), (least, unclipped) in zip(judged, found, errors, strict=True):
+            block.clips[name] = clips
+            block.notes.setdefault("clip", {})[name] = {
+                "error": least,
+                "error_unclipped": unclipped,
+            }
+        if self.sequences:
+            self._choose_by_block(block, subset(batches, self.sequences))
+
+    def _choose_by_block(self, block: Block, batches: Sequence[Batch]) -> None:
+        """q_proj and k_proj: the layer's choice or one ratio for all, whichever serves the block
+        best.
+        """
+        owners = dict.fromkeys(
+            block.family.owner(x) for x in (block.family.attention.q, block.family.attention.k)
+        )
+        names = [name for name in owners if name in block.schemes]
+        if not names:
+            return
+        options: list[dict[str, tuple[Ratio, Ratio]]] = [
+            {name: (r, 1.0) for name in names} for r in self.ratios
+        ]
+        options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
+        exact = [run(block, batch) for batch in batches]
+        errors = ranks.map_scalars(
+            lambda option: block_error(block, batches, exact, option), options
+        ).tolist()
+        best = min(range(len(options)), key=errors.__getitem__)
+        block.clips.update(options[best])
+        choice = "by layer" if best == len(self.ratios) else self.ratios[best]
+        for name in names:
+            block.notes["clip"][name] = {
+                "ratio": choice,
+                "error": errors[best],
+                "error_unclipped": errors[0],
+            }
+
+    def work(self, block: BlockShape) -> Work:
+        ratios = len(self.ratios)
+        tried, judged = (
+            2 * ratios + 1,
+            ratios + 1,
+        )  # a group's own errors are judged without outputs
+        return super().work(block) + Work(
+            forward_flops=(ratios + 2) * min(1.0, self.sequences / block.samples) * block.forward(),
+            search_weights=tried * block.weights,
+            search_flops=2 * self.tokens * judged * block.weights,
+            search_tries=tried * len(block.quantized),
+        )
+
+    def held_bytes(self, block: BlockShape) -> int:
+        return block.exact_bytes + 20 * block.largest
+
+
+def search(
+    scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """``(clip [N], group_clip [N, G])`` with the least output error for ``weight [N, K]``, finite,
+    and ``x [T, K]``.
+
+    ``ratios`` begins with 1. Also that error, and the one without clipping, ``[2]``: a GPU is not
+    waited for.
+    """
+    low, high = scheme.range(weight, finite=True)
+    rows, groups = low.shape
+
+    def difference(clip: Ratio, group_clip: Ratio) -> Tensor:
+        params = scheme.fit_range(low, high, clip=clip, group_clip=group_clip)
+        return scheme.weight_error(weight, params)
+
+    clip = torch.ones(rows, device=weight.device)
+    group_clip = torch.ones(rows, groups, device=weight.device)
+    start = best = row_error(difference(clip, group_clip), x)
+    if groups == 1 or two_levels(scheme, groups):
+        for ratio in ratios[1:]:
+            error = row_error(difference(ratio, group_clip), x)
+            clip = torch.where(error < best, ratio, clip)
+            best = torch.minimum(error, best)
+    if groups > 1:
+        moments = x.view(len(x), groups, -1).permute(1, 2, 0)  # [G, g, T]
+        moments = moments @ moments.mT  # [G, g, g]
+        chosen, least = group_clip, group_error(difference(clip, group_clip), moments)
+        for ratio in ratios[1:]:
+            error = group_error(difference(clip, ratio), moments)
+            chosen = torch.where(error < least, ratio, chosen)
+            least = torch.minimum(error, least)
+        error = row_error(difference(clip, chosen), x)
+        group_clip = torch.where((error < best)[:, None], chosen, group_clip)
+        best = torch.minimum(error, best)
+    return (clip, group_clip), torch.stack([best.sum(), start.sum()])
+
+
+def two_levels(scheme: Scheme, groups: int) -> bool:
+    """Whether shrinking the range of a channel of ``groups`` is something else than shrinking that
+    of all of these.
+    """
+    high = torch.linspace(1, 2, groups)[None]
+    channel = scheme.fit_range(-high, high, clip=0.5)
+    group = scheme.fit_range(-high, high, group_clip=0.5)
+    return any(not torch.equal(channel[name], group[name]) for name in channel)
+
+
+def row_error(difference: Tensor, x: Tensor) -> Tensor:
+    """``|| x d_n ||^2 [N]`` of the weight error ``difference [N, K]``."""
+    with tensor_cores():
+        return (x @ difference.mT).square().sum(0)
+
+
+def group_error(difference: Tensor, moments: Tensor) -> Tensor:
+    """``|| x_G d_nG ||^2 [N, G]`` with ``moments [G, g, g]``, the x_G^T x_G."""
+    by_group = difference.view(len(difference), len(moments), -1).transpose(0, 1)  # [G, N, g]
+    return ((by_group @ moments) * by_group).sum(-1).T
+
+
+def block_error(
+    block: Block,
+    batches: Sequence[Batch],
+    exact: Sequence[Tensor],
+    clips: dict[str, tuple[Ratio, Ratio]],
+) -> Tensor:
+    """Squared error ``[]`` of the block's output, the linears of ``clips`` rounded on those ranges,
+    the rest exact.
+    """
+    linears = {name: block.get(name) for name in clips}
+    for name, (clip, group_clip) in clips.items():
+        scheme, weight = block.schemes[name], block.weight(name)
+        params = scheme.fit_range(
+            *scheme.range(weight, finite=True), clip=clip, group_clip=group_clip
+        )
+        block.install(name, Rounded(scheme.quantize(weight, params), params))
+    try:
+        pairs = zip(batches, exact, strict=True)
+        return torch.stack(
+            [(run(block, b) - e).float().square_().sum(dtype=torch.float64) for b, e in pairs]
+        ).sum()
+    finally:
+        for name, linear in linears.items():
+            block.module.set_submodule(name, linear)

@@ -1,0 +1,66 @@
+"""Finite fields, as far as Paley's Hadamard matrices need them: which elements are squares.
+
+An element of GF(p^k) is the list of its k coefficients, constant term last.
+"""
+
+import math
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+
+def jacobsthal(q: int) -> Tensor:
+    """``chi(a_i - a_j) [q, q]``: the quadratic character (1 square, -1 not, 0 zero) on the field of
+    q elements.
+    """
+    p, k = prime_power(q) or (q, 1)
+    elements = torch.cartesian_prod(*[torch.arange(p)] * k).reshape(
+        q, k
+    )  # coefficients, constant term last
+    place = p ** torch.arange(k - 1, -1, -1)
+    character = torch.full((q,), -1, dtype=torch.int8)
+    squares = {tuple(_multiply(a, a, p, _irreducible(p, k))) for a in elements.tolist()}
+    character[torch.tensor(sorted(squares)) @ place] = 1
+    character[0] = 0
+    difference = (elements[:, None] - elements[None, :]) % p
+    return character[difference @ place]
+
+
+@cache
+def _irreducible(p: int, k: int) -> tuple[int, ...]:
+    """Low coefficients (constant term last) of a monic irreducible polynomial of degree k over
+    GF(p).
+
+    The ring it makes is a field exactly if no two nonzero elements multiply to zero.
+    """
+    if k == 1:
+        return (0,)
+    nonzero = [list(a) for a in product(range(p), repeat=k) if any(a)]
+    monic = [a for a in nonzero if next(c for c in a if c) == 1 and any(a[:-1])]
+    for low in product(range(p), repeat=k):
+        if low[-1] and all(any(_multiply(a, b, p, low)) for a in monic for b in nonzero):
+            return low
+    raise AssertionError(f"no irreducible polynomial of degree {k} over GF({p})")
+
+
+def _multiply(a: list[int], b: list[int], p: int, low: tuple[int, ...]) -> list[int]:
+    """``a b`` modulo ``x^k + low`` and p; coefficients with the constant term last."""
+    result = [0] * len(a)
+    for coefficient in a:  # Horner: result <- result x + coefficient b
+        top, result = result[0], [*result[1:], 0]
+        result = [
+            (r + coefficient * c - top * f) % p for r, c, f in zip(result, b, low, strict=True)
+        ]
+    return result
+
+
+@cache
+def prime_power(q: int) -> tuple[int, int] | None:
+    """``(p, k)`` with ``q = p^k``, or None."""
+    p = next((d for d in range(2, math.isqrt(max(q, 0)) + 1) if q % d == 0), q)
+    k, rest = 0, q
+    while q > 1 and rest % p == 0:
+        rest, k = rest // p, k + 1
+    return (p, k) if q > 1 and rest == 1 else None

@@ -1,0 +1,36 @@
+"""Where a factor on a group's input goes: into its linears, and inverted into what produces the
+input.
+"""
+
+from torch import Tensor
+
+from qtool.calibration.block import Block
+from qtool.models.parts import Fold, Heads, LinearGroup
+
+
+def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
+    """The largest of each channel over the query heads of a kv head, given to all of them: ``[Hq
+    D]``.
+    """
+    by_head = amax.view(heads.kv, -1, heads.dim)  # [Hkv, queries of it, D]
+    return by_head.amax(1, keepdim=True).expand_as(by_head).flatten()
+
+
+def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
+    """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
+    for name in group.linears:
+        block.weight(name).mul_(factor.double())  # float64 in between
+    if group.fold is Fold.HEADS:
+        heads = block.heads
+        factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
+    if group.fold is Fold.NORM:
+        block.scale_norm(group.source, 1 / factor.double())
+        return
+    scale_rows(block, group.source, 1 / factor.double())
+
+
+def scale_rows(block: Block, name: str, factor: Tensor) -> None:
+    """Multiply the outputs of linear ``name`` by ``factor [N]``, in place."""
+    block.change_rows(
+        name, lambda rows: rows.double() * factor.double().view((-1,) + (1,) * (rows.dim() - 1))
+    )

@@ -1,0 +1,189 @@
+"""Hadamard matrices of every order that occurs, and the randomized Hadamard rotation made of them.
+
+``H [n, n]`` of +-1 with ``H H^T = n I``. Dense orders come by construction: Paley I (``q + 1``, q a
+prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4 m`` from four
+symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4 m I``); every other order is a
+Kronecker product of those. The rotation of QuaRot (Ashkboos et al., 2024) is ``Q = H diag(s) /
+sqrt(n)`` with random signs ``s``; ``x Q`` costs ``n (d1 + d2 + ...)`` for factors d_i.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
+from qtool.errors import QtoolError
+
+#: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
+#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92 and 116, which Paley does not.
+WILLIAMSON = {23: (0x0BB, 0x563, 0x511, 0x736), 29: (0x04F5, 0x2435, 0x27D2, 0x38ED)}
+
+#: what a factor costs besides its order: one pass over the data
+PASS_COST = 16
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """The orthogonal ``Q [n, n] = H diag(s) / sqrt(n)``, applied fast along the last dimension.
+
+    Args:
+        n: the order. Where no Hadamard matrix of order n is known, Q is block diagonal with
+            the largest known one that divides n (``block``).
+        seed: of the signs ``s``; ``None`` means all plus.
+        keeps_ones: multiply by the reflection that makes ``ones Q = ones``. LayerNorm commutes
+            with such a rotation (the mean stays, so does what is subtracted), RMSNorm with any.
+    """
+
+    n: int
+    seed: int | None = None
+    keeps_ones: bool = False
+    block: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", largest_order(self.n))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x Q`` for ``x [..., n]``, in x's dtype (float64 for folding into weights)."""
+        y = self._signed(x)
+        if self.keeps_ones:
+            ones = torch.full((self.n,), self.n**-0.5, dtype=x.dtype, device=x.device)
+            normal = self._signed(ones) - ones
+            y = y - (y @ normal)[..., None] * (2 / (normal @ normal)) * normal
+        return y
+
+    def _signed(self, x: Tensor) -> Tensor:
+        y = (
+            multiply(x.unflatten(-1, (-1, self.block)), factors(self.block)).flatten(-2)
+            * self.block**-0.5
+        )
+        return y if self.seed is None else y * random_signs(self.n, self.seed).to(y)
+
+
+def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
+    """``x (H1 kron H2 kron ...)`` for ``x [..., d1 d2 ...]``."""
+    y = x.unflatten(-1, orders)
+    for i, order in enumerate(orders):
+        dim = i - len(orders)
+        y = (y.movedim(dim, -1) @ dense(order).to(y)).movedim(-1, dim)
+    return y.flatten(-len(orders))
+
+
+def random_signs(n: int, seed: int) -> Tensor:
+    """``[n]`` of +-1, the same on every device."""
+    return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def largest_order(n: int) -> int:
+    """The largest divisor of ``n`` that is a known Hadamard order.
+
+    Raises:
+        QtoolError: for an odd n, of which only 1 is one.
+    """
+    if n > 1 and n % 2:
+        raise QtoolError(
+            f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none divides {n}"
+        )
+    return next(d for d in range(n, 0, -1) if n % d == 0 and _cheapest(d) is not None)
+
+
+def factors(n: int) -> tuple[int, ...]:
+    """Orders of dense Hadamard matrices whose Kronecker product has order ``n``, the cheapest to
+    apply.
+
+    Raises:
+        QtoolError: if there are none.
+    """
+    found = _cheapest(n)
+    if found is None:
+        raise QtoolError(
+            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and their Kronecker products)"
+        )
+    return found
+
+
+@cache
+def _cheapest(n: int) -> tuple[int, ...] | None:
+    if n <= 2:
+        return (n,)
+    if n % 4:
+        return None
+    best: tuple[int, ...] | None = (n,) if _constructible(n) else None
+    for d in range(2, n // 2 + 1):
+        if n % d == 0 and _constructible(d):
+            rest = _cheapest(n // d)
+            if rest is not None and (best is None or _cost(d, *rest) < _cost(*best)):
+                best = (d, *rest)
+    return best
+
+
+def _cost(*orders: int) -> int:
+    return sum(orders) + PASS_COST * len(orders)
+
+
+def _constructible(n: int) -> bool:
+    """Whether :func:`dense` can build order ``n`` in one piece."""
+    if n & (n - 1) == 0:
+        return True
+    return _paley_one(n) or _paley_two(n) or (n % 4 == 0 and n // 4 in WILLIAMSON)
+
+
+def _paley_one(n: int) -> bool:
+    return n % 4 == 0 and prime_power(n - 1) is not None
+
+
+def _paley_two(n: int) -> bool:
+    return n % 4 == 0 and (n // 2 - 1) % 4 == 1 and prime_power(n // 2 - 1) is not None
+
+
+@lru_cache(maxsize=64)
+def dense(n: int) -> Tensor:
+    """One Hadamard matrix in one piece, verified."""
+    if n & (n - 1) == 0:
+        matrix = torch.ones(1, 1, dtype=torch.int8)
+        for _ in range(n.bit_length() - 1):
+            matrix = torch.kron(matrix, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
+    elif n // 4 in WILLIAMSON and not _paley_one(n):
+        matrix = williamson(n // 4)
+    else:
+        matrix = paley_one(n - 1) if _paley_one(n) else paley_two(n // 2 - 1)
+    square = matrix.double() @ matrix.double().T
+    if not torch.equal(square, n * torch.eye(n, dtype=torch.float64)):
+        raise AssertionError(f"the construction of order {n} is not a Hadamard matrix")
+    return matrix
+
+
+def paley_one(q: int) -> Tensor:
+    """Order ``q + 1`` for a prime power q = 3 mod 4: ``I + S`` with ``S = [[0, 1], [-1, chi]]``."""
+    matrix = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    matrix[1:, 0] = -1
+    matrix[1:, 1:] = jacobsthal(q) + torch.eye(q, dtype=torch.int8)
+    return matrix
+
+
+def paley_two(q: int) -> Tensor:
+    """Order ``2 (q + 1)`` for a prime power q = 1 mod 4: ``S x [[1, 1], [1, -1]] + I x [[1, -1],
+    [-1, -1]]``.
+    """
+    conference = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    conference[0, 0] = 0
+    conference[1:, 1:] = jacobsthal(q)
+    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+    diagonal = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
+    return torch.kron(conference, plus) + torch.kron(torch.eye(q + 1, dtype=torch.int8), diagonal)
+
+
+def williamson(m: int) -> Tensor:
+    """Order ``4 m`` from the four symmetric circulants of :data:`WILLIAMSON`."""
+    a, b, c, d = (circulant(m, bits) for bits in WILLIAMSON[m])
+    rows = ((a, b, c, d), (-b, a, -d, c), (-c, d, a, -b), (-d, -c, b, a))
+    return torch.cat([torch.cat(row, 1) for row in rows])
+
+
+def circulant(m: int, bits: int) -> Tensor:
+    """The symmetric circulant ``[m, m]`` of +-1 whose first row the bits give."""
+    half = [1 if bits >> i & 1 else -1 for i in range((m - 1) // 2)]
+    row = torch.tensor([1, *half, *reversed(half)], dtype=torch.int8)
+    i = torch.arange(m)
+    return row[(i[None, :] - i[:, None]) % m]

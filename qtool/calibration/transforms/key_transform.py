@@ -1,0 +1,131 @@
+"""What keys and queries may go through, offline, without attention noticing; and the choice of it
+for 4-bit keys.
+
+RoPE turns the channels i and j = i + R/2 of a head together, by angles that commute with any turn
+and any scaling of that pair. So each pair of each kv head may have a factor and a phase (QServe
+section 3.2 has the factor; the phase is ours):
+
+    k_ij <- turn(phi) k_ij / lambda,      q_ij <- turn(phi) q_ij * lambda
+
+Queries stay in 16 bits and a key is quantized on 15 steps between its extremes, so the error of the
+scores is, to first order, proportional to
+
+    E[ (max k - min k)^2 ] * sum_d lambda_d^2 E[q_d^2]
+
+with k the transformed keys less their mean, which the quantizer takes away too
+(:class:`~qtool.schemes.kv.KV4`). :func:`fit` minimizes the logarithm of that: a factor moves range
+to where queries are small, a phase shares what one channel of a pair has with the other. It has
+many minima, a tenth apart in the error that the quantizer makes, and that error does not always
+fall with the predicted one: so it is found from several phases, to choose from.
+
+Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STEP_SIZE = 0.1  # of Adam, in units of log lambda and radians
+
+
+@dataclass(frozen=True)
+class KeyTransform:
+    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]``; C of them where both
+    begin with C.
+    """
+
+    factor: Tensor
+    phase: Tensor
+
+    def keys(self, keys: Tensor) -> Tensor:
+        """``keys [..., Hkv, T, D]`` transformed."""
+        return turned(keys / self.factor.unsqueeze(-2), self.phase)
+
+    def queries(self, queries: Tensor) -> Tensor:
+        """``queries [..., Hkv, T, D]`` transformed: those of the query heads of each kv head."""
+        return turned(queries * self.factor.unsqueeze(-2), self.phase)
+
+    def original(self, keys: Tensor) -> Tensor:
+        """The inverse of :meth:`keys`."""
+        return turned(keys, -self.phase) * self.factor.unsqueeze(-2)
+
+
+def turned(x: Tensor, phase: Tensor) -> Tensor:
+    """``x [..., Hkv, T, D]`` with each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
+    half = phase.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cosine, sine = phase.cos().unsqueeze(-2), phase.sin().unsqueeze(-2)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine, rest], -1)
+
+
+def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
+    """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in each
+    head.
+
+    ``shared``: one lambda for all heads.
+    """
+    if shared:
+        amax = amax.amax(0, keepdim=True).expand_as(amax)
+    pair = torch.maximum(amax[:, : rotary // 2], amax[:, rotary // 2 : rotary])  # [Hkv, R/2]
+    paired = torch.cat(
+        [pair, pair, amax[:, rotary:]], 1
+    )  # [Hkv, D]; channels RoPE leaves alone have no partner
+    log = paired.clamp_min(torch.finfo(torch.float32).tiny).log()
+    alive = paired > 0
+    mean = (log * alive).sum(1, keepdim=True) / alive.sum(1, keepdim=True).clamp_min(1)
+    return torch.where(alive, (alpha * (log - mean)).exp(), 1.0).clamp(1e-4, 1e4)
+
+
+def fit(
+    keys: Tensor,
+    power: Tensor,
+    start: Tensor,
+    phases: Tensor,
+    *,
+    shared: bool,
+    turns: bool,
+    steps: int,
+) -> KeyTransform:
+    """C transforms of little predicted error, found by Adam from ``start [Hkv, D]`` and each of
+    ``phases``.
+
+    Args:
+        keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
+        power: mean square ``[Hkv, D]`` of the queries that meet them, summed over a kv head's query
+            heads.
+        start: factors to begin with. phases: ``[C, Hkv, R/2]``, likewise.
+        shared: one factor for all heads. turns: a phase can be folded too.
+    """
+    half, keys = phases.shape[2], keys.float()
+    log = start.log()
+    log = torch.cat([log[:, :half], log[:, 2 * half :]], 1)  # one of each pair
+    log = (log[:1] if shared else log).expand(len(phases), -1, -1).clone().requires_grad_()
+    phase = phases.clone().requires_grad_(turns)
+    power = power / power.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def transform() -> KeyTransform:
+        every = log.expand(-1, len(start), -1)
+        return KeyTransform(torch.cat([every[..., :half], every], -1).exp(), phase)
+
+    optimizer = torch.optim.Adam([log, phase] if turns else [log], lr=STEP_SIZE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            loss = predicted_error(transform(), keys, power).log().sum()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    return KeyTransform(transform().factor.detach().clamp(1e-4, 1e4), phase.detach())
+
+
+def predicted_error(transform: KeyTransform, keys: Tensor, power: Tensor) -> Tensor:
+    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head ``[Hkv]`` (or ``[C, Hkv]``), for centred
+    keys; above 0.
+    """
+    key = transform.keys(keys)
+    spread = (key.amax(-1) - key.amin(-1)).square().mean(-1)
+    return (spread * (transform.factor.square() * power).mean(-1)).clamp_min(
+        torch.finfo(torch.float32).tiny
+    )

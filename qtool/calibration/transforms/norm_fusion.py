@@ -1,0 +1,90 @@
+"""Norm fusion: the weight (and bias) of each norm moves into the linears that read it.
+
+QuaRot (Ashkboos et al., 2024) section 4.1, QServe B.2.1: for ``y = (n * w + b) W^T + c`` with n the
+normalized input, ``W <- W diag(w)`` and ``c <- c + W b``; afterwards ``w`` is ones and ``b`` zeros.
+What is left of the norm commutes with a rotation. Where a reader has no c to take the bias, it
+stays in the norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.method import Norm, Transform
+from qtool.errors import QtoolError
+from qtool.models.family import Family
+
+
+@dataclass(kw_only=True)
+class NormFusion(Transform):
+    """Every norm of the residual stream becomes a plain one, the final norm too (into the head).
+
+    Where the residual stream cannot be rotated (Gemma 2 and 3) nothing needs the final norm plain:
+    it stays, and with it the one table for embedding and head.
+    """
+
+    name = "norm-fusion"
+    needs_data = False
+    after: ClassVar[dict[str, str]] = {}
+    final = True
+
+    @property
+    def rewrites_embedding(self) -> bool:
+        return self.final
+
+    def prepare(self, family: Family, config: Any) -> None:
+        super().prepare(family, config)
+        self.final = not family.post_norms
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        for group in block.family.folds():
+            if group.reads_residual:
+                fuse(block, group.source, group.linears)
+
+    def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
+        return (rows.double() * final_norm.double()).to(rows.dtype) if self.final else rows
+
+    def final_norm(self, norm: Norm) -> Norm:
+        if not self.final:
+            return norm
+        bias = None if norm.bias is None else kept_bias(norm.gain, norm.bias, "the final norm")
+        return replace(norm, gain=torch.ones_like(norm.gain), bias=bias)
+
+
+def fuse(block: Block, norm: str, readers: Sequence[str]) -> None:
+    """Fold the weight ``[H]`` and bias of ``norm`` into ``readers`` (weights ``[N, H]``), in place.
+
+    Raises:
+        QtoolError: see :func:`kept_bias`.
+    """
+    stored, shift, offset = block.weight(norm), block.bias(norm), block.family.norm_offset
+    gain = stored.double() + offset
+    moves = shift is not None and all(block.bias(reader) is not None for reader in readers)
+    for reader in readers:
+        weight, bias = block.weight(reader), block.bias(reader)
+        if moves and bias is not None and shift is not None:
+            bias.add_((weight.double() @ shift.double()).to(bias.dtype))
+        weight.copy_(weight.double() * gain)
+    stored.fill_(1.0 - offset)
+    if shift is not None:
+        shift.copy_(torch.zeros_like(shift) if moves else kept_bias(gain, shift, norm))
+
+
+def kept_bias(gain: Tensor, bias: Tensor, name: str) -> Tensor:
+    """The bias ``b / w [H]`` of a norm whose gain went into the linears but whose bias could not.
+
+    Raises:
+        QtoolError: a channel with a bias and a gain of zero, which no linear behind it can tell
+            apart.
+    """
+    if lost := int(((gain == 0) & (bias != 0)).sum()):
+        raise QtoolError(
+            f"norm-fusion: {name} has {lost} channels with a bias and no weight, and nothing takes its bias"
+        )
+    return torch.where(gain == 0, 0.0, bias.double() / gain.double())

@@ -1,0 +1,121 @@
+"""Queries as keys meet them: how much an error of each key channel counts.
+
+A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE,
+of which a cache knows the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers
+differ a hundredfold: a slow pair of channels that every query points along counts for many that
+average out.
+
+Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, B sequences of S tokens, T any
+tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch, to_device
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import inputs_of
+from qtool.calibration.transforms.key_transform import KeyTransform
+
+#: least importance of a channel, of the mean of its head: none may be lost altogether
+LEAST = 1e-3
+
+
+@dataclass
+class Queries:
+    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE, summed over the query
+    heads of a kv head.
+    """
+
+    moment: Tensor
+
+    @property
+    def power(self) -> Tensor:
+        """Mean square of each channel ``[Hkv, D]``."""
+        return self.moment.diagonal(dim1=1, dim2=2)
+
+    def importance(self, transform: KeyTransform | None = None) -> Tensor:
+        """What squared errors of the channels of (transformed) keys count, ``[Hkv, D]``, mean 1 in
+        each head.
+        """
+        power = self.power
+        if transform is not None:
+            half = transform.phase.shape[1]
+            cross = self.moment.diagonal(half, 1, 2)[:, :half]  # of the two channels of each pair
+            first, second, rest = power[:, :half], power[:, half : 2 * half], power[:, 2 * half :]
+            cosine, sine = transform.phase.cos(), transform.phase.sin()
+            mixed = 2 * cosine * sine * cross
+            turned = [
+                cosine**2 * first + sine**2 * second - mixed,
+                sine**2 * first + cosine**2 * second + mixed,
+                rest,
+            ]
+            power = torch.cat(turned, 1) * transform.factor.square()
+        mean = power.mean(1, keepdim=True)
+        return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
+
+    def score_error(self, lost: Tensor) -> Tensor:
+        """Mean square ``[Hkv]`` of what ``lost [Hkv, T, D]`` of the keys changes in the scores."""
+        return ((lost @ self.moment) * lost).sum(2).mean(1)
+
+
+@torch.no_grad()
+def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
+    """The queries of ``block`` on ``batches``, at least one."""
+    attention, heads = block.family.attention, block.heads
+    norm = block.get(attention.q_norm) if attention.q_norm else None
+    weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
+    moments, tokens = [], 0
+    for batch in batches:
+        x = inputs_of(block, batch, block.family.owner(attention.q))
+        assert x is not None, "attention always runs"
+        queries = torch.nn.functional.linear(
+            x.float(), weight, None if bias is None else bias.float()
+        )
+        if norm is not None and not shared_norm(block):
+            queries = norm(queries)
+        queries = queries.view(*batch.hidden.shape[:2], heads.query, heads.dim)
+        if norm is not None and shared_norm(block):
+            queries = norm(queries)
+        queries = positioned(queries, to_device(batch.kwargs[block.index], block.device))
+        by_head = (
+            queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
+        )  # [Hkv, T, D]
+        moments.append((by_head.mT @ by_head).double())
+        tokens += len(x)
+    return Queries((torch.stack(moments).sum(0) / tokens).float())
+
+
+def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:
+    """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``."""
+    angles = arguments.get("position_embeddings")
+    if angles is None or arguments.get("alibi") is not None:
+        return queries
+    # [B or 1, S, 1, R]
+    cosine, sine = (part.float()[:, :, None] for part in angles)  # type: ignore[attr-defined]
+    turning, rest = queries.split([cosine.shape[-1], queries.shape[-1] - cosine.shape[-1]], -1)
+    first, second = turning.chunk(2, -1)
+    return torch.cat([turning * cosine + torch.cat([-second, first], -1) * sine, rest], -1)
+
+
+def rotary_dim(block: Block) -> int:
+    """How many channels of a head RoPE turns."""
+    dim = block.heads.dim
+    if not block.family.attention.rotary:
+        return 0
+    scaling = getattr(block.config, "rope_parameters", None) or {}
+    factor = (
+        scaling.get("partial_rotary_factor")
+        or getattr(block.config, "partial_rotary_factor", None)
+        or 1.0
+    )
+    return int(dim * factor)
+
+
+def shared_norm(block: Block) -> bool:
+    """Whether one norm weight ``[D]`` serves all heads."""
+    norm = block.family.attention.k_norm
+    return norm is not None and block.weight(norm).numel() == block.heads.dim

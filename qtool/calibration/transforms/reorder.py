@@ -1,0 +1,204 @@
+"""Reordering of input channels: channels of like salience share a group, outliers share a block.
+
+- ``reorder``: QServe B.2.3. Channels sorted by max|X|, so that a quantization group holds channels
+  of similar salience.
+- ``gather-outliers``: FMPQ (COMET 3.2, figure 4). Outlier channels go into as few blocks as
+  possible, and only those blocks get 8-bit activations (:mod:`qtool.schemes.fmpq_blocks`).
+
+With P an order of the input channels, ``X W^T = X[:, P] W[:, P]^T``. The order of X folds into the
+rows of up and gate (-> down) and, inside a head, of v (-> o; all query heads of a kv head share
+it). Behind a norm it cannot fold, since each layer has its own order on the one residual stream: it
+is then stored with the linears, and their input is gathered at run time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.method import Transform
+from qtool.calibration.rounding.block_precision import allocate
+from qtool.calibration.statistics import collect, subset
+from qtool.calibration.transforms.folding import per_kv_head
+from qtool.errors import QtoolError, suggest
+from qtool.models.family import Family
+from qtool.models.parts import Fold, LinearGroup
+from qtool.schemes.fmpq import Fmpq
+from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, block_cap, by_magnitude, plan_blocks
+
+FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
+LATER = {
+    "rotate": "a rotation mixes the channels that were put in order",
+    "smooth": "smoothing changes which channels are salient and folds in the original order",
+    "value-basis": "a new basis has other channels",
+}
+
+
+@dataclass(kw_only=True)
+class Reorder(Transform):
+    """Sort input channels by salience.
+
+    Args:
+        groups: which groups: ``heads`` (o) and ``product`` (down), which fold, and ``norm`` (qkv,
+            gate and up), which costs a gather at run time.
+    """
+
+    groups: Sequence[str] = ("heads", "product")
+
+    name = "reorder"
+    needs_data = True
+    after: ClassVar[dict[str, str]] = LATER
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if group not in FOLDS:
+                raise QtoolError(f"reorder: unknown group {group!r}; {suggest(group, FOLDS)}")
+
+    def permutes(self, family: Family) -> tuple[str, ...]:
+        return tuple(
+            name
+            for g in family.groups
+            if g.fold is Fold.NORM and "norm" in self.groups
+            for name in g.linears
+        )
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        chosen = [group for group in block.family.groups if _kind(group) in self.groups]
+        inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens=0)
+        for group in chosen:
+            if (seen := inputs.get(group.linears[0])) is None:
+                order = torch.arange(block.weight(group.linears[0]).shape[1], device=block.device)
+            elif group.fold is Fold.HEADS:
+                order = order_in_heads(block, seen.amax)
+            else:
+                order = by_magnitude(seen.amax)
+            permute(block, group, order)
+
+
+@dataclass(kw_only=True)
+class GatherOutliers(Transform):
+    """Give each linear of a mixed-precision scheme its map of 8-bit blocks, outliers gathered into
+    few.
+
+    Args:
+        ratio: a channel is an outlier above ``ratio`` times the median channel.
+        max_8bit_blocks: at most so many blocks of a linear get 8 bits.
+        min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
+        w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as
+            long as this share of each decoder block's work is left in W4A4 and both limits above
+            allow it (:mod:`qtool.calibration.rounding.block_precision`).
+        tokens, sequences, seed: of the sample of inputs and the sequences that error is measured
+            on.
+    """
+
+    ratio: float = OUTLIER_RATIO
+    max_8bit_blocks: int | None = None
+    min_w4a4_share: float = 0.0
+    w4a4_share: float | None = None
+    tokens: int = 512
+    sequences: int = 8
+    seed: int = 0
+
+    name = "gather-outliers"
+    needs_data = True
+    positive = ("tokens", "sequences")
+    after: ClassVar[dict[str, str]] = LATER | {
+        "reorder": "sorting again would scatter the gathered outliers"
+    }
+
+    def __post_init__(self) -> None:
+        if self.w4a4_share is not None and not 0 <= self.w4a4_share <= 1:
+            raise QtoolError(f"gather-outliers: w4a4_share {self.w4a4_share}; expected 0 to 1")
+
+    def permutes(self, family: Family) -> tuple[str, ...]:
+        return tuple(
+            name for group in family.groups if _kind(group) != "product" for name in group.linears
+        )
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        firsts = [group.linears[0] for group in block.family.groups]
+        inputs = collect(block, batches, firsts, self.tokens, self.seed)
+        maps: dict[tuple[str, ...], Tensor] = {}
+        caps: dict[tuple[str, ...], int] = {}
+        samples: dict[tuple[str, ...], Tensor] = {}
+        for group in block.family.groups:
+            mixed = tuple(
+                name for name in group.linears if isinstance(block.schemes.get(name), Fmpq)
+            )
+            if not mixed or (seen := inputs.get(group.linears[0])) is None:
+                continue
+            plan = plan_blocks(
+                seen.amax,
+                ratio=self.ratio,
+                max_8bit_blocks=self.max_8bit_blocks,
+                min_w4a4_share=self.min_w4a4_share,
+            )
+            # a plan with outliers has this order already; one without may get 8-bit blocks below
+            order = plan.permutation if self.w4a4_share is None else by_magnitude(seen.amax)
+            permute(block, group, order, inside_heads=False)
+            maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, order]
+            caps[mixed] = block_cap(len(order), self.max_8bit_blocks, self.min_w4a4_share)
+        if self.w4a4_share is not None:
+            allocate(block, subset(batches, self.sequences), samples, maps, caps, self.w4a4_share)
+        for linears, eight_bit in maps.items():
+            note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
+            block.notes.setdefault(self.name, {})[linears[0]] = note
+            for name in linears:
+                scheme = block.schemes[name]
+                assert isinstance(scheme, Fmpq)
+                block.schemes[name] = scheme.with_blocks(eight_bit)
+
+
+def order_in_heads(block: Block, amax: Tensor) -> Tensor:
+    """An order ``[Hq D]`` of o's input that sorts inside each head; query heads of one kv head
+    alike.
+    """
+    dim = block.heads.dim
+    order = (
+        per_kv_head(amax, block.heads).view(-1, dim).argsort(stable=True, dim=1, descending=True)
+    )  # [Hq, D]
+    return (order + dim * torch.arange(len(order), device=order.device)[:, None]).flatten()
+
+
+def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool = True) -> None:
+    """Put the input channels of ``group`` in ``order [K]``: folded into the producer where it can
+    be.
+    """
+    if _kind(group) == "product":
+        for name in filter(None, (group.source, group.gate)):
+            permute_outputs(block, name, order)
+        permute_inputs(block, group, order)
+    elif group.fold is Fold.HEADS and inside_heads:
+        heads = block.heads
+        by_head = order.view(heads.kv, -1, heads.dim)[:, 0] % heads.dim  # [Hkv, D]
+        rows = by_head + heads.dim * torch.arange(heads.kv, device=order.device)[:, None]
+        permute_outputs(block, group.source, rows.flatten())
+        permute_inputs(block, group, order)
+    else:
+        for name in group.linears:
+            block.permute(name, order)
+
+
+def _kind(group: LinearGroup) -> str:
+    """What a recipe calls the group: an order folds through any activation, with a product or
+    without.
+    """
+    return "product" if group.fold is Fold.ACTIVATION else group.fold.value
+
+
+def permute_inputs(block: Block, group: LinearGroup, order: Tensor) -> None:
+    """Columns of the group's linears in ``order [K]``, in place."""
+    for name in group.linears:
+        weight = block.weight(name)
+        weight.copy_(weight[:, order])
+
+
+def permute_outputs(block: Block, name: str, order: Tensor) -> None:
+    """Rows and bias of linear ``name`` in ``order [N]``, in place."""
+    block.change_rows(name, lambda rows: rows[order])

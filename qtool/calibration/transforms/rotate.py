@@ -1,0 +1,156 @@
+"""Rotation: outliers of the residual stream and of the value heads are spread over all channels.
+
+QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
+and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
+
+    residual stream   x <- x Q:   embedding <- E Q,   readers  W <- W Q,   writers  W <- Q^T W, b <- b Q
+    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P (a head's rows),   W_o <- W_o P (its columns)
+
+All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before)
+commutes with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean
+over channels is the component along it. Such a model gets the rotation reflected so that ``ones Q =
+ones``, which spares the mean-subtraction folding and keeps LayerNorm, and so the checkpoint's
+architecture, as it is. A bias that stayed in a norm turns with its channels. A norm of what is
+written to the residual stream (Gemma 2) commutes with no rotation, since its weight can move
+nowhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.method import Norm, Transform
+from qtool.calibration.transforms.folding import fold_factor, per_kv_head
+from qtool.calibration.transforms.hadamard import Hadamard
+from qtool.errors import QtoolError
+from qtool.models.family import Family
+
+
+@dataclass(kw_only=True)
+class Rotate(Transform):
+    """Rotate the residual stream and the value heads.
+
+    Args:
+        seed: of the random signs of the residual rotation.
+        residual: rotate the residual stream (needs the norms fused).
+        heads: rotate each value head.
+        keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
+            are.
+    """
+
+    seed: int = 0
+    residual: bool = True
+    heads: bool = True
+    keeps_mean: bool = False
+
+    name = "rotate"
+    needs_data = False
+    requires: ClassVar[dict[str, str]] = {
+        "norm-fusion": "a norm's weight must be in the linears before they rotate"
+    }
+
+    @property
+    def rewrites_embedding(self) -> bool:
+        return self.residual
+
+    def prepare(self, family: Family, config: Any) -> None:
+        super().prepare(family, config)
+        self.keeps_mean = self.keeps_mean or family.layer_norm
+        if self.residual and family.post_norms:
+            raise QtoolError(
+                f"rotate: the residual stream of a {family.name} model cannot be rotated: the weight of "
+                f"{family.post_norms[0]} acts on what is written to it, and no linear behind could take it; "
+                "set {rotate: {residual: false}}"
+            )
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        if self.residual:
+            rotation = self.rotation(block.config.hidden_size)
+            block.notes["rotate"] = {"order": rotation.n, "hadamard": rotation.block}
+            for group in block.family.folds():
+                if group.reads_residual:
+                    self._check_norm(block, group.source)
+                    rotate_bias(block, group.source, rotation)
+                for name in group.linears:
+                    if group.reads_residual:
+                        rotate_inputs(block, name, rotation)
+                    if group.writes_residual:
+                        rotate_outputs(block, name, rotation)
+        if self.heads:
+            rotation = Hadamard(block.heads.dim)
+            balance_heads(block)
+            rotate_outputs(block, block.family.attention.v, rotation)
+            rotate_inputs(block, block.family.attention.o, rotation)
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        return self._rows(rows)
+
+    def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
+        return self._rows(rows)
+
+    def final_norm(self, norm: Norm) -> Norm:
+        return norm if norm.bias is None else replace(norm, bias=self._rows(norm.bias))
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return (
+            self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
+        )
+
+    def rotation(self, hidden: int) -> Hadamard:
+        """The ``Q [H, H]`` of the residual stream."""
+        return Hadamard(hidden, self.seed, self.keeps_mean)
+
+    def _check_norm(self, block: Block, name: str) -> None:
+        norm = block.get(name)
+        if not (block.weight(name) == 1 - block.family.norm_offset).all():
+            raise QtoolError(
+                f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first"
+            )
+        if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
+            raise QtoolError(
+                f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true"
+            )
+
+
+def balance_heads(block: Block) -> None:
+    """Make each value channel as large in v's rows as in o's columns, in place.
+
+    A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
+    """
+    group = block.family.group_of(block.family.attention.o)
+    rows = block.weight(block.family.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
+    columns = block.weight(block.family.attention.o).double().square().mean(0).sqrt()  # [Hq D]
+    heads = block.heads
+    loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
+    quiet = per_kv_head(columns, heads)
+    alive = (loud > 0) & (quiet > 0)
+    fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
+
+
+def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:
+    """``W <- W Q`` on every ``n`` consecutive columns of ``W [N, K]``, in place."""
+    weight = block.weight(name)
+    weight.copy_(_by_parts(weight.double(), rotation))
+
+
+def rotate_outputs(block: Block, name: str, rotation: Hadamard) -> None:
+    """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
+    block.change_rows(
+        name, lambda rows: _by_parts(rows.double().movedim(0, -1), rotation).movedim(-1, 0)
+    )
+
+
+def rotate_bias(block: Block, name: str, rotation: Hadamard) -> None:
+    """``b <- b Q`` of a norm that has one, in place."""
+    if (bias := block.bias(name)) is not None:
+        bias.copy_(_by_parts(bias.double(), rotation))
+
+
+def _by_parts(x: Tensor, rotation: Hadamard) -> Tensor:
+    return rotation(x.unflatten(-1, (-1, rotation.n))).flatten(-2)

@@ -1,0 +1,260 @@
+"""SmoothAttention: keys are made easy for a 4-bit cache, queries take the inverse.
+
+QServe section 3.2. On post-RoPE keys K [Hkv, D], for the channels i and j that RoPE turns together
+(j = i + D/2 in Llama-like models):
+
+    lambda_i = lambda_j = max(max|K_i|, max|K_j|)^alpha      W_q <- Lambda W_q,   W_k <- Lambda^-1 W_k
+
+and the biases with them. One lambda per kv head, which its query heads share. Where norms follow
+the projections (Qwen3) the factor goes into their weights: one lambda for all heads then.
+
+The paper's alpha = 0.5 serves most models. Beyond it a factor and a phase of every pair are fitted
+to the keys' range and the queries' power (:mod:`qtool.calibration.transforms.key_transform`), from
+several starts; a head takes the one with the least error of the scores. Of all candidates the one
+with the least block-output error under 4-bit keys wins; leaving the keys alone is always among
+them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
+from qtool.calibration.method import Transform
+from qtool.calibration.statistics import count_tokens, subset
+from qtool.calibration.transforms.key_transform import KeyTransform, fit, key_factor
+from qtool.calibration.transforms.queries import Queries, observe_queries, rotary_dim, shared_norm
+from qtool.distributed import ranks
+from qtool.schemes.kv import KV4
+
+
+class KeyObserver:
+    """Stands in for the KV cache: what attention hands to it are the keys after RoPE.
+
+    Attributes:
+        amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
+        kept: a random ``share`` of the tokens, ``[Hkv, T, D]`` each time.
+    """
+
+    def __init__(self, share: float = 0.0, seed: int = 0) -> None:
+        self.share, self.random = share, torch.Generator().manual_seed(seed)
+        self.amax: Tensor | None = None
+        self.total: Tensor | None = None
+        self.kept: list[Tensor] = []
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note ``keys [B, Hkv, S, D]`` and hand both back."""
+        amax, total = keys.abs().amax((0, 2)).float(), keys.sum((0, 2), dtype=torch.float64)
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.total = total if self.total is None else self.total + total
+        tokens = keys.shape[0] * keys.shape[2]
+        if count := round(self.share * tokens):
+            chosen = torch.randperm(tokens, generator=self.random)[:count].to(keys.device)
+            self.kept.append(keys.transpose(0, 1).flatten(1, 2)[:, chosen].float())
+        return keys, values
+
+
+@dataclass
+class Keys:
+    """Of all ranks' keys after RoPE: ``amax`` and ``mean [Hkv, D]``, a random ``sample [Hkv, T,
+    D]``, float32.
+    """
+
+    amax: Tensor
+    mean: Tensor
+    sample: Tensor
+
+
+def observe_keys(
+    block: Block, batches: Sequence[Batch], tokens: int = 0, seed: int = 0
+) -> Keys | None:
+    """Run ``block`` once and see its keys, about ``tokens`` of them in the sample; None if there
+    are none.
+    """
+    total, seen = count_tokens(batches), []
+    for batch in batches:
+        observer = KeyObserver(tokens / total, seed)
+        run(block, batch, **block.with_cache(observer))
+        seen.append((observer.amax, observer.total, observer.kept))
+    every = ranks.all_gather_batches(seen)
+    largest = [amax for amax, _, _ in every if amax is not None]
+    if not largest:
+        return None
+    sample = [keys for _, _, kept in every for keys in kept] or [largest[0][:, None][:, :0]]
+    mean = torch.stack([sums for _, sums, _ in every if sums is not None]).sum(0) / total
+    return Keys(torch.stack(largest).amax(0), mean.float(), torch.cat(sample, 1))
+
+
+class SmoothedKV4:
+    """Stands in for a KV cache of 4-bit keys that went through ``transform`` before; ``mean [Hkv,
+    D]`` of the keys.
+    """
+
+    def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
+        self.transform = transform
+        self.quantizer = KV4(transform.keys(mean[:, None])[:, 0], queries.importance(transform))
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The keys ``[B, Hkv, S, D]`` as attention will see them."""
+        packed = self.quantizer.quantize(self.transform.keys(keys.float()))
+        return self.transform.original(self.quantizer.dequantize(packed)).to(keys.dtype), values
+
+
+@dataclass(kw_only=True)
+class SmoothAttention(Transform):
+    """Fold a transform of the keys into what makes keys and queries.
+
+    Args:
+        alphas: exponents to choose from; ``[0.5]`` is the paper's.
+        steps: of the fit beyond the paper; 0 leaves it out.
+        starts: phases it begins from: none, and random ones.
+        tokens: size of the random sample of keys; it looks at one half and chooses among its starts
+            by the other.
+        sequences: how many calibration sequences the queries are observed and the choice is made
+            on.
+        seed: of that sample and the random starts.
+    """
+
+    alphas: Sequence[float] = (0.5, 1.0)
+    steps: int = 100
+    starts: int = 8
+    tokens: int = 2048
+    sequences: int = 16
+    seed: int = 0
+
+    name = "smooth-attention"
+    needs_data = True
+    positive = ("starts", "sequences")
+    after: ClassVar[dict[str, str]] = {
+        "rotate": "the inputs a block is observed on are rotated from the start"
+    }
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        keys = observe_keys(block, batches, self.tokens, self.seed)
+        if keys is None:
+            return
+        few = subset(batches, self.sequences)
+        queries = observe_queries(block, few)
+        candidates = self.candidates(block, keys, queries)
+        errors = key_errors(block, few, candidates, keys.mean, queries)
+        best = min(errors, key=lambda name: errors[name])
+        fold(block, candidates[best])
+        block.notes["smooth-attention"] = {
+            "choice": best,
+            "error": errors[best],
+            "error_unsmoothed": errors["none"],
+        }
+
+    def candidates(self, block: Block, keys: Keys, queries: Queries) -> dict[str, KeyTransform]:
+        """The transforms to choose from, by what the notes call them."""
+        amax, rotary, shared = keys.amax, rotary_dim(block), shared_norm(block)
+        still = amax.new_zeros(len(amax), rotary // 2)
+        factors = {"none": 0.0} | {f"alpha {alpha}": alpha for alpha in self.alphas}
+        found = {
+            name: KeyTransform(key_factor(amax, a, rotary, shared), still)
+            for name, a in factors.items()
+        }
+        if self.steps and keys.sample.shape[1]:
+            centred = keys.sample - keys.mean[:, None]
+            # a pair that keys hardly use starts at a thousandth of the largest: its factor has no
+            # upper end
+            start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
+            turns = (
+                block.family.attention.k_norm is None and rotary > 0
+            )  # a norm's weight cannot turn
+            phases = self.phases(still) if turns else still[None]
+            looked, held = centred.tensor_split(2, dim=1)
+            fitted = fit(
+                looked, queries.power, start, phases, shared=shared, turns=turns, steps=self.steps
+            )
+            found["fitted"] = least_score_error(fitted, held, queries)
+        return found
+
+    def phases(self, still: Tensor) -> Tensor:
+        """``[C, Hkv, R/2]``: no turn as in ``still [Hkv, R/2]``, and random ones."""
+        random = torch.rand(
+            self.starts - 1, *still.shape, generator=torch.Generator().manual_seed(self.seed)
+        )
+        return torch.cat([still[None], math.pi * random.to(still.device)])
+
+
+def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) -> KeyTransform:
+    """Of C ``transforms`` the one for each head that 4 bits of ``keys [Hkv, T, D]``, less their
+    mean, serve best.
+    """
+    candidates = list(map(KeyTransform, transforms.factor, transforms.phase))
+
+    def error(transform: KeyTransform) -> Tensor:
+        quantizer, moved = KV4(None, queries.importance(transform)), transform.keys(keys)[None]
+        return queries.score_error(
+            transform.original(quantizer.dequantize(quantizer.quantize(moved))[0]) - keys
+        )
+
+    best = torch.stack([error(transform) for transform in candidates]).argmin(0)  # [Hkv]
+    heads = torch.arange(len(best), device=best.device)
+    return KeyTransform(transforms.factor[best, heads], transforms.phase[best, heads])
+
+
+def key_errors(
+    block: Block,
+    batches: Sequence[Batch],
+    candidates: dict[str, KeyTransform],
+    mean: Tensor,
+    queries: Queries,
+) -> dict[str, float]:
+    """Squared block-output error of 4-bit keys under each transform; ``mean [Hkv, D]`` is the
+    keys'.
+    """
+    exact = [run(block, batch) for batch in batches]
+
+    def error_of(transform: KeyTransform) -> float:
+        outputs = (
+            run(block, batch, **block.with_cache(SmoothedKV4(transform, mean, queries)))
+            for batch in batches
+        )
+        return sum(
+            float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True)
+        )
+
+    return dict(zip(candidates, ranks.map_items(error_of, list(candidates.values())), strict=True))
+
+
+def fold(block: Block, transform: KeyTransform) -> None:
+    """Keys and queries of ``block`` transformed, in place; norms after the projections take factors
+    alone.
+    """
+    attention, heads = block.family.attention, block.heads
+    group = heads.query // heads.kv
+    if attention.k_norm and attention.q_norm:
+        keys, queries = (
+            1 / transform.factor.double(),
+            transform.factor.double().repeat_interleave(group, 0),
+        )
+        if shared_norm(block):
+            keys, queries = keys[:1], queries[:1]
+        block.scale_norm(attention.k_norm, keys.flatten())
+        block.scale_norm(attention.q_norm, queries.flatten())
+        return
+    exact = KeyTransform(transform.factor.double(), transform.phase.double())
+
+    def change(apply: Any, rows: Tensor, shared: int) -> Tensor:
+        by_head = rows.double().view(heads.kv, shared, heads.dim, -1)  # [Hkv, heads of it, D, K]
+        return (
+            apply(by_head.permute(1, 3, 0, 2)[..., None, :])[..., 0, :]
+            .permute(2, 0, 3, 1)
+            .reshape(rows.shape)
+        )
+
+    block.change_rows(attention.k, lambda rows: change(exact.keys, rows, 1))
+    block.change_rows(attention.q, lambda rows: change(exact.queries, rows, group))

@@ -1,0 +1,186 @@
+"""Where text comes from: a named corpus or a file, local copies before the network.
+
+A corpus has two roles, so that nothing is measured on the text it was fitted to: ``train``
+(calibration) and ``test`` (perplexity). A local copy is looked for in ``data_dir``, else in the
+directory ``QTOOL_DATA_DIR`` names:
+
+| corpus      | local copy of a role (``{split}`` is train or test)      | hub data set                            |
+|-------------|-----------------------------------------------------------|-----------------------------------------|
+| ``wikitext2`` | wikitext2/wiki.{split}.raw, wikitext-2-raw/wiki.{split}.raw, wikitext-2-raw-v1/{split}-*.parquet, wikitext2/{split}.* | Salesforce/wikitext, wikitext-2-raw-v1, split of that name |
+| ``c4``      | c4/c4-{train,validation}.*.json.gz (also under c4/en/), c4/{split}.*, c4.*, calibration/c4.utf8 | allenai/c4: first 10,000 documents of train shard 0, first 1,100 of validation shard 0 |
+| ``pile``    | pile/{split}.*, pile.*, calibration/pile.utf8             | NeelNanda/pile-10k: rows 0-8,999, rows 9,000-9,999 |
+| ``demo``    | ships with qtool: calibration.txt (train), heldout.txt (test) | never                               |
+
+``.*`` stands for .jsonl, .parquet or .txt. A local copy is used whole, except the published C4
+shards, of which the same documents are taken as from the hub. ``c4.*``, ``pile.*`` and
+``calibration/*.utf8`` have no split: they serve both roles."""
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from qtool.data import text_files
+from qtool.errors import QtoolError, suggest
+from qtool.io import hub
+
+TRAIN, TEST = "train", "test"
+Rows = tuple[int, int | None]  # first, one past the last
+WHOLE: Rows = (0, None)
+DEMO = Path(__file__).parents[1] / "demo"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One role of one corpus: local file patterns with the rows to take of each, and the hub's data
+    set.
+    """
+
+    local: tuple[tuple[str, Rows], ...]
+    hub: dict[str, Any] = field(default_factory=dict)  # arguments of datasets.load_dataset
+    rows: Rows = WHOLE  # of the hub's data set
+
+
+def _whole(*patterns: str) -> tuple[tuple[str, Rows], ...]:
+    return tuple((pattern, WHOLE) for pattern in patterns)
+
+
+def _any_format(stem: str) -> tuple[tuple[str, Rows], ...]:
+    return _whole(f"{stem}.jsonl", f"{stem}.parquet", f"{stem}.txt")
+
+
+def _wikitext2(split: str) -> Source:
+    return Source(
+        local=_whole(
+            f"wikitext2/wiki.{split}.raw",
+            f"wikitext-2-raw/wiki.{split}.raw",
+            f"wikitext-2-raw-v1/{split}-*.parquet",
+        )
+        + _any_format(f"wikitext2/{split}"),
+        hub={"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": split},
+    )
+
+
+def _c4(split: str, published: str, shards: int, rows: Rows) -> Source:
+    shard = f"c4-{published}.00000-of-{shards:05d}.json.gz"
+    return Source(
+        local=(
+            (f"c4/c4-{published}.*.json.gz", rows),
+            (f"c4/en/c4-{published}.*.json.gz", rows),
+            *_any_format(f"c4/{split}"),
+            *_any_format("c4"),
+            *_whole("calibration/c4.utf8"),
+        ),
+        hub={
+            "path": "allenai/c4",
+            "data_files": {published: f"en/{shard}"},
+            "split": published,
+            "streaming": True,
+        },
+        rows=rows,
+    )
+
+
+def _pile(split: str, rows: Rows) -> Source:
+    return Source(
+        local=_any_format(f"pile/{split}") + _any_format("pile") + _whole("calibration/pile.utf8"),
+        hub={"path": "NeelNanda/pile-10k", "split": "train"},
+        rows=rows,
+    )
+
+
+SOURCES: dict[str, dict[str, Source]] = {
+    "wikitext2": {TRAIN: _wikitext2(TRAIN), TEST: _wikitext2(TEST)},
+    "c4": {
+        TRAIN: _c4(TRAIN, "train", 1024, (0, 10_000)),
+        TEST: _c4(TEST, "validation", 8, (0, 1_100)),  # GPTQ's "c4_new"
+    },
+    "pile": {TRAIN: _pile(TRAIN, (0, 9_000)), TEST: _pile(TEST, (9_000, 10_000))},
+    "demo": {TRAIN: Source(_whole("calibration.txt")), TEST: Source(_whole("heldout.txt"))},
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents and where they came from: ``origin`` is a file's path or ``hub:<data set>``."""
+
+    name: str
+    origin: str
+    documents: list[str]
+
+    @property
+    def text(self) -> str:
+        """The documents joined by blank lines: the text that is tokenized."""
+        return "\n\n".join(self.documents)
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of :attr:`text` in UTF-8."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def is_corpus(source: str) -> bool:
+    """Whether ``source`` means text (a corpus or a file), not a zero-shot task."""
+    path = Path(source)
+    return (
+        source in SOURCES or path.is_file() or path.suffix in text_files.ENDINGS or os.sep in source
+    )
+
+
+def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corpus:
+    """The ``split`` (train or test) of a named corpus, or the whole of the file ``source`` whatever
+    the split.
+
+    Raises :class:`QtoolError` for an unknown name, an unreadable file, or a corpus neither local
+    nor reachable.
+    """
+    if source not in SOURCES:
+        if not is_corpus(source):
+            raise QtoolError(
+                f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}"
+            )
+        return Corpus(Path(source).name, source, text_files.read(Path(source)))
+    wanted = SOURCES[source][split]
+    directory = DEMO if source == "demo" else data_directory(data_dir)
+    if directory:
+        for pattern, rows in wanted.local:
+            for path in sorted(directory.glob(pattern))[:1]:
+                return Corpus(source, str(path), text_files.read(path, rows))
+    if not wanted.hub:
+        raise QtoolError(
+            f"{DEMO} lacks {wanted.local[0][0]}: this installation of qtool is incomplete"
+        )
+    return Corpus(source, f"hub:{wanted.hub['path']}", _download(source, split, wanted))
+
+
+def data_directory(data_dir: str | Path | None) -> Path | None:
+    """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None. QtoolError
+    if it is missing.
+    """
+    named = data_dir or os.environ.get("QTOOL_DATA_DIR")
+    if named and not Path(named).is_dir():
+        raise QtoolError(f"the data directory {named} does not exist")
+    return Path(named) if named else None
+
+
+def _download(source: str, split: str, wanted: Source) -> list[str]:
+    import datasets
+
+    first = wanted.local[0][0]
+    try:
+        with hub.access():
+            rows = datasets.load_dataset(**wanted.hub)
+            return [row["text"] for row in islice(rows, *wanted.rows)]
+    except Exception as error:  # datasets raises a dozen kinds, none of them meant for a user
+        state = (
+            "no connection to the hub"
+            if not hub.reachable()
+            else f"{type(error).__name__}: {error}"
+        )
+        raise QtoolError(
+            f"the {split} text of {source} is not here and cannot be downloaded from {wanted.hub['path']} "
+            f"({state}): put it at {first} in a directory given by --data-dir or QTOOL_DATA_DIR, "
+            "or name a text file instead"
+        ) from error

@@ -1,0 +1,1 @@
+"""One run in several processes: collectives over torch.distributed, and what supervises them."""

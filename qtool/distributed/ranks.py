@@ -1,0 +1,332 @@
+"""One run in several processes: torch.distributed under ``torchrun`` or ``accelerate launch``.
+
+Calibration batch i belongs to rank ``i mod R``. What is added up over batches is added in the order
+of the batches, and what is computed once is computed as one process would, so the result does not
+depend on R. A process alone is rank 0 of 1: nothing here then costs anything.
+
+Legend: R ranks.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtool.distributed import serialization, watch
+from qtool.errors import QtoolError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+#: of a collective; a rank that dies is found much earlier (:mod:`qtool.distributed.watch`)
+TIMEOUT = timedelta(hours=2)
+#: its name since torch 2.13, where the other one warns
+_all_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+#: bytes that every rank sends to all others at once; what is longer goes in two
+PARCEL = 4096
+
+
+@dataclass
+class World:
+    """This process among all of them; ``device`` is what the collectives of tensors run on."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+
+_world = World()
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return _world.rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return _world.size
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[str]:
+    """Be one of the ranks that the launcher started, on the device that it yields: ``cuda`` is
+    cuda:LOCAL_RANK.
+
+    Raises:
+        QtoolError: a device that the ranks cannot share out.
+    """
+    global _world
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield device
+        return
+    device = _own_device(device)
+    store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+    watch.begin(store.clone(), number, count)
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(torch.device(device))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+    _world = World(number, count, device)
+    yield device  # after an error the process ends as it is: a collective may be under way
+    barrier()
+    watch.end()
+    _world = World()
+    dist.destroy_process_group()
+
+
+def _own_device(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device != "cuda":
+        raise QtoolError(f"--device {device}: several ranks have a GPU each, pass --device cuda")
+    if local >= there:
+        raise QtoolError(
+            f"--device cuda: rank {local} of this machine has no GPU, it has {there}; start fewer ranks"
+        )
+    return f"cuda:{local}"
+
+
+def local_items(items: Sequence[T]) -> list[T]:
+    """The items of this rank: every R-th."""
+    return list(items[_world.rank :: _world.size])
+
+
+def all_gather_batches(own: Sequence[T]) -> list[T]:
+    """What the ranks have of each of their batches, in the order of all batches."""
+    if _world.size == 1:
+        return list(own)
+    return interleave(all_gather(list(own)))
+
+
+def interleave(lists: Sequence[Sequence[T]]) -> list[T]:
+    """What :func:`all_gather` found of each rank's batches, in the order of all batches."""
+    return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
+
+
+def lockstep(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
+    """One's own items, then None while another rank has one more: every rank takes the same number
+    of turns.
+
+    ``count``: how many items all ranks have, if that is known.
+    """
+    turns = max(all_gather(len(own))) if count is None else -(-count // _world.size)
+    yield from own
+    yield from [None] * (turns - len(own))
+
+
+def all_gather(value: T) -> list[T]:
+    """``value`` of each rank, by rank; tensors in it go from device to device."""
+    if _world.size == 1:
+        return [value]
+    blob, tensors = serialization.take_apart(value)
+    found = [
+        pickle.loads(part)
+        for part in _gather(pickle.dumps((blob, serialization.describe(tensors))))
+    ]
+    own = serialization.buffer(found[_world.rank][1], _world.device)
+    serialization.pack(tensors, found[_world.rank][1], own)
+    buffers = _exchange(own, [serialization.size(described) for _, described in found])
+    return [
+        value if owner == _world.rank else serialization.put_together(its_blob, described, buffer)
+        for owner, ((its_blob, described), buffer) in enumerate(zip(found, buffers, strict=True))
+    ]
+
+
+def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The bytes ``own`` of each rank, by rank, of which there are ``sizes``."""
+    if len(set(sizes)) == 1 and sizes[0]:
+        whole = own.new_empty(len(sizes), len(own))
+        with _together():
+            _all_gather_flat(whole.view(-1), own)
+        return whole.unbind()
+    buffers = [
+        own if owner == _world.rank else own.new_empty(size) for owner, size in enumerate(sizes)
+    ]
+    for owner, buffer in enumerate(buffers):
+        if len(buffer):
+            with _together():
+                dist.broadcast(buffer, owner)
+    return buffers
+
+
+def _gather(blob: bytes) -> list[bytes]:
+    """The bytes of each rank, by rank: in one exchange if they are few, as they mostly are."""
+    own = torch.zeros(max(PARCEL, 8 + len(blob)), dtype=torch.uint8)
+    own[: 8 + len(blob)] = torch.frombuffer(
+        bytearray(len(blob).to_bytes(8, "little") + blob), dtype=torch.uint8
+    )
+    first = _all_gather_bytes(own[:PARCEL])
+    lengths = [int.from_bytes(part[:8].numpy().tobytes(), "little") for part in first]
+    if (most := max(lengths) + 8) > PARCEL:
+        padded = torch.nn.functional.pad(own[PARCEL:], (0, most - len(own)))
+        first = [torch.cat(pair) for pair in zip(first, _all_gather_bytes(padded), strict=True)]
+    return [
+        part[8 : 8 + length].numpy().tobytes() for part, length in zip(first, lengths, strict=True)
+    ]
+
+
+def _all_gather_bytes(own: Tensor) -> list[Tensor]:
+    """``own`` (on the CPU) of each rank."""
+    parts = [torch.empty_like(own) for _ in range(_world.size)]
+    with _together():
+        dist.all_gather(parts, own)
+    return parts
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    all_gather(None)
+
+
+def broadcast(value: T) -> T:
+    """What rank 0 has."""
+    return all_gather(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def map_items(
+    function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0
+) -> list[S]:
+    """``function`` of every item, each computed by one rank and known to all; the dearest are
+    shared out first.
+    """
+    return map_groups(lambda own: [function(item) for item in own], items, cost)
+
+
+def map_groups(
+    function: Callable[[Sequence[T]], Sequence[S]],
+    items: Sequence[T],
+    cost: Callable[[T], float] = lambda _: 1.0,
+) -> list[S]:
+    """:func:`map_items` where ``function`` takes all the items of a rank at once."""
+    if _world.size == 1:
+        return list(function(items))
+    owners, loads = [0] * len(items), [0.0] * _world.size
+    for i in sorted(range(len(items)), key=lambda i: -cost(items[i])):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += cost(items[i])
+    mine = [i for i, owner in enumerate(owners) if owner == _world.rank]
+    own = dict(zip(mine, function([items[i] for i in mine]), strict=True))
+    results: dict[int, S] = {}
+    for part in all_gather(own):
+        results |= part
+    return [results[i] for i in range(len(items))]
+
+
+def map_scalars(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
+    """:func:`map_items` of a number ``[]`` float64 on the ranks' device, in one exchange that no
+    process waits for.
+    """
+    own = [function(item) for item in local_items(items)]
+    if _world.size == 1:
+        return torch.stack(own)
+    found = torch.zeros(len(items), dtype=torch.float64, device=_world.device)
+    if own:
+        found[_world.rank :: _world.size] = torch.stack(own)
+    all_reduce(found)  # each number and zeros: exact
+    return found
+
+
+def local_rows(count: int, unit: int = 1) -> slice:
+    """The rows of this rank, of ``count``; in whole units, if there are enough for all ranks."""
+    if count < unit * _world.size:
+        unit = 1
+    units, number, size = -(-count // unit), _world.rank, _world.size
+    return slice(unit * (units * number // size), min(count, unit * (units * (number + 1) // size)))
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """The sum over the ranks, in place: the same on all of them, though its last bits depend on how
+    many they are.
+    """
+    if _world.size > 1:
+        with _together():
+            dist.all_reduce(tensor)
+
+
+class OrderedSum:
+    """The sum of ``count`` numbers a batch, whichever rank has the batch, in the order of the
+    batches.
+
+    While the next batch is computed the terms of the last one travel.
+
+    Args:
+        room: numbers that :attr:`memory` has room for where one rank sums alone.
+    """
+
+    def __init__(self, count: int, device: torch.device, room: int = 0) -> None:
+        self._count, share = count, -(-count // _world.size)
+        self._term = torch.zeros(
+            max(count, room) if _world.size == 1 else _world.size * share, device=device
+        )
+        self._own = torch.zeros(share, device=device) if _world.size > 1 else None
+        self._sent: tuple[Any, Tensor, Tensor] | None = (
+            None  # the exchange under way, what is sent and received
+        )
+
+    @property
+    def tensor(self) -> Tensor:
+        """``[count]``, to which a batch's term is added before :meth:`step`: another one, of zeros,
+        after it.
+        """
+        return self._term[: self._count]
+
+    @property
+    def memory(self) -> Tensor:
+        """What :attr:`tensor` is the beginning of."""
+        return self._term
+
+    def step(self) -> None:
+        """After a batch: each rank adds the terms of all, in order, to its share of the sum."""
+        if self._own is None:
+            return
+        spare = self._settle()
+        terms = self._own.new_empty(_world.size, len(self._own))
+        with _together():
+            work = dist.all_to_all_single(terms.view(-1), self._term, async_op=True)
+        self._sent = work, self._term, terms
+        self._term = torch.zeros_like(self._term) if spare is None else spare.zero_()
+
+    def _settle(self) -> Tensor | None:
+        """Add the terms under way; the tensor that they were sent from."""
+        if self._sent is None or self._own is None:
+            return None
+        work, sent, terms = self._sent
+        self._sent = None
+        with _together():
+            work.wait()
+        for term in terms:
+            self._own += term
+        return sent
+
+    def result(self) -> Tensor:
+        """The sum, after the last turn."""
+        if self._own is not None:
+            self._settle()
+            with _together():
+                _all_gather_flat(self._term, self._own)
+            self._own = None
+        return self.tensor
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """A collective; where it fails because a rank is gone, the message is about that rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        time.sleep(watch.SILENCE + 5)  # the watch ends this process as soon as it knows which
+        raise QtoolError(f"the ranks lost each other: {error}") from error

@@ -1,0 +1,93 @@
+"""Any value as bytes and one buffer of all its tensors, so that those can travel from device to
+device.
+
+Pickle carries the rest between the ranks of one run, as torch's own collectives do; no file is ever
+unpickled.
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: shape, dtype and kind of device of each tensor, in order
+Described = list[tuple[tuple[int, ...], torch.dtype, str]]
+
+#: bytes; tensors in a buffer begin at multiples of it
+ALIGNMENT = 16
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # by id: a tensor that occurs often travels once
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)  # alive as long as its id counts
+        return self.numbers[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+def take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
+    """``value`` without its tensors, and these."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def describe(tensors: Sequence[Tensor]) -> Described:
+    """What another process must know to make room for ``tensors``."""
+    return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
+
+
+def size(described: Described) -> int:
+    """The bytes of a buffer for the tensors."""
+    places = _places(described)
+    return places[-1].stop if places else 0
+
+
+def buffer(described: Described, device: str) -> Tensor:
+    """Room for the tensors, uint8, on ``device``."""
+    return torch.empty(size(described), dtype=torch.uint8, device=device)
+
+
+def pack(tensors: Sequence[Tensor], described: Described, into: Tensor) -> None:
+    """Copy ``tensors`` into a buffer."""
+    for tensor, place in zip(tensors, _places(described), strict=True):
+        into[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(into.device)
+
+
+def put_together(blob: bytes, described: Described, packed: Tensor) -> Any:
+    """The value; tensors that were on a CPU are on this one, others where the buffer is."""
+    tensors = [
+        packed[place].view(dtype).view(shape).to("cpu" if kind == "cpu" else packed.device)
+        for (shape, dtype, kind), place in zip(described, _places(described), strict=True)
+    ]
+    return _Unpickler(io.BytesIO(blob), tensors).load()
+
+
+def _places(described: Described) -> list[slice]:
+    """Where the bytes of each tensor lie in the buffer."""
+    places, start = [], 0
+    for shape, dtype, _ in described:
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        places.append(slice(start, stop))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+    return places

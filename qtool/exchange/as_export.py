@@ -1,0 +1,178 @@
+"""What transformers runs from a compressed-tensors export, out of the native checkpoint: the same
+numbers, to the bit.
+
+The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8 bits follow the
+compressed-tensors library, in the model's dtype too, where the specified rule (and vLLM's kernels) take
+``max|x| / 127`` in float32 and add integers:
+
+    s = max|x| / 127.5        Q = clamp(rne(x / s), -128, 127)        x' = Q s
+
+Keys and values of a calibrated kv8 cache are rounded to the export's fp8, one scale for each of the
+two in a block. Loaded with ``CompressedTensorsConfig(dequantize=True)`` an export has its weights
+rounded to the dtype of its scales, and nothing else quantized.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qtool.errors import QtoolError
+from qtool.exchange import targets
+from qtool.exchange.affine import asymmetric_4
+from qtool.exchange.compressed_tensors import E4M3_MAX, CompressedTensors
+from qtool.exchange.exportable import exported_formats
+from qtool.exchange.target import TOKEN_INT8, Target
+from qtool.io.source import read_config
+from qtool.models import family_of
+from qtool.pipeline.job import native_format
+from qtool.runtime.huggingface import quantized_linears
+from qtool.runtime.kv_cache import unquantize_kv
+from qtool.runtime.linear import QuantLinear
+from qtool.runtime.load import load
+from qtool.runtime.packed_kv import SCALES, attention_name
+
+#: the formats that transformers runs with the compressed-tensors library
+RUNS = (
+    "compressed-tensors",
+    "compressed-tensors-w4a16",
+    "compressed-tensors-w8a8",
+    "compressed-tensors-w4a8",
+)
+
+
+def load_as_export(
+    directory: str | Path,
+    format: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+) -> PreTrainedModel:
+    """The native checkpoint in ``directory`` as transformers runs its export in ``format``, in eval
+    mode.
+
+    It needs the memory of the 16-bit model and runs none of qtool's kernels.
+
+    Args:
+        device, dtype: as in :func:`qtool.load`; transformers' load of the export must have the same
+            dtype.
+        dequantize: as transformers loads it with ``dequantize=True``. Weights with zero points it
+            loads only so.
+
+    Raises:
+        QtoolError: an unknown format, one that transformers does not run, or one that cannot hold
+            this model.
+    """
+    target, config = require_runs(format), read_config(Path(directory))
+    native = native_format(config)
+    formats = exported_formats(target, native, config).values()
+    dequantize |= any(target.ways[found.scheme].form is asymmetric_4 for found in formats if found)
+    model = load(directory, device=device, dtype=dtype)
+    for name, linear in quantized_linears(model).items():
+        model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
+    if native.kv is not None:
+        unquantize_kv(model)
+    if (
+        native.kv == "kv8"
+        and not dequantize
+        and attention_name(family_of(config["model_type"])) == "self_attn"
+    ):
+        for attention in [module for module in model.modules() if hasattr(module, SCALES[0])]:
+            stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
+            scales = [scale.to(model.dtype) for scale in stored.values()]
+            attention.register_forward_pre_hook(partial(_round_cache, scales), with_kwargs=True)
+    return model
+
+
+def require_runs(format: str) -> CompressedTensors:
+    """The target ``format``.
+
+    Raises:
+        QtoolError: unknown, or not one that transformers runs.
+    """
+    target = targets.get(format)
+    if not isinstance(target, CompressedTensors) or format not in RUNS:
+        raise QtoolError(
+            f"transformers runs no {format} by itself; formats that it runs: {', '.join(RUNS)}"
+        )
+    return target
+
+
+class LibraryLinear(nn.Linear):
+    """A linear whose input is rounded to 8 bits as compressed-tensors does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(library_activation(x))
+
+
+def library_activation(x: Tensor) -> Tensor:
+    """``x [B, S, K]`` rounded to 8 bits by token, by compressed-tensors' rule, in its own dtype.
+
+    An ``x [M, K]``, which OPT's MLP gets, has one scale for all its tokens there, whatever the
+    export says.
+    """
+    scale = x.abs().amax((-1,) if x.dim() > 2 else (0, 1), keepdim=True) / 127.5
+    scale = torch.where(scale == 0, 1, scale)
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def _exported(
+    linear: QuantLinear, target: Target, dtype: torch.dtype, dequantize: bool
+) -> nn.Linear:
+    """``linear`` with the weight that a loader of the export gets."""
+    codes, params = linear.unpack()
+    if linear.permutation is not None:
+        params = params | {"permutation": linear.permutation}
+    stored = target.tensors(linear.format, codes, params)
+    scale = (
+        stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)
+    )  # loaded as a parameter
+    weight = target.weight(linear.format, stored | {"weight_scale": scale}, *codes.shape).to(
+        scale.dtype
+    )
+    int8 = target.activations(linear.format.scheme) == TOKEN_INT8 and not dequantize
+    kind = LibraryLinear if int8 else nn.Linear
+    made = kind(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+    )
+    made.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(linear.bias, requires_grad=False)
+    return made
+
+
+class _Fp8Cache:
+    """Stands before a cache, or before none, and rounds what enters it."""
+
+    def __init__(self, cache: Any, scales: list[Tensor]) -> None:
+        self.cache, self.scales = cache, scales
+
+    def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
+        """What attention reads: ``keys`` and ``values [B, H, T, D]`` rounded, after those before
+        them.
+        """
+        keys, values = (
+            _e4m3(x, scale) for x, scale in zip((keys, values), self.scales, strict=True)
+        )
+        return (
+            (keys, values)
+            if self.cache is None
+            else self.cache.update(keys, values, *more, **named)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _round_cache(
+    scales: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {"past_key_values": _Fp8Cache(kwargs.get("past_key_values"), scales)}

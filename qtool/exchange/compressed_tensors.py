@@ -1,0 +1,269 @@
+"""compressed-tensors: what vLLM, SGLang and transformers load.
+
+4-bit weights are ``pack-quantized``: ``weight_packed`` int32 ``[N, K / 8]``, nibble ``k % 8`` of
+word ``k // 8`` holds ``q + 8``; ``weight_scale [N, G]``; ``weight_shape`` int64 ``[N, K]``; with
+zero points ``weight_zero_point`` int32 ``[N / 8, G]``, nibble ``n % 8`` of word ``n // 8`` holds
+``z + 8``. The nibble is our unsigned code, the order row-major, so codes and scales are copied.
+8-bit weights and activations are ``int-quantized``: ``weight`` int8 ``[N, K]``, ``weight_scale [N,
+1]``.
+
+The same codes may be run under several kinds of activations; each is a target of its own, so that
+nobody gets another arithmetic than the one asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.exchange import gptq
+from qtool.exchange.affine import (
+    ASYMMETRIC_4,
+    INT_8,
+    SYMMETRIC_4,
+    Affine,
+    Form,
+    asymmetric_4,
+    int_8,
+    symmetric_4,
+)
+from qtool.exchange.target import (
+    ANY,
+    SIXTEEN_BIT,
+    TOKEN_INT8,
+    Formats,
+    Target,
+    kind_of,
+    left_in_16_bit,
+)
+from qtool.format import LinearFormat
+from qtool.layouts.row_major import ROW_MAJOR
+from qtool.schemes import Params
+
+PACKED, INT = "pack-quantized", "int-quantized"
+TOKEN_FP8 = "fp8 per token"
+#: ``input_activations`` of a config group
+ACTIVATIONS: dict[str, dict[str, Any] | None] = {
+    SIXTEEN_BIT: None,
+    TOKEN_INT8: {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    },
+    TOKEN_FP8: {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    },
+}
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class CompressedFormat:
+    """How a scheme is expressed: the form of its weights, its group sizes, the activations it will
+    run under.
+    """
+
+    form: Form
+    group_sizes: tuple[int | None, ...]
+    activations: str
+
+    @property
+    def format(self) -> str:
+        return INT if self.form is int_8 else PACKED
+
+
+class CompressedTensors(Target):
+    """One target a table of scheme -> :class:`CompressedFormat`."""
+
+    uniform: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        ways: Mapping[str, CompressedFormat],
+        tile: tuple[int, int] = (1, 8),
+    ) -> None:
+        self.name, self.about, self.ways, self.tile = name, about, ways, tile
+        self.expressible = {scheme: way.group_sizes for scheme, way in ways.items()}
+
+    def tile_of(self, scheme: str) -> tuple[int, int]:
+        rows, columns = self.tile
+        return (max(rows, 8) if self.ways[scheme].form is asymmetric_4 else rows), columns
+
+    def takes_gathered(self, found: LinearFormat) -> bool:
+        return found.group_size is None or self.ways[found.scheme].form is int_8
+
+    def activations(self, scheme: str) -> str:
+        return self.ways[scheme].activations
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        way = self.ways[found.scheme]
+        only_cpu = way.format == PACKED and way.activations == TOKEN_INT8
+        return "vLLM runs 4-bit experts under int8 activations on CPUs only" if only_cpu else ""
+
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        return write(self.ways[linear_format.scheme].form(linear_format, codes, params))
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        return read(tensors, n, k).weight()
+
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        kinds = {kind_of(found): found for found in formats.values() if found is not None}
+        groups = {}
+        for index, (kind, one) in enumerate(kinds.items()):
+            targets = [name for name, found in formats.items() if kind_of(found) == kind]
+            groups[f"group_{index}"] = self._group(one, targets if len(kinds) > 1 else ["Linear"])
+        used = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": used.pop() if len(used) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head", *left_in_16_bit(formats)],
+            "kv_cache_scheme": FP8_KV if kv == "kv8" else None,
+            "config_groups": groups,
+        }
+
+    def _group(self, kind: LinearFormat, targets: list[str]) -> dict[str, Any]:
+        way = self.ways[kind.scheme]
+        weights: dict[str, Any] = {
+            "num_bits": 8 if way.form is int_8 else 4,
+            "type": "int",
+            "symmetric": way.form is not asymmetric_4,
+            "dynamic": False,
+        }
+        if kind.group_size is None or way.form is int_8:
+            weights["strategy"] = "channel"
+        else:
+            weights |= {"strategy": "group", "group_size": kind.group_size}
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": ACTIVATIONS[way.activations],
+            "output_activations": None,
+            "format": way.format,
+        }
+
+    def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
+        """fp8 e4m3, one scale a tensor: the calibrated maximum (127 steps of kv8's largest scale)
+        is 448.
+        """
+        to_fp8 = 127 / E4M3_MAX
+        return {
+            "k_scale": k_scale.max().reshape(1) * to_fp8,
+            "v_scale": v_scale.max().reshape(1) * to_fp8,
+        }
+
+
+class W4A8Fp8(CompressedTensors):
+    """4-bit groups of 128 under fp8 activations: CUTLASS on Hopper turns the weights into fp8 when
+    it loads them.
+    """
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        """What vLLM multiplies: scales in fp8 relative to their channel, each of their sixteen
+        multiples in fp8.
+        """
+        affine = read(tensors, n, k)
+        scale = affine.scale.float()
+        channel = scale.abs().amax(1, keepdim=True) / E4M3_MAX
+        group = _e4m3(_e4m3(scale / channel) / 8)  # [N, G], of the channel scale times 8
+        steps = affine.codes.unflatten(1, (scale.shape[1], -1)).float() - 8
+        return _e4m3(steps * group[..., None]).mul_(8 * channel[..., None]).flatten(1)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def write(affine: Affine) -> dict[str, Tensor]:
+    """The stored tensors of a weight."""
+    if affine.codes.dtype == torch.int8:
+        return {"weight": affine.codes, "weight_scale": affine.scale}
+    tensors = {
+        "weight_packed": ROW_MAJOR.pack(affine.codes)["qweight"].view(torch.int32),
+        "weight_scale": affine.scale.contiguous(),
+        "weight_shape": torch.tensor(
+            affine.codes.shape, dtype=torch.int64, device=affine.codes.device
+        ),
+    }
+    if affine.zero is not None:  # [N, G] as GPTQ packs a [K, N] weight, K being our N
+        tensors["weight_zero_point"] = gptq.WORDS.pack(affine.zero.t().contiguous())["qweight"]
+    return tensors
+
+
+def read(tensors: Mapping[str, Tensor], n: int, k: int) -> Affine:
+    """Inverse of :func:`write`."""
+    scale = tensors["weight_scale"]
+    if "weight" in tensors:
+        return Affine(tensors["weight"], scale.reshape(n, 1))
+    packed = tensors["weight_packed"].contiguous().view(torch.uint8)
+    codes = ROW_MAJOR.unpack({"qweight": packed}, n, k, signed=False)
+    if "weight_zero_point" not in tensors:
+        return Affine(codes, scale)
+    return Affine(codes, scale, read_zeros(tensors["weight_zero_point"], n, scale.shape[1]))
+
+
+def read_zeros(stored: Tensor, n: int, groups: int) -> Tensor:
+    """The zero points ``[n, groups]``, uint8."""
+    return gptq.WORDS.unpack({"qweight": stored}, groups, n, signed=False).t().contiguous()
+
+
+def _formats(
+    schemes: Mapping[str, tuple[int | None, ...]], activations: str, form: Form | None = None
+) -> dict[str, CompressedFormat]:
+    """Every scheme in ``form``, by default symmetric where it can be."""
+    default = {scheme: symmetric_4 if scheme in SYMMETRIC_4 else asymmetric_4 for scheme in schemes}
+    return {
+        scheme: CompressedFormat(form or default[scheme], sizes, activations)
+        for scheme, sizes in schemes.items()
+    }
+
+
+COMPRESSED_TENSORS = (
+    CompressedTensors(
+        "compressed-tensors",
+        "w4a16 and w8a8 as they are: vLLM, SGLang, transformers",
+        {
+            "w4a16": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
+            "w4a16-24": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
+            "w8a8": CompressedFormat(int_8, (None,), TOKEN_INT8),
+        },
+    ),
+    CompressedTensors(
+        "compressed-tensors-w4a16",
+        "any 4-bit weights on one level, 16-bit activations: vLLM, SGLang, transformers",
+        _formats(ASYMMETRIC_4, SIXTEEN_BIT),
+    ),
+    CompressedTensors(
+        "compressed-tensors-w8a8",
+        "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, SGLang, transformers",
+        _formats(INT_8, TOKEN_INT8, int_8),
+    ),
+    CompressedTensors(
+        "compressed-tensors-w4a8",
+        "4-bit weights under int8 activations: vLLM with its Humming kernels",
+        _formats(ASYMMETRIC_4, TOKEN_INT8),
+    ),
+    W4A8Fp8(
+        "compressed-tensors-w4a8-fp8",
+        "symmetric 4-bit weights in groups of 128 under fp8 activations: vLLM on Hopper",
+        _formats({scheme: (128,) for scheme in SYMMETRIC_4}, TOKEN_FP8),
+        tile=(128, 128),
+    ),
+)

@@ -1,0 +1,170 @@
+"""Whether a checkpoint can be written in a format, decided from config.json: also before it is
+quantized at all.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.exchange import targets
+from qtool.exchange.target import Target, file_group_size, fused_shards_agree, kind_of, size_text
+from qtool.format import CheckpointFormat, LinearFormat
+from qtool.models import Family, Heads, family_of
+
+
+def exported_formats(
+    target: Target,
+    checkpoint_format: CheckpointFormat,
+    config: Mapping[str, Any],
+    tensor_parallel: int = 1,
+) -> dict[str, LinearFormat | None]:
+    """The format of every linear of the blocks of ``config``, by full name; None stays in 16 bit,
+    as routers do.
+
+    Raises:
+        QtoolError: a linear that ``target`` cannot express, and the nearest that it, or another,
+            can.
+    """
+    model = family_of(config["model_type"])
+    namespace = model.settings(config)
+    if model.always_tied and not getattr(namespace, "tie_word_embeddings", True):
+        raise QtoolError(
+            f"the head is not the embedding any more, and serving stacks know no other head of a {model.name} model: "
+            "quantize without rotating the residual stream and without norm-fusion"
+        )
+    formats: dict[str, LinearFormat | None] = {}
+    for block in range(int(config["num_hidden_layers"])):
+        family = model.at(namespace, block)
+        shapes, ranks = (
+            family.block_shapes(namespace),
+            _ranks(target, family, namespace, tensor_parallel),
+        )
+        for linear in family.linears():
+            name = f"{family.blocks}.{block}.{linear}"
+            formats[name] = found = checkpoint_format.of(name)
+            if found is None:
+                continue
+            _require_scheme(target, name, found)
+            if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
+                raise QtoolError(
+                    f"{name}: its input channels are reordered and its groups follow that order; {target.name} cannot "
+                    "gather a layer's input: quantize by a recipe without reorder and gather-outliers"
+                )
+            n, k = shapes[f"{linear}.weight"]
+            rows, columns = ranks[linear]
+            if n % rows or k % columns:
+                raise QtoolError(
+                    f"{name}: a weight [{n}, {k}] cannot be split over {tensor_parallel} GPUs"
+                )
+            target.require(
+                name if tensor_parallel == 1 else f"{name} on one of {tensor_parallel} GPUs",
+                found,
+                n // rows,
+                k // columns,
+            )
+        routers = (router for readers in family.readers.values() for router in readers)
+        formats |= dict.fromkeys((f"{family.blocks}.{block}.{router}" for router in routers), None)
+        for fused in _fused(family):
+            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in fused])
+        _require_experts(target, family, f"{family.blocks}.{block}.", formats)
+    _require_uniform(target, formats)
+    return formats
+
+
+def _fused(family: Family) -> list[list[str]]:
+    """The linears of a block that loaders put together: q, k and v; gate and up; not all that read
+    one norm.
+    """
+    attention, linears = family.attention, set(family.linears())
+    together = [[attention.q, attention.k, attention.v]]
+    together += [[group.gate, group.source] for group in family.groups if group.gate]
+    return [names for names in together if linears.issuperset(names)]
+
+
+def _require_experts(
+    target: Target, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
+) -> None:
+    """Refuse experts that ``target``'s loaders cannot run, or not as one stack: all of a block are
+    one module there.
+    """
+    names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
+    if not names:
+        return
+    fused_shards_agree(formats, names)
+    if (found := formats[names[0]]) and (reason := target.refuses_experts(found)):
+        others = [
+            n
+            for n in targets.that_take(found.scheme, found.group_size)
+            if not targets.get(n).refuses_experts(found)
+        ]
+        raise QtoolError(
+            f"{names[0]} is an expert; {target.name} cannot hold it: {reason}; formats that can: {', '.join(others)}"
+        )
+
+
+def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
+    """Refuse a scheme or group size, naming the formats that take it."""
+    if found.group_size in target.expressible.get(found.scheme, ()):
+        return
+    others = targets.that_take(found.scheme, found.group_size)
+    nearest = (
+        f"formats that can: {', '.join(others)}" if others else "no serving stack's format can"
+    )
+    sizes = target.expressible.get(found.scheme)
+    accepted = (
+        f"group size {', '.join(map(size_text, sizes))}"
+        if sizes
+        else f"{', '.join(target.expressible)}"
+    )
+    raise QtoolError(
+        f"{name}: {target.name} cannot express {found.scheme} with group size {size_text(found.group_size)}; "
+        f"it takes {accepted}; {nearest}"
+    )
+
+
+def _ranks(
+    target: Target, family: Family, namespace: SimpleNamespace, ranks: int
+) -> dict[str, tuple[int, int]]:
+    """Into how many parts each linear's N and K are split.
+
+    Raises:
+        QtoolError: the loader cannot split, or the heads do not divide.
+    """
+    if ranks > 1 and not target.tensor_parallel:
+        raise QtoolError(
+            f"{target.name}: its loader runs on one GPU; --tensor-parallel {ranks} is impossible"
+        )
+    heads = Heads.of(namespace)
+    if heads.query % ranks:
+        raise QtoolError(f"{heads.query} attention heads cannot be split over {ranks} GPUs")
+    split = {}
+    for group in family.groups:
+        for linear in group.linears:
+            split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
+    for linear in {
+        family.attention.k,
+        family.attention.v,
+    } & split.keys():  # fewer kv heads than GPUs are replicated
+        split[linear] = (min(ranks, heads.kv), 1)
+    return split
+
+
+def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
+    """Refuse mixtures where the format has one setting for all linears."""
+    kinds = {kind for found in formats.values() if (kind := kind_of(found))}
+    if not kinds:
+        raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
+    if target.uniform and len(kinds) > 1:
+        listed = ", ".join(
+            f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)
+        )
+        raise QtoolError(
+            f"{target.name} has one group size for the whole model, the checkpoint mixes {listed}; "
+            "compressed-tensors can mix"
+        )
+    plain = [name for name, found in formats.items() if found is None]
+    if plain and not target.leaves_16_bit:
+        raise QtoolError(
+            f"{plain[0]} is in 16 bit: {target.name} has no ignore list, every linear must be quantized"
+        )

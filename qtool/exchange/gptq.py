@@ -1,0 +1,101 @@
+"""GPTQ checkpoints: symmetric 4-bit weights, columns in their own order (``desc_act=false``).
+
+Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
+
+    qweight int32 [K / 8, N]   nibble k % 8 of word k // 8 holds c
+    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq) or z (gptq_v2)
+    scales  16 bit [G, N]      g_idx int32 [K], k // g
+
+z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and scales are
+ours: exact. Readers: vLLM, SGLang, GPTQModel, transformers (with gptqmodel).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.exchange.affine import SYMMETRIC_4, Affine, symmetric_4
+from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
+from qtool.format import LinearFormat
+from qtool.layouts.digit_layout import DigitLayout
+from qtool.layouts.row_major import ROW_MAJOR
+from qtool.schemes import Params
+
+#: [N, K] -> int32 [K / 8, N], eight inputs a word
+WORDS = DigitLayout(
+    name="gptq", n="n", k="kw byte:4 half:2", order="kw, n byte", nibble="half", dtype=torch.int32
+)
+#: what checkpoint_format "gptq" adds to the stored zero point
+ZERO_OFFSET = {"gptq": 1, "gptq_v2": 0}
+
+
+class Gptq(Target):
+    """``gptq`` (v1) or ``gptq-v2``."""
+
+    expressible = SYMMETRIC_4
+    tile = (8, 8)
+
+    def __init__(self, name: str, checkpoint_format: str, about: str) -> None:
+        self.name, self.checkpoint_format, self.about = name, checkpoint_format, about
+
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        affine = symmetric_4(linear_format, codes, params)
+        (n, k), groups = codes.shape, affine.scale.shape[1]
+        zeros = torch.full(
+            (n, groups),
+            8 - ZERO_OFFSET[self.checkpoint_format],
+            dtype=torch.uint8,
+            device=codes.device,
+        )
+        return {
+            "qweight": WORDS.pack(affine.codes)["qweight"],
+            "qzeros": pack_zeros(zeros),
+            "scales": half(affine.scale).t().contiguous(),
+            "g_idx": torch.arange(k, dtype=torch.int32, device=codes.device) // (k // groups),
+        }
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        return read(tensors, n, k, self.checkpoint_format).weight()
+
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        return {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": file_group_size(only(formats).group_size),
+            "desc_act": False,
+            "sym": True,
+            "lm_head": False,
+            "checkpoint_format": self.checkpoint_format,
+            "pack_dtype": "int32",
+            "dynamic": {f"-:^{re.escape(name)}$": {} for name in left_in_16_bit(formats)},
+        }
+
+    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"quantize_config.json": dict(config)}
+
+
+def pack_zeros(zeros: Tensor) -> Tensor:
+    """Zero points ``[N, G]`` as int32 ``[G, N / 8]``."""
+    return ROW_MAJOR.pack(zeros.t().contiguous())["qweight"].view(torch.int32)
+
+
+def read(tensors: Mapping[str, Tensor], n: int, k: int, checkpoint_format: str) -> Affine:
+    """The codes, scales and true zero points of stored ``tensors`` (``g_idx`` is not looked at)."""
+    codes = WORDS.unpack({"qweight": tensors["qweight"]}, n, k, signed=False)
+    zero = read_zeros(tensors["qzeros"], n, tensors["scales"].shape[0], checkpoint_format)
+    return Affine(codes, tensors["scales"].t().contiguous(), zero)
+
+
+def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> Tensor:
+    """The true zero points ``[n, groups]``, uint8."""
+    stored = ROW_MAJOR.unpack(
+        {"qweight": qzeros.contiguous().view(torch.uint8)}, groups, n, signed=False
+    )
+    return ((stored.t() + ZERO_OFFSET[checkpoint_format]) % 16).contiguous()

@@ -1,0 +1,96 @@
+"""Marlin checkpoints, dense and 2:4 sparse: the two files of the MARLIN project, fp16 only.
+
+    marlin      ``B`` int32 [K / 16, 2 N], ``s`` fp16 [G, N]: the layouts and scale orders of qtool.layouts.marlin
+    marlin-24   ``B_24`` int32 [K / 32, 2 N], ``B_meta`` int16 [K / 32, 2 N], ``s``: of qtool.layouts.marlin_24
+
+``w = (c - 8) * s``. Codes are copied; so are scales if they are fp16, bf16 ones change only outside
+fp16's range. Every current vLLM and SGLang makes this order itself from a GPTQ or
+compressed-tensors checkpoint, and no longer reads these files (vLLM up to 0.10.1.1 for marlin,
+0.14.1 for marlin-24): export them for the original kernels.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.exchange.affine import Affine, symmetric_4
+from qtool.exchange.target import Formats, Target, file_group_size, only, scale_as
+from qtool.format import LinearFormat
+from qtool.layouts.base import Layout
+from qtool.layouts.marlin import MARLIN
+from qtool.layouts.marlin_24 import MARLIN_24
+from qtool.schemes import Params
+
+
+class MarlinFile(Target):
+    """``marlin`` or ``marlin-24``: a layout, and the names its tensors have in the file."""
+
+    leaves_16_bit: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype | None] = torch.float16
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        scheme: str,
+        layout: Layout,
+        tile: tuple[int, int],
+        names: Mapping[str, str],
+    ) -> None:
+        self.name, self.about, self.layout, self.tile, self.names = name, about, layout, tile, names
+        self.expressible = {scheme: (128, None)}
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
+
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        affine = symmetric_4(linear_format, codes, params)
+        packed = self.layout.pack(affine.codes)
+        stored = {self.names[part]: tensor for part, tensor in packed.items()}
+        return stored | {"s": self.layout.pack_group(scale_as(affine.scale, torch.float16))}
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        packed = {part: tensors[name] for part, name in self.names.items()}
+        codes = self.layout.unpack(packed, n, k, signed=False)
+        return Affine(codes, self.layout.unpack_group(tensors["s"], n)).weight()
+
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        return {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": file_group_size(only(formats).group_size),
+            "desc_act": False,
+            "sym": True,
+            "lm_head": False,
+            "checkpoint_format": self.name.replace("-", "_"),
+            "is_marlin_format": self.name == "marlin",
+        }
+
+    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"quantize_config.json": dict(config)}
+
+
+MARLIN_FILES = (
+    MarlinFile(
+        "marlin",
+        "the original MARLIN file, fp16: MARLIN's own kernel, vLLM up to 0.10.1.1 (newer ones take gptq)",
+        "w4a16",
+        MARLIN,
+        (64, 128),
+        {"qweight": "B"},
+    ),
+    MarlinFile(
+        "marlin-24",
+        "the original Sparse-MARLIN file of w4a16-24, fp16: its own kernel, vLLM up to 0.14.1",
+        "w4a16-24",
+        MARLIN_24,
+        (128, 128),
+        {"qweight": "B_24", "metadata": "B_meta"},
+    ),
+)

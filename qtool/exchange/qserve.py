@@ -1,0 +1,105 @@
+"""QServe checkpoints (omniserve): w4a8-qoq per channel and w4a8-qoq-g128, fp16 only.
+
+    qweight   int8 [N, K / 2]   the order of qtool.layouts.compute_aware
+    s1_scales fp16 [N]
+    s1_szeros fp16 [N]          per channel: z * s1, and w = c * s1 - s1_szeros
+    s2_scales int8 [K / 128, N] in groups, permuted: w8 = c * s2 + s2_zeros, w = w8 * s1
+    s2_zeros  int8 [K / 128, N] -(z * s2)
+
+In groups everything is an integer or s1: exact. Per channel the format itself rounds ``z * s1`` to
+fp16, which moves a whole output channel by at most 2**-11 of its zero point. The kernel takes the
+token sum of the unquantized activation there (QServe equation 13), ours of the quantized one.
+
+omniserve loads ``pytorch_model.bin``. qtool writes safetensors only, never a pickle;
+docs/formats.md has the one line that converts. With kv8 ``self_attn.kv_scale_quant_orig`` holds k's
+and v's largest scale.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.exchange.affine import in_model_order
+from qtool.exchange.target import (
+    TOKEN_INT8,
+    Formats,
+    Target,
+    as_dtype,
+    file_group_size,
+    only,
+    scale_as,
+)
+from qtool.format import LinearFormat
+from qtool.layouts.compute_aware import COMPUTE_AWARE
+from qtool.schemes import Params
+
+
+class QServe(Target):
+    """``qserve``."""
+
+    name = "qserve"
+    about = "w4a8-qoq and w4a8-qoq-g128, fp16: omniserve (after one conversion to .bin), SGLang up to 0.5.15"
+    expressible: Mapping[str, tuple[int | None, ...]] = {
+        "w4a8-qoq": (None,),
+        "w4a8-qoq-g128": (128,),
+    }
+    tile = (64, 128)
+    leaves_16_bit: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype | None] = torch.float16
+    tensor_parallel: ClassVar[bool] = False
+
+    def tile_of(self, scheme: str) -> tuple[int, int]:
+        return (128, 128) if scheme == "w4a8-qoq" else self.tile  # the rows of a kernel's block
+
+    def activations(self, scheme: str) -> str:
+        return TOKEN_INT8
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
+
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        ordered = in_model_order(codes, params)
+        stored = {
+            "qweight": COMPUTE_AWARE.pack(ordered)["qweight"],
+            "s1_scales": scale_as(params["s1"], torch.float16),
+        }
+        if linear_format.group_size is None:
+            product = params["zero"].float() * stored["s1_scales"].float()
+            return stored | {"s1_szeros": as_dtype(product, torch.float16, "s1_szeros")}
+        s2 = params["s2"].to(torch.int16)
+        zeros = -(params["zero"].to(torch.int16) * s2)  # -240..0, as a byte modulo 256
+        return stored | {
+            "s2_scales": COMPUTE_AWARE.pack_group(s2.to(torch.int8)),
+            "s2_zeros": COMPUTE_AWARE.pack_group(zeros.to(torch.int8)),
+        }
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        codes = COMPUTE_AWARE.unpack({"qweight": tensors["qweight"]}, n, k, signed=False)
+        s1 = tensors["s1_scales"].float()[:, None]
+        if linear_format.group_size is None:
+            return codes.float().mul_(s1).sub_(tensors["s1_szeros"].float()[:, None])
+        s2, zeros = (
+            COMPUTE_AWARE.unpack_group(tensors[name], n) for name in ("s2_scales", "s2_zeros")
+        )
+        groups = codes.view(torch.int8).unflatten(1, (s2.shape[1], -1))
+        w8 = groups * s2[..., None] + zeros[..., None]  # int8, wrapping as the kernel's bytes do
+        return w8.flatten(1).float().mul_(s1)
+
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        return {
+            "quant_method": "qoq",
+            "wbits": 4,
+            "group_size": file_group_size(only(formats).group_size),
+        }
+
+    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"quant_config.json": dict(config)}
+
+    def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
+        return {"kv_scale_quant_orig": torch.stack([k_scale.max(), v_scale.max()]).float()}

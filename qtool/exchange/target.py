@@ -1,0 +1,205 @@
+"""What a foreign format is: pure functions between codes with parameters and the tensors another
+loader reads.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.errors import CheckFailed, QtoolError
+from qtool.format import LinearFormat
+from qtool.schemes import Params
+
+Formats = Mapping[str, LinearFormat | None]
+#: the group sizes of w4a16; None: the whole channel
+ANY: tuple[int | None, ...] = (32, 64, 128, None)
+#: kinds of activations
+SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
+
+
+class Target(ABC):
+    """One format of one family of serving stacks.
+
+    A format states which schemes and shapes it holds, its tensors (:meth:`tensors`), what a loader
+    makes of them (:meth:`weight`) and its entry in config.json. An export compares the two weights
+    of every linear, so it knows, and says, what it changed.
+    """
+
+    #: what the command line calls it, and one line of help
+    name: str
+    about: str
+    #: scheme -> group sizes (None: per channel) the format can express
+    expressible: Mapping[str, tuple[int | None, ...]]
+    #: N and K of a linear (of one tensor-parallel rank) are multiples of these
+    tile: tuple[int, int]
+    #: every linear of a block must have one and the same format
+    uniform: ClassVar[bool] = True
+    #: a linear may stay in 16 bit
+    leaves_16_bit: ClassVar[bool] = True
+    #: the dtype of the whole model, where the format's kernels know only one
+    dtype: ClassVar[torch.dtype | None] = None
+    #: the loader can split linears over several GPUs
+    tensor_parallel: ClassVar[bool] = True
+
+    def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
+        """Refuse, before any work, a linear whose shape ``[n, k]`` (on one rank) does not fit.
+
+        Raises:
+            QtoolError: naming the linear, the shape and what would be accepted.
+        """
+        rows, columns = self.tile_of(found.scheme)
+        if n % rows or k % columns or k % (found.group_size or 1):
+            columns = max(columns, found.group_size or 1)
+            raise QtoolError(
+                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of {columns}, "
+                f"found [{n}, {k}]"
+            )
+
+    def tile_of(self, scheme: str) -> tuple[int, int]:
+        """:attr:`tile`, where it depends on the scheme."""
+        return self.tile
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        """Why loaders cannot run routed experts in this format; nothing if they can."""
+        return ""
+
+    def takes_gathered(self, found: LinearFormat) -> bool:
+        """Whether a linear with a permuted input can be put back in order: one scale a channel in
+        the file.
+        """
+        return found.group_size is None
+
+    def activations(self, scheme: str) -> str:
+        """The activations under which a loader runs the weights of ``scheme``."""
+        return SIXTEEN_BIT
+
+    @abstractmethod
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        """The tensors of one linear, by their name after the module path. Runs on ``meta`` too.
+
+        ``params`` has a ``permutation`` int ``[K]`` besides the scheme's if the linear's input is
+        gathered.
+        """
+
+    @abstractmethod
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        """The float32 weight ``[n, k]`` that a loader of ``tensors`` computes with."""
+
+    @abstractmethod
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        """The ``quantization_config`` of config.json for every linear of the blocks (None: in 16
+        bit).
+        """
+
+    def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
+        """What an attention module stores for kv8's scales ``[H, D]``; nothing if the format has no
+        place for them.
+        """
+        return {}
+
+    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Further JSON files by name, made of the ``quantization_config``."""
+        return {}
+
+
+def size_text(group_size: int | None) -> str:
+    """A group size as a person reads it."""
+    return "channel" if group_size is None else str(group_size)
+
+
+def file_group_size(group_size: int | None) -> int:
+    """A group size as GPTQ, AWQ, Marlin, QQQ and QServe write it: -1 for the whole channel."""
+    return -1 if group_size is None else group_size
+
+
+def native_activations(linear_format: LinearFormat) -> str:
+    """The activations of our own arithmetic, in the words of :meth:`Target.activations`."""
+    kind = linear_format.scheme_object.activation
+    if kind.bits == 16:
+        return SIXTEEN_BIT
+    return f"int{kind.bits} per token" + (
+        f" and group of {kind.group_size}" if kind.group_size else ""
+    )
+
+
+def only(formats: Formats) -> LinearFormat:
+    """The one format of a uniform target's linears."""
+    return next(found for found in formats.values() if found is not None)
+
+
+def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
+    """Scheme and group size: all that a file can tell of a linear, whatever layout its codes were
+    in here.
+    """
+    return (found.scheme, found.group_size) if found else None
+
+
+def left_in_16_bit(formats: Formats) -> list[str]:
+    """Names of the linears that are not quantized."""
+    return [name for name, found in formats.items() if found is None]
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """``tensor`` rounded to ``dtype``.
+
+    Raises:
+        CheckFailed: a value does not fit.
+    """
+    cast = tensor.to(dtype)
+    if not cast.is_meta:
+        lost = int((~torch.isfinite(cast)).sum())
+        if lost:
+            raise CheckFailed(
+                f"{what}: {lost} values do not fit {str(dtype).removeprefix('torch.')}"
+            )
+    return cast
+
+
+def scale_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A scale rounded to ``dtype``, where none may vanish.
+
+    Raises:
+        CheckFailed: a scale overflowed or became zero.
+    """
+    cast = as_dtype(scale, dtype, "scales")
+    if not cast.is_meta and not bool((cast != 0).all()):
+        raise CheckFailed(
+            f"scales: {int((cast == 0).sum())} are too small for {str(dtype).removeprefix('torch.')}"
+        )
+    return cast
+
+
+def half(scale: Tensor) -> Tensor:
+    """A scale in 16 bits: as it is if it has them, else in float16."""
+    return scale if scale.dtype.itemsize == 2 else scale_as(scale, torch.float16)
+
+
+def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
+    """Refuse linears that serving stacks run as one (q, k, v; gate, up; all experts) but are not
+    stored alike.
+
+    Raises:
+        QtoolError: naming two that differ.
+    """
+    first = formats[fused[0]]
+    for name in fused[1:]:
+        if kind_of(formats[name]) != kind_of(first):
+            raise QtoolError(
+                f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: serving stacks run the two "
+                "as one linear, so they must be stored alike; use one rule for both in the recipe"
+            )
+
+
+def _described(found: LinearFormat | None) -> str:
+    return (
+        "in 16 bit"
+        if found is None
+        else f"{found.scheme} with group size {size_text(found.group_size)}"
+    )

@@ -1,0 +1,17 @@
+"""The native format: what a packed linear and a native checkpoint are.
+
+It is the one statement behind the plan's sizes, the writer, the loader, ``verify``, the exports and
+the serving plugin. It is plain data with no model in it.
+"""
+
+from qtool.format.checkpoint import FORMAT_VERSION, QUANT_METHOD, CheckpointFormat, Rule
+from qtool.format.linear import SLAB_ROWS, LinearFormat
+
+__all__ = [
+    "FORMAT_VERSION",
+    "QUANT_METHOD",
+    "SLAB_ROWS",
+    "CheckpointFormat",
+    "LinearFormat",
+    "Rule",
+]

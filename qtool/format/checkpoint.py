@@ -1,0 +1,100 @@
+"""How a whole checkpoint is stored: the rules that give each linear its format.
+
+``config.json`` holds them as ``quantization_config``.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.format.linear import LinearFormat
+
+FORMAT_VERSION = 1
+QUANT_METHOD = "qtool"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Linears whose full name matches the regex ``match`` are stored as ``format``; None leaves 16
+    bit.
+    """
+
+    match: str
+    format: LinearFormat | None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise QtoolError(
+                f"layer pattern {self.match!r} is not a regular expression: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """The format of a whole checkpoint: the first rule that matches a linear's name holds.
+
+    Args:
+        scheme: the name the user asked for (a recipe's; its rules may mix schemes).
+        permuted: names within a block of the linears that store an input permutation.
+        kv: the KV-cache quantizer, or None.
+    """
+
+    scheme: str
+    rules: tuple[Rule, ...]
+    permuted: tuple[str, ...] = ()
+    kv: str | None = None
+    version: int = FORMAT_VERSION
+
+    def of(self, name: str) -> LinearFormat | None:
+        """The format of the linear ``name`` (full module path); None if it stays as it is."""
+        return next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
+
+    def is_permuted(self, name: str) -> bool:
+        return any(name.endswith("." + suffix) for suffix in self.permuted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``quantization_config`` of config.json."""
+        rules = [
+            {"match": r.match} | (asdict(r.format) if r.format else {"scheme": None})
+            for r in self.rules
+        ]
+        return {
+            "quant_method": QUANT_METHOD,
+            "format_version": self.version,
+            "scheme": self.scheme,
+            "rules": rules,
+            "permuted": list(self.permuted),
+            "kv": self.kv,
+        }
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "CheckpointFormat":
+        """Read ``quantization_config``.
+
+        Raises:
+            QtoolError: not ours, a newer version, or a field that is missing or of the wrong kind.
+        """
+        if config.get("quant_method") != QUANT_METHOD:
+            raise QtoolError(
+                f"the model is quantized by {config.get('quant_method')!r}, not by qtool; `qtool import` makes "
+                "a symmetric 4-bit one native, and an export is made from the native checkpoint"
+            )
+        if config.get("format_version") != FORMAT_VERSION:
+            found = config.get("format_version")
+            raise QtoolError(
+                f"format version {found} cannot be read; this qtool reads version {FORMAT_VERSION}"
+            )
+        try:
+            rules = tuple(_rule(dict(rule)) for rule in config["rules"])
+            return cls(config["scheme"], rules, tuple(config.get("permuted", ())), config.get("kv"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise QtoolError(f"quantization_config is damaged: {error!r}") from error
+
+
+def _rule(rule: dict[str, Any]) -> Rule:
+    match = rule.pop("match")
+    return Rule(match, LinearFormat(**rule) if rule["scheme"] else None)

@@ -1,0 +1,127 @@
+"""How one linear is stored: its scheme, its layout, and the tensors that follow from both.
+
+A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor a
+scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if it
+has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from qtool import layouts, schemes
+from qtool.errors import QtoolError
+from qtool.layouts import Layout
+from qtool.schemes import Params, Scheme
+
+#: rows that every layout's tile divides
+SLAB_ROWS = 256
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    """How one linear is stored.
+
+    Args:
+        scheme, group_size, layout: their names; ``group_size`` None is the whole channel.
+        scale_dtype: the dtype of stored scales, as torch names it.
+    """
+
+    scheme: str
+    group_size: int | None
+    layout: str
+    scale_dtype: str = "float32"
+
+    @cached_property
+    def scheme_object(self) -> Scheme:
+        return schemes.get(self.scheme, self.group_size, getattr(torch, self.scale_dtype))
+
+    @cached_property
+    def layout_object(self) -> Layout:
+        return layouts.get(self.layout)
+
+    def require(self, name: str, n: int, k: int) -> None:
+        """Raise QtoolError, naming the linear, unless scheme and layout can hold a weight ``[n,
+        k]``.
+        """
+        layout, scheme = self.layout_object, self.scheme_object
+        if layout.bits != scheme.code_bits:
+            raise QtoolError(
+                f"layout {layout.name} holds {layout.bits}-bit codes, {scheme.name} has {scheme.code_bits}-bit ones"
+            )
+        if layout.name == "marlin-24" and scheme.sparsity is None:
+            raise QtoolError(
+                f"layout {layout.name} stores two of four weights, {scheme.name} has all of them"
+            )
+        try:
+            scheme.groups(torch.empty(n, k, device="meta"))
+            layout.require(n, k)
+        except QtoolError as error:
+            raise QtoolError(f"{name}: {error}") from error
+
+    def pack(self, codes: Tensor, params: Params) -> dict[str, Tensor]:
+        """Stored tensors of codes ``[N, K]`` and parameters."""
+        layout, shared = self.layout_object, self.scheme_object.shared_params
+        stored = layout.pack(codes)
+        for name, param in params.items():
+            if name in shared:
+                stored[name] = param
+            else:
+                stored[name] = (
+                    layout.pack_group(param) if param.dim() == 2 else layout.pack_channel(param)
+                )
+        return stored
+
+    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, Params]:
+        """Codes ``[n, k]`` and parameters of stored tensors. Inverse of :meth:`pack`."""
+        layout, scheme, params = self.layout_object, self.scheme_object, {}
+        for name, param in self.parameters(n, k).items():
+            if name in scheme.shared_params:
+                params[name] = stored[name]
+            elif param.dim() == 2:
+                params[name] = layout.unpack_group(stored[name], n)
+            else:
+                params[name] = layout.unpack_channel(stored[name])
+        packed = {name: stored[name] for name in layout.tensors}
+        return layout.unpack(packed, n, k, signed=scheme.signed), params
+
+    def parameters(self, n: int, k: int) -> Params:
+        """The scheme's parameters of a weight ``[n, k]``, on ``meta``."""
+        return dict(_parameters(self, n, k))
+
+    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+        """The stored tensors of a weight ``[n, k]``, on ``meta``: shapes, dtypes and bytes."""
+        return dict(_tensors(self, n, k))
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Stored bytes of a weight ``[n, k]``."""
+        shared, slab = _slab_bytes(self, k)
+        return shared + slab * n // SLAB_ROWS
+
+
+@cache  # a mixture of experts has tens of thousands of linears of the same few shapes
+def _parameters(linear_format: LinearFormat, n: int, k: int) -> Params:
+    return linear_format.scheme_object.fit(torch.empty(n, k, device="meta"))
+
+
+@cache
+def _tensors(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
+    codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+    return linear_format.pack(codes, _parameters(linear_format, n, k))
+
+
+@cache
+def _slab_bytes(linear_format: LinearFormat, k: int) -> tuple[int, int]:
+    """Bytes shared by all rows, and bytes of SLAB_ROWS rows, of a weight with ``k`` columns.
+
+    Measured on zeros: storage grows linearly with rows, and torch's ``meta`` kernels import its
+    compiler, which takes longer than a whole plan.
+    """
+    scheme, zeros = linear_format.scheme_object, torch.zeros(SLAB_ROWS, k)
+    params = scheme.fit(zeros)
+    stored = linear_format.pack(scheme.quantize(zeros, params), params)
+    shared = sum(stored[name].nbytes for name in scheme.shared_params)
+    return shared, sum(t.nbytes for t in stored.values()) - shared

@@ -1,0 +1,54 @@
+"""Whether the Hugging Face hub answers; asked once, in seconds, before any library starts minutes
+of retries.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+PROBE_SECONDS = 5.0
+
+
+@cache
+def reachable() -> bool:
+    """True if the hub (or its mirror, ``HF_ENDPOINT``) answers within :data:`PROBE_SECONDS`; asked
+    once a process.
+
+    False where the user asked for offline mode (``HF_HUB_OFFLINE=1``).
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+    except Exception:  # every way a network can fail, whichever http client the hub library uses
+        return False
+    return True
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Within it ``huggingface_hub`` and ``datasets`` open no connection: caches are read, all else
+    fails at once.
+    """
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def access() -> Iterator[None]:
+    """The hub as it is: on line where it answers, :func:`offline` where it does not."""
+    if reachable():
+        yield
+    else:
+        with offline():
+            yield

@@ -1,0 +1,228 @@
+"""The output directory of a run: nothing half-written looks whole, nothing finished is lost.
+
+A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
+record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
+directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
+same job, trusts only shards whose bytes match their record, and makes the rest. Of several ranks
+the first opens and finishes the directory, and each shard has one that writes it; the records say
+nothing of ranks.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from qtool.distributed import ranks
+from qtool.errors import QtoolError
+from qtool.io.safetensors import write, write_json
+from qtool.io.source import INDEX
+
+#: the run's own files, inside the directory it works in
+RUN, JOB, LOCK = ".run", "job.json", "lock"
+
+
+class Output:
+    """Shards ``1..n`` of one run, in ``OUT.partial`` until :meth:`finish`.
+
+    Args:
+        directory: OUT. identity: facts that must be the same for a run to be resumed, by name.
+        shards: their number. resume: continue an unfinished run.
+
+    Attributes:
+        records: of the shards that are written. finished: OUT is whole already. continued:
+            OUT.partial was there.
+
+    Raises:
+        QtoolError: OUT exists, an unfinished run is there and ``resume`` is off, or it was another
+            job, or another process works on it.
+    """
+
+    def __init__(
+        self, directory: Path, identity: Mapping[str, Any], shards: int, *, resume: bool
+    ) -> None:
+        self.directory, self.shards = directory, shards
+        self.partial = directory.with_name(directory.name + ".partial")
+        self.records: dict[int, dict[str, Any]] = {}
+        self.identity = json.loads(json.dumps(identity))
+        self.lock: IO[str] | None = None
+        self.finished = resume and _finished(directory, self.identity)
+        self.continued = self.partial.exists()
+        if ranks.rank() == 0:
+            if self.finished:
+                shutil.rmtree(
+                    directory / RUN, ignore_errors=True
+                )  # killed after the directory took its name
+            else:
+                self._open(resume)
+        self.finished, self.continued, self.records = ranks.broadcast(
+            (self.finished, self.continued, self.records)
+        )
+
+    def _open(self, resume: bool) -> None:
+        """Make or take over the directory, lock it and find what is whole in it."""
+        directory = self.directory
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise QtoolError(f"{directory} exists already; choose another --out or remove it")
+        if self.partial.exists() and not resume:
+            raise QtoolError(
+                f"{self.partial} holds an unfinished run; continue it with --resume or remove it"
+            )
+        (self.partial / RUN).mkdir(parents=True, exist_ok=True)
+        self.lock = (self.partial / RUN / LOCK).open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QtoolError(f"another run is working on {self.partial}") from None
+        self._claim()
+        for shard in range(1, self.shards + 1):
+            if record := self._intact(shard):
+                self.records[shard] = record
+
+    def _claim(self) -> None:
+        """Write down what this run is, or check that the unfinished one was the same."""
+        path = self.partial / RUN / JOB
+        if path.exists():
+            try:
+                before = json.loads(path.read_text())
+            except ValueError:
+                before = None  # damaged: each shard's record says which job it belongs to
+            for key, value in self.identity.items() if isinstance(before, dict) else ():
+                if before.get(key) != value:
+                    raise QtoolError(
+                        f"{self.partial} was begun with another {key} ({difference(before.get(key), value)}); "
+                        "remove it or run as before"
+                    )
+        write_json(path, self.identity)
+
+    def name(self, shard: int) -> str:
+        """File name of shard ``shard``."""
+        return f"model-{shard:05d}-of-{self.shards:05d}.safetensors"
+
+    def _record(self, shard: int) -> Path:
+        return self.partial / RUN / f"shard-{shard:05d}.json"
+
+    def _intact(self, shard: int) -> dict[str, Any] | None:
+        """The record of a finished shard whose bytes are what was written; None otherwise."""
+        try:
+            record = json.loads(self._record(shard).read_text())
+            with (self.partial / self.name(shard)).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            return (
+                record
+                if found == record["sha256"] and record["job"] == job_hash(self.identity)
+                else None
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def is_mine(self, shard: int) -> bool:
+        """Whether this rank writes shard ``shard``."""
+        return shard % ranks.size() == ranks.rank()
+
+    def path(self, shard: int) -> Path:
+        """Where shard ``shard`` is now."""
+        return self.partial / self.name(shard)
+
+    def put(
+        self,
+        shard: int,
+        specs: Mapping[str, Tensor],
+        tensors: Iterable[tuple[str, Tensor]],
+        notes: Mapping[str, Any],
+    ) -> None:
+        """Write shard ``shard``, then its record. ``notes`` may be filled while ``tensors`` is
+        consumed.
+        """
+        self._record(shard).unlink(missing_ok=True)
+        digest = write(self.path(shard), specs, tensors)
+        names = [name for name in specs]
+        nbytes = sum(t.numel() * t.dtype.itemsize for t in specs.values())
+        self.records[shard] = {
+            "sha256": digest,
+            "tensors": names,
+            "bytes": nbytes,
+            "notes": dict(notes),
+            "job": job_hash(self.identity),
+        }
+        write_json(self._record(shard), self.records[shard])
+
+    def finish(
+        self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]
+    ) -> None:
+        """Write index, config, provenance and the side files; give the directory its name.
+
+        The notes of all shards but the first (the embedding) and the last (the head) are the
+        provenance's ``blocks``, unless it has its own.
+        """
+        for own in ranks.all_gather(self.records):
+            self.records |= own
+        if ranks.rank() > 0:
+            return
+        weight_map = {
+            name: self.name(s) for s, r in sorted(self.records.items()) for name in r["tensors"]
+        }
+        total = sum(record["bytes"] for record in self.records.values())
+        write_json(
+            self.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
+        for path in side_files:
+            shutil.copyfile(path, self.partial / path.name)
+        provenance["job"] = self.identity
+        provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
+        provenance.setdefault(
+            "blocks", [self.records[shard]["notes"] for shard in range(2, self.shards)]
+        )
+        write_json(self.partial / "qtool.json", provenance)
+        write_json(self.partial / "config.json", config)
+        if self.directory.exists():
+            self.directory.rmdir()  # it is empty: checked at the start
+        self.partial.rename(self.directory)
+        shutil.rmtree(self.directory / RUN)
+        self.close()
+
+    def close(self) -> None:
+        """Let another run have the directory."""
+        if self.lock is not None:
+            self.lock.close()
+
+
+def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether ``directory`` is the whole result of the same job (a run killed just after its last
+    step).
+    """
+    try:
+        done = json.loads((directory / "qtool.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(done.get("job") == identity)
+
+
+def job_hash(identity: Mapping[str, Any]) -> str:
+    """sha256 of what makes a job the same."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def difference(before: Any, now: Any, where: str = "") -> str:
+    """The first place where two values of plain data differ, and both values: ``methods[0].smooth:
+    {}, now 3``.
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in (*before, *now):
+            if before.get(key) != now.get(key) or (key in before) != (key in now):
+                return difference(before.get(key), now.get(key), f"{where}.{key}".removeprefix("."))
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old != new:
+                return difference(old, new, f"{where}[{i}]")
+    return f"{where}: {_short(before)}, now {_short(now)}".removeprefix(": ")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

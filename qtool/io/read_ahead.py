@@ -1,0 +1,83 @@
+"""The weights of the next block are read while this one is computed, and copied to a GPU while its
+last pass runs.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from qtool.io.safetensors import read
+from qtool.io.source import Checkpoint
+from qtool.pipeline.job import Job
+
+
+class Prefetch:
+    """Reads blocks of ``source`` in a thread, one ahead.
+
+    Args:
+        pinned: into memory from which a GPU copies at full speed.
+        timed: a context that measures the reading.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        job: Job,
+        *,
+        pinned: bool,
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.source, self.job, self.pinned, self.timed = source, job, pinned, timed
+        self._thread = ThreadPoolExecutor(1, "read")
+        self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self._moved: tuple[int, dict[str, Tensor], torch.cuda.Event] | None = None
+
+    def block(self, index: int, following: int | None) -> dict[str, Tensor]:
+        """The tensors of block ``index`` by their name within it; starts reading block
+        ``following``.
+        """
+        moved, self._moved = self._moved, None
+        if self._ahead is None or self._ahead[0] != index:
+            self._start(index)
+        assert self._ahead is not None
+        weights = self._ahead[1].result()
+        self._ahead = None
+        if following is not None:
+            self._start(following)
+        if moved is None or moved[0] != index:
+            return weights
+        moved[2].wait()
+        return moved[1]
+
+    def move(self, device: torch.device) -> None:
+        """Copy the block that is read ahead, if it is there, to the GPU beside what is queued from
+        now on.
+        """
+        if self._ahead is None or not self._ahead[1].done():
+            return
+        index, weights = self._ahead[0], self._ahead[1].result()
+        moved = {name: torch.empty_like(weight, device=device) for name, weight in weights.items()}
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))  # whose memory it may have been
+        with torch.cuda.stream(beside):
+            for name, weight in weights.items():
+                moved[name].copy_(weight, non_blocking=True)
+            self._moved = index, moved, beside.record_event()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self, index: int) -> None:
+        self._ahead = index, self._thread.submit(self._read, index)
+
+    def _read(self, index: int) -> dict[str, Tensor]:
+        prefix = self.job.full(index, "")
+        with self.timed():
+            names = self.job.block_shapes(index)
+            return {
+                name: read(self.source.entry(prefix + name), pinned=self.pinned) for name in names
+            }

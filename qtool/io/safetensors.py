@@ -1,0 +1,215 @@
+"""Reading and writing safetensors files as streams, trusting nothing that is read.
+
+The library's own reader maps files into memory, which counts as resident, and its writer wants all
+tensors at once; a converter that handles models larger than RAM needs neither. The format fits in a
+sentence: 8 bytes little-endian header length, a JSON header of ``{name: {dtype, shape,
+data_offsets}}``, then the bytes of the tensors without gaps.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import NoSpace, QtoolError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: where its bytes are and what they are."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # byte offset in the file
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, after checking that header and length agree.
+
+    Raises:
+        QtoolError: missing, truncated, not safetensors, unknown dtype, overlapping or out-of-range
+            data.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                raise QtoolError(
+                    f"{path.name}: not a safetensors file, or truncated ({size} bytes)"
+                )
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise QtoolError(f"{path} is missing") from None
+    except (ValueError, RecursionError):
+        raise QtoolError(f"{path.name}: the safetensors header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise QtoolError(f"{path.name}: the safetensors header is no JSON object")
+    header.pop("__metadata__", None)
+    entries, spans = {}, []
+    for name, spec in header.items():
+        entries[name] = entry = _entry(path, name, spec, 8 + length)
+        spans.append((entry.start, entry.start + entry.nbytes))
+    end = 8 + length
+    for start, stop in sorted(spans):
+        if start != end:
+            raise QtoolError(f"{path.name}: tensors overlap or leave a gap at byte {end}")
+        end = stop
+    if end != size:
+        raise QtoolError(
+            f"{path.name}: {size} bytes found, {end} expected by its header; is the file truncated?"
+        )
+    return entries
+
+
+def _entry(path: Path, name: str, spec: Any, base: int) -> Entry:
+    try:
+        dtype, shape, (start, stop) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
+        if any(type(number) is not int for number in (*shape, start, stop)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise QtoolError(f"{path.name}: the header entry of {name!r} is damaged") from None
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise QtoolError(
+            f"{path.name}: tensor {name!r} has dtype {dtype}; known: {', '.join(DTYPES)}"
+        )
+    entry = Entry(path, DTYPES[dtype], shape, base + start)
+    if stop - start != entry.nbytes or start < 0 or min(shape, default=0) < 0:
+        raise QtoolError(
+            f"{path.name}: tensor {name!r} of shape {shape} does not fit its {stop - start} bytes"
+        )
+    return entry
+
+
+def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
+    """The tensor of ``entry`` (or its rows along dimension 0), on CPU; ``pinned`` for a fast copy
+    to a GPU.
+    """
+    shape, offset = entry.shape, entry.start
+    if rows is not None:
+        start, stop, _ = rows.indices(shape[0])
+        stride = prod(shape[1:]) * entry.dtype.itemsize
+        shape, offset = (stop - start, *shape[1:]), offset + start * stride
+    data = torch.empty(prod(shape) * entry.dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
+    view = data.numpy().data
+    with entry.path.open("rb", buffering=0) as file:
+        done = 0
+        while done < len(view):
+            got = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
+            if not got:
+                raise QtoolError(
+                    f"{entry.path.name}: the file ended early; it changed while it was read"
+                )
+            done += got
+    return data.view(entry.dtype).reshape(shape)
+
+
+def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Write a file as a stream, atomically; returns its sha256.
+
+    Args:
+        specs: every tensor in file order; only shape and dtype are looked at (``meta`` is fine).
+        tensors: ``(name, rows)`` in that order; a tensor may come in several pieces along dimension
+            0.
+
+    Raises:
+        NoSpace: the disk is full.
+        QtoolError: pieces that do not add up to the specs.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, spec in specs.items():
+        nbytes = spec.numel() * spec.dtype.itemsize
+        header[name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, expected = hashlib.sha256(), 8 + len(text) + offset
+    order = iter(specs)
+    current, left = "", 0
+
+    def body(put: Callable[[Any], None]) -> None:
+        nonlocal current, left
+        put(len(text).to_bytes(8, "little") + text)
+        for name, piece in tensors:
+            if not left:
+                current = next(order)
+                left = specs[current].numel() * specs[current].dtype.itemsize
+            data = piece.detach().contiguous().cpu()
+            if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
+                raise QtoolError(
+                    f"{path.name}: {name} does not match the tensor {current!r} that was declared"
+                )
+            left -= data.nbytes
+            put(data.reshape(-1).view(torch.uint8).numpy().data)
+
+    def put_all(file: Any) -> None:
+        def put(data: Any) -> None:
+            digest.update(data)
+            file.write(data)
+
+        body(put)
+        if file.tell() != expected:
+            raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
+
+    write_atomic(path, put_all)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
+    """Write ``path`` through a temporary file that takes its name only when whole and on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            put(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(
+                f"no space left on the disk that holds {path.parent} (writing {path.name})"
+            ) from error
+        raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically."""
+    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))

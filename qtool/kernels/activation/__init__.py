@@ -1,0 +1,1 @@
+"""Quantization of a linear's input."""

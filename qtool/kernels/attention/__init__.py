@@ -1,0 +1,1 @@
+"""Attention over the packed KV cache, and appending to it."""

@@ -1,0 +1,90 @@
+"""How attention over a packed cache is cut into blocks, rings and splits; the kernels that it
+compiles to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from qtool.kernels.attention.packed_cache import DTYPES
+from qtool.kernels.build import Build
+
+WARPS = 4
+MOST_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one block is built: ``row_tiles`` tiles of 8 query rows, ``tile`` tokens a stage,
+    ``stages`` in each ring.
+    """
+
+    bits: int
+    dim: int
+    row_tiles: int
+    tile: int
+    stages: int
+    blocks_per_sm: int
+
+    @classmethod
+    def of(cls, bits: int, dim: int, rows: int) -> "Plan":
+        """The measured choice for ``rows`` query rows a kv head."""
+        row_tiles = 1 if rows <= 8 or dim > 128 else 2
+        tile = 16 if bits * dim > 1024 else 32
+        blocks = 2 if row_tiles == 2 or bits * dim > 512 else 4
+        return cls(bits, dim, row_tiles, tile, 2 if bits == 4 else 3, blocks)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the rings, and later the exchange between warps."""
+        stage = 2 * self.tile * self.dim * self.bits // 8 + (8 * self.tile if self.bits == 4 else 0)
+        return max(WARPS * self.stages * stage, WARPS * 8 * self.row_tiles * (self.dim + 6) * 4)
+
+    def row_blocks(self, rows: int) -> int:
+        """Blocks that share a kv head's query rows."""
+        return -(-rows // (8 * self.row_tiles))
+
+    def splits(self, blocks: int, tokens: int, processors: int) -> int:
+        """Into how many parts to cut the tokens: the fewest rounds of tiles, a split's own cost
+        counted as two.
+        """
+        rounds = -(-tokens // (self.tile * WARPS))
+        room = processors * self.blocks_per_sm
+
+        def cost(splits: int) -> tuple[int, int]:
+            waves = -(-blocks * splits // room)
+            return waves * (-(-rounds // splits) + 2), splits
+
+        return min(range(1, max(1, min(rounds, MOST_SPLITS)) + 1), key=cost)
+
+
+def definition(
+    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool
+) -> tuple[str, str, dict[str, int]]:
+    """Source name, prologue and macros of one kernel."""
+    defines = {"BITS": plan.bits, "DIM": plan.dim, "ROW_TILES": plan.row_tiles, "TILE": plan.tile}
+    defines |= {
+        "STAGES": plan.stages,
+        "WARPS": WARPS,
+        "MOST_SPLITS": MOST_SPLITS,
+        "MIN_BLOCKS": plan.blocks_per_sm,
+        "DTYPE": DTYPES[dtype],
+    }
+    return "attention/kv_attention", "", defines | {"MASKED": int(masked), "CAPPED": int(capped)}
+
+
+def builds() -> Iterator[Build]:
+    """Both caches at few and many query rows: every width on Hopper, the longest variant
+    everywhere.
+    """
+    cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
+    cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]
+    for (arch, dim, special), bits, rows in product(cases, (4, 8), (4, 16)):
+        plan = Plan.of(bits, dim, rows)
+        name = f"kv_attention kv{bits} D={dim} rows={rows}{' masked capped' * special}"
+        source = definition(plan, torch.bfloat16, special, special)
+        threads = 32 * WARPS * plan.blocks_per_sm
+        exits = arch != "sm_90a"  # a loop's exit is coded as a call there
+        yield Build(name, arch, source, threads, ("HMMA.16816.F32",), calls=exits)

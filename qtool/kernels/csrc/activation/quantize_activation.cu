@@ -1,0 +1,48 @@
+// Per-token s8 quantization of one row a block: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
+#include "activation/activation_row.cuh"
+
+struct Params {
+    Input in;
+    signed char* codes;
+    float* scale;
+    int* sum;
+    int m, k;
+    float epsilon;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation(const __grid_constant__ Params p) {
+    __shared__ float scratch[THREADS / 32];
+    grid_wait();
+    grid_release();
+    const u64 row = blockIdx.x;
+    float y[PIECES][8];
+    load_row(y, p.in, row, p.k, p.epsilon, scratch);
+
+    float top = 0.f;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = fmaxf(top, fabsf(y[i][j]));
+    top = reduce<kMax>(top, scratch);
+    const float scale = top > 0.f ? top / 127.f : 1.f;
+
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int column = (i * THREADS + threadIdx.x) * 8;
+        if (column >= p.k) continue;
+        u32 packed[2] = {0, 0};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int code = min(127, max(-128, __float2int_rn(y[i][j] / scale)));
+            sum += code;
+            packed[j / 4] |= (code & 0xFFu) << (8 * (j % 4));
+        }
+        *reinterpret_cast<uint2*>(p.codes + row * p.k + column) = make_uint2(packed[0], packed[1]);
+    }
+    if (p.sum) {
+        sum = reduce<kSum>(sum, reinterpret_cast<int*>(scratch));
+        if (threadIdx.x == 0) p.sum[row] = sum;
+    }
+    if (threadIdx.x == 0) p.scale[row] = scale;
+}

@@ -1,0 +1,103 @@
+// The query rows as the B operand of mma.sync m16n8k16, in the order of the key fragments' slots (kv_codes.cuh).
+#pragma once
+#include "attention/kv_codes.cuh"
+#include "attention/kv_params.cuh"
+
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ __forceinline__ void unpack_halves(u32 pair, float& low, float& high) {
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
+}
+
+// The lane's part of the query rows as they lie in memory, in the order of the key fragments' slots. They are asked for
+// before the first tiles: behind those they would wait until the memory has delivered them all.
+struct QueryWords {
+    u32 words[ROW_TILES][kSteps][2];
+    float scale[BITS == 8 ? kSteps : 1][4];  // kv8: of the keys' channels
+
+    __device__ __forceinline__ void load(const Params& p, int bh, int row0, int rows, int lane) {
+        const int r = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            const int row = row0 + 8 * n + r;
+            const u16* const q = p.query + (static_cast<u64>(bh) * rows + (row < rows ? row : row0)) * DIM;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                if constexpr (BITS == 4) {
+                    const int byte = c * kKeyBytes + s / 2 * 4 + s % 2;
+                    const int other = byte + (kSteps % 2 && s == kSteps - 1 ? 1 : 2);
+                    words[n][s][0] = *reinterpret_cast<const u32*>(q + 2 * byte);
+                    words[n][s][1] = *reinterpret_cast<const u32*>(q + 2 * other);
+                } else {
+                    const uint2 four = *reinterpret_cast<const uint2*>(q + c * kKeyBytes + 4 * s);
+                    words[n][s][0] = four.x, words[n][s][1] = four.y;
+                }
+            }
+        }
+        if constexpr (BITS == 8) {
+            const float* const scales = static_cast<const float*>(p.k_scale) + bh % p.heads * DIM + c * kKeyBytes;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) scale[s][i] = scales[4 * s + i];
+        }
+    }
+    // Slots 2c, 2c + 1, 2c + 8, 2c + 9 of a step; kv8: times the keys' scales.
+    __device__ __forceinline__ void slots(float (&f)[4], int n, int s) const {
+        const u32 first = words[n][s][0], second = words[n][s][1];
+        f[0] = widen(first & 0xFFFF), f[3] = widen(second >> 16);
+        f[1] = widen(BITS == 4 ? second & 0xFFFF : first >> 16);
+        f[2] = widen(BITS == 4 ? first >> 16 : second & 0xFFFF);
+        if constexpr (BITS == 8) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f[i] *= scale[s][i];
+        }
+    }
+};
+
+struct Query {
+    u32 b[ROW_TILES][kSteps][2];  // rows scaled by a power of two into f16's range
+    float factor[ROW_TILES][2];   // undoes it, and scales the scores, of columns 2c, 2c + 1
+    float sum[ROW_TILES][2];      // of the row as it was rounded
+
+    __device__ __forceinline__ Query(const QueryWords& from, float scaling, int valid_rows, int lane) {
+        const int r = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            float f[4], top = 0.f, sums = 0.f;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                from.slots(f, n, s);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) top = fmaxf(top, fabsf(f[i]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 2));
+            const u32 exponent = min(253, max(1, static_cast<int>(__float_as_uint(top) >> 23)));
+            const float down = 8 * n + r < valid_rows ? __uint_as_float((254 - exponent) << 23) : 0.f;
+            const float odd = BITS == 4 ? 1.f / 16 : 1.f;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                from.slots(f, n, s);
+                b[n][s][0] = pack_halves(f[0] * down, f[1] * down);
+                b[n][s][1] = pack_halves(f[2] * down * odd, f[3] * down * odd);
+                unpack_halves(b[n][s][0], f[0], f[1]);
+                unpack_halves(b[n][s][1], f[2], f[3]);
+                sums += (f[0] + f[1] + (f[2] + f[3]) * 16) * 0x1p-24f;  // as the codes are
+            }
+            sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
+            sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
+            const float up = __uint_as_float(exponent << 23) * (BITS == 4 ? 0x1p24f : 1.f) * scaling;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                factor[n][j] = __shfl_sync(0xFFFFFFFF, up, 4 * (2 * c + j));
+                sum[n][j] = __shfl_sync(0xFFFFFFFF, sums, 4 * (2 * c + j));
+            }
+        }
+    }
+};

@@ -1,0 +1,29 @@
+// One value of a tensor of the dtype that the host names: DTYPE 0 float32, 1 float16, 2 bfloat16.
+#pragma once
+#include "common/ptx.cuh"
+
+#if DTYPE == 0
+typedef float Element;
+__device__ __forceinline__ float widen(float v) { return v; }
+__device__ __forceinline__ float rounded(float v) { return v; }
+#else
+typedef u16 Element;
+__device__ __forceinline__ float widen(u16 h) {
+#if DTYPE == 2
+    return __uint_as_float(static_cast<u32>(h) << 16);
+#else
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+#endif
+}
+__device__ __forceinline__ float rounded(float v) {
+    u16 h;
+#if DTYPE == 2
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+#endif
+    return widen(h);
+}
+#endif

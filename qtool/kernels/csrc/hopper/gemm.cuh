@@ -1,0 +1,250 @@
+// The integer GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact.
+//
+// LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer keeps a
+// ring of stages (kPanels x 128 weight rows and kTokens tokens by 128 input channels) full by bulk copies. Each
+// consumer warpgroup owns 64 rows of a panel: it turns its weights into registers and multiplies them itself, so
+// that one's dequantization hides under the other's wgmma.
+//
+// A cluster is kSplit blocks that share the sum over K of one tile, their first or last. A block finishes a share of its
+// tokens: the others push their int32 sums of that share into its shared memory (st.async, counted on an mbarrier) and
+// leave. Exact, in any order. Where groups of K have scales of their own, the sums are floats, scaled inside the main loop
+// and added over the cluster in a fixed order.
+//
+// Legend: a *row* is an output channel n; a *panel* 128 of them; a *stage* one ring slot; a *step* 128 input channels;
+// a *block* of sums is 8 tokens by 64 rows, an int4 a thread.
+#pragma once
+#include "hopper/epilogue.cuh"
+#include "hopper/ring.cuh"
+#include "hopper/work.cuh"
+
+template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages>
+struct Gemm {
+    static constexpr int kConsumers = 256, kThreads = kConsumers + 128, kRows = 128 * kPanels;
+    // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to the consumers.
+    static constexpr int kProducerRegisters = BLOCKS_PER_SM == 1 ? 40 : 32;
+    static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 232 : 104;
+    static constexpr int kBlocks = kTokens / 8, kShare = (kBlocks + kSplit - 1) / kSplit;  // blocks, and those a split finishes
+
+    // Few tokens, a block that has an SM for itself: what waits for a slot may as well wait in L2 (measured: notes.md).
+    static constexpr bool kReadsAhead = Weights::kReadsAhead && kTokens <= 32 && kPanels == 1 && BLOCKS_PER_SM == 1;
+    static constexpr int kAhead = 2;       // steps beyond the ring
+    static constexpr u32 kPatience = 425;  // clocks without a free slot
+
+    using Sum = typename Weights::Sum;
+    static constexpr int kTokenBytes = kTokens * 128, kWeightBytes = kPanels * Weights::kStageBytes;
+    static constexpr int kRing = kStages * (kTokenBytes + kWeightBytes);
+    // What the other splits push here. Few tokens: beside the ring, so that nobody has to wait until it is free.
+    static constexpr int kBlockBytes = kConsumers * 16, kInbox = (kSplit - 1) * kShare * kPanels * kBlockBytes;
+    static constexpr bool kOverRing = kTokens * kPanels > 128;
+    static constexpr int kInboxAt = kOverRing ? 0 : kRing, kStagingAt = kRing + (kOverRing ? 0 : kInbox);
+    static_assert(!kOverRing || kInbox <= kRing, "the inbox is larger than the ring");
+    using Tiles = Work<kSplit, !kOverRing>;  // an inbox over the ring has to wait until the ring is done
+    static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
+    static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
+    static constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 8 + 1024;  // 1024 to align the ring by hand
+    static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
+
+    // Barriers: of each stage that it is full and that it is empty, then that the inbox is full.
+    struct Barriers {
+        u32 full, empty, inbox;
+        __device__ __forceinline__ explicit Barriers(u32 base)
+            : full(base + kBarriersAt), empty(full + 8 * kStages), inbox(empty + 8 * kStages) {}
+    };
+
+    static __device__ __forceinline__ int token_of(const Params& p, int tile) { return tile % p.token_tiles * kTokens; }
+    static __device__ __forceinline__ int row_of(const Params& p, int tile) { return tile / p.token_tiles * kRows; }
+
+    static __device__ __forceinline__ void run(const Params& p) {
+        extern __shared__ u8 raw[];
+        u8* shared = raw + (1024 - smem_address(raw) % 1024) % 1024;
+        const u32 base = smem_address(shared), split_rank = kSplit > 1 ? cluster_rank() : 0;
+        const Barriers bars(base);
+        const bool shares = kSplit > 1 && Tiles(p, split_rank).shares();
+        if (threadIdx.x == 0) {
+            prefetch_map(&p.tokens);
+            for (int i = 0; i < kStages; ++i) {
+                mbar_init(bars.full + 8 * i, 1 + 2 * kPanels);  // what the producer warps announce
+                mbar_init(bars.empty + 8 * i, 8);               // eight consumer warps
+            }
+            if constexpr (kSplit > 1) {
+                mbar_init(bars.inbox, 1);
+                const int mine = min(kShare, max(0, kBlocks - static_cast<int>(split_rank) * kShare));
+                mbar_expect(bars.inbox, (kSplit - 1) * mine * kPanels * kBlockBytes);
+            }
+            mbar_init_fence();
+        }
+        __syncthreads();
+        if (shares && !kOverRing) cluster_arrive();
+
+        if (threadIdx.x >= kConsumers) {
+            give_registers<kProducerRegisters>();
+            const int warp = uniform(threadIdx.x / 32 - kConsumers / 32);
+            if (warp < 2) produce_weights(p, split_rank, warp, base + kStages * kTokenBytes, bars);
+            if (warp == 2) produce_tokens(p, split_rank, base, bars);
+            __syncwarp();
+            if (shares) meet();
+        } else {
+            take_registers<kConsumerRegisters>();
+            grid_wait();
+            consume(p, split_rank, shared, bars);
+        }
+    }
+
+    // All blocks of the cluster can be sent to: they have started, or, where the inbox lies over the ring, left it.
+    static __device__ __forceinline__ void meet() {
+        if constexpr (kOverRing) cluster_sync();
+        else cluster_wait();
+    }
+
+    // One warp copies 64 of a panel's rows, another the other 64, a third the tokens: a single thread that issues all
+    // seven copies of a stage cannot keep up with the memory. The weights fill the ring while the kernel before drains.
+    static __device__ __forceinline__ void produce_weights(const Params& p, u32 split_rank, int half, u32 weights, const Barriers& bars) {
+        Tiles work(p, split_rank);
+        Place<kStages> place;
+        for (Segment s; work.next(s);) {
+            const int row = row_of(p, s.tile) + 64 * half;
+            typename Weights::Source first(p, row, s.from), second(p, row + 128, s.from);
+            int ahead = 0;
+            for (int step = s.from; step < s.to; ++step) {
+                const u32 stage = weights + place.slot * kWeightBytes, bar = bars.full + 8 * place.slot;
+                const u32 empty = bars.empty + 8 * place.slot;
+                if constexpr (kReadsAhead) wait_reading_ahead(first, empty, place.parity ^ 1, s.to - step, ahead);
+                else mbar_wait(empty, place.parity ^ 1);
+                first.load(stage, half, bar);
+                if constexpr (kPanels == 2) second.load(stage + Weights::kStageBytes, half, bar);
+                place.advance();
+            }
+        }
+    }
+
+    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only then: each byte that takes this
+    // way costs more than one that does not.
+    template <class Source>
+    static __device__ __forceinline__ void wait_reading_ahead(const Source& source, u32 empty, u32 parity, int left, int& ahead) {
+        ahead = max(ahead - 1, 0);
+        u32 since = clock_now();
+        while (!all_lanes(mbar_test(empty, parity))) {
+            if (all_lanes(clock_now() - since < kPatience)) continue;
+            if (ahead < min(kAhead, left)) source.prefetch(ahead++);
+            since = clock_now();
+        }
+    }
+
+    static __device__ __forceinline__ void produce_tokens(const Params& p, u32 split_rank, u32 tokens, const Barriers& bars) {
+        Tiles work(p, split_rank);
+        Place<kStages> place;
+        grid_wait();
+        for (Segment s; work.next(s);) {
+            const int m = token_of(p, s.tile);
+            for (int step = s.from; step < s.to; ++step) {
+                mbar_wait(bars.empty + 8 * place.slot, place.parity ^ 1);
+                if (elect_one()) {
+                    const u32 bar = bars.full + 8 * place.slot;
+                    if constexpr (Weights::kGrouped) {
+                        const u32 stage = tokens + kStages * kTokenBytes + place.slot * kWeightBytes;
+                        mbar_expect(bar, kTokenBytes + Weights::kGroups * Weights::token_scale_bytes(p, m));
+                        Weights::load_token_scales(p, stage, step, m, bar);
+                    } else {
+                        mbar_expect(bar, kTokenBytes);
+                    }
+                    tensor_copy(tokens + place.slot * kTokenBytes, &p.tokens, step * 128, m, bar);
+                }
+                place.advance();
+                // The next kernel fills its rings while this one drains; before, its weights would be in the way of these.
+                if (work.done == work.count && step == max(s.from, s.to - kStages)) grid_release();
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const Params& p, u32 split_rank, u8* shared, const Barriers& bars) {
+        // By a shuffle: what follows from it then stays in registers, and is not computed again in each step.
+        const int wg = uniform(threadIdx.x / 128), t = threadIdx.x % 128;
+        float* scales = reinterpret_cast<float*>(shared + kScalesAt) + wg * 2 * kTokens;
+        int* token_sums = reinterpret_cast<int*>(scales + kTokens);
+        Epilogue epilogue{p, shared + kStagingAt + wg * Epilogue::kBytes, scales, token_sums, wg, t};
+        Ring<kWeightBytes, kTokenBytes, kStages> ring{
+            shared + kStages * kTokenBytes, swizzled_operand(smem_address(shared)), bars.full, bars.empty};
+
+        Tiles work(p, split_rank);
+        for (Segment s; work.next(s);) {
+            const int first_token = token_of(p, s.tile), n = row_of(p, s.tile) + wg * 64;
+            Rows rows[kPanels];  // of this thread
+#pragma unroll
+            for (int i = 0; i < kPanels; ++i) rows[i].read(p, n + 128 * i + t / 32 * 16 + t % 32 / 4);
+            constexpr int kFetched = (kTokens + 127) / 128;  // token scales of this thread
+            float scale[kFetched];
+            int token_sum[kFetched];
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                const int token = t + 128 * i, m = first_token + token;
+                const bool valid = token < kTokens && m < p.m;
+                scale[i] = valid ? p.token_scale[m] : 0.f;
+                token_sum[i] = valid && p.token_sum ? p.token_sum[m] : 0;
+            }
+
+            Sum acc[kPanels][kTokens / 2] = {};
+            Weights::template multiply<kPanels, kTokens>(acc, ring, s.to - s.from, wg, t);
+
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i)
+                if (t + 128 * i < kTokens) scales[t + 128 * i] = scale[i], token_sums[t + 128 * i] = token_sum[i];
+            named_barrier(2 + wg, 128);
+            if (kSplit > 1 && s.shared) {
+                Sum share[kPanels][4 * kShare] = {};
+                add_over_cluster(share, acc, shared, bars.inbox, split_rank);
+                store<kShare>(epilogue, share, rows, first_token, n, 8 * kShare * split_rank);
+            } else {
+                store<kBlocks>(epilogue, acc, rows, first_token, n, 0);
+            }
+        }
+    }
+
+    template <int kCount>
+    static __device__ __forceinline__ void store(Epilogue& epilogue, const Sum (&sums)[kPanels][4 * kCount], const Rows (&rows)[kPanels], int m,
+                                                 int n, int first_token) {
+        if (first_token >= kTokens) return;
+#pragma unroll
+        for (int i = 0; i < kPanels; ++i) epilogue.template store<kCount>(sums[i], rows[i], m, n + 128 * i, first_token);
+    }
+
+    // `share` becomes the cluster's sums of this split's tokens: its own, and what the others send. They are sent theirs.
+    // Once: the inbox is used for one tile, and may lie over the ring.
+    static __device__ __forceinline__ void add_over_cluster(Sum (&share)[kPanels][4 * kShare], const Sum (&acc)[kPanels][kTokens / 2],
+                                                            const u8* shared, u32 full, u32 split_rank) {
+        const u8* inbox = shared + kInboxAt + threadIdx.x * 16;  // [from][block][panel][thread]
+        meet();
+#pragma unroll
+        for (int owner = 0; owner < kSplit; ++owner) {
+            const u32 from = split_rank - (split_rank > owner);
+            const u32 there = remote(smem_address(inbox) + from * kShare * kPanels * kBlockBytes, owner), done = remote(full, owner);
+#pragma unroll
+            for (int j = 0; j < min(kShare, kBlocks - owner * kShare); ++j)
+#pragma unroll
+                for (int i = 0; i < kPanels; ++i) {
+                    const Sum* sums = acc[i] + 4 * (owner * kShare + j);
+                    if (owner == split_rank) add(share[i] + 4 * j, sums);
+                    else send(there + (j * kPanels + i) * kBlockBytes, done, sums);
+                }
+        }
+        mbar_wait(full, 0);
+#pragma unroll
+        for (int from = 0; from < kSplit - 1; ++from)
+#pragma unroll
+            for (int j = 0; j < kShare; ++j)
+#pragma unroll
+                for (int i = 0; i < kPanels; ++i) {
+                    if (split_rank * kShare + j >= kBlocks) continue;
+                    const Four sent = *reinterpret_cast<const Four*>(inbox + ((from * kShare + j) * kPanels + i) * kBlockBytes);
+                    add(share[i] + 4 * j, sent.v);
+                }
+    }
+
+    // The four sums that a thread has of a block.
+    struct alignas(16) Four {
+        Sum v[4];
+    };
+    static __device__ __forceinline__ void add(Sum* total, const Sum* v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[i] += v[i];
+    }
+};

@@ -1,0 +1,20 @@
+// What the host passes to a GEMM; `qtool/kernels/hopper/gemm.py` packs the same fields in the same order.
+#pragma once
+#include "common/ptx.cuh"
+
+struct Params {
+    TensorMap tokens;   // int8 [M, K]
+    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax)
+    const u8* qweight;  // dual-MMA tiles
+    const u8* scale2;   // level 2: [N/64, G, 64]
+    const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
+    const void* scale1;  // [N], of `scale1_kind`
+    const u8* zero1;     // [N], QoQ per channel, else null
+    const void* bias;    // [N] of `bias_kind`, or null
+    const float* token_scale;  // [M]
+    const int* token_sum;      // [M] sums of the int8 tokens (4-bit weights)
+    void* out;                 // [M, N]
+    int m, n, k;
+    int scale1_kind, bias_kind;
+    int token_tiles, tiles;  // tiles = token_tiles * ceil(n / rows of a block)
+};

@@ -1,0 +1,67 @@
+// Integer mma.sync, and shared memory laid out for it.
+#pragma once
+#include "common/async_copy.cuh"
+
+// Byte of 16-byte piece `piece` of row `row`, rows of 128 or of 64 bytes, so that neither the copies nor ldmatrix
+// meet twice in a bank.
+__device__ __forceinline__ int swizzled_128(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+__device__ __forceinline__ int swizzled_64(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
+
+// ---- d (16 x 8) += a (16 x k) b (k x 8) ---------------------------------------------------------------
+
+#define MMA_K32(name, types)                                                                                     \
+    __device__ __forceinline__ void name(int (&d)[4], const u32* a, const u32* b) {                             \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                              \
+                     ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                        \
+    }
+MMA_K32(mma_s8, "s8.s8")
+MMA_K32(mma_u8, "u8.s8")
+#undef MMA_K32
+
+__device__ __forceinline__ void mma_s4_k64(int (&d)[4], const u32* a, const u32* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_s4_k32(int (&d)[4], const u32* a, const u32* b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+// ---- partial sums that blocks lend each other -----------------------------------------------------------
+
+__device__ __forceinline__ void release(u32* flag) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
+}
+__device__ __forceinline__ void acquire(const u32* flag) {
+    u32 value;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    while (!value);
+}
+
+// ---- shared memory by its address -------------------------------------------------------------------------
+
+__device__ __forceinline__ u16 load_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_word(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 load_floats(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_vector(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}

@@ -1,0 +1,1 @@
+"""GEMMs by Hopper's integer wgmma (sm_90a)."""

@@ -1,0 +1,234 @@
+"""``qtool::w4a8_gemm``: 4-bit weights, 8-bit tokens, exact int32 sums, scales and bias in the
+epilogue.
+
+    v[m, n] = sum_k x[m, k] * W8[n, k]      int32      y = v * sx[m] * s1[n] + bias[n]
+
+What W8 is, is the scheme's: LiquidQuant ``q * s2 + a - 128`` (LiquidGEMM section 4), QoQ per group
+``(q - z) * s2`` (QServe 4.2.2), QoQ per channel ``q - z`` with ``v = sum x q - z * sum x``.
+
+Shapes: x int8 ``[M, K]``, sx float32 ``[M]``, qweight uint8 ``[N/64, K/64, 2048]`` (dual-MMA),
+level-2 parameters uint8 ``[N/64, K/g, 64]`` in the same thread order, s1 ``[N]``, zero uint8
+``[N]``.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtool import schemes
+from qtool.errors import QtoolError, suggest
+from qtool.kernels.build import Build
+from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.hopper import gemm
+from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.hopper.tiles import TABLE, Tile, choose
+from qtool.layouts.dual_mma import DUAL_MMA
+from qtool.schemes.arithmetic.products import int_matmul, scaled
+
+#: number of the scheme in csrc/hopper/weights_w4.cuh
+SCHEMES = {"w4a8-lqq": 0, "w4a8-qoq-g128": 1, "w4a8-qoq": 2}
+
+#: 255 * 128 * K stays below 2**31
+MOST_CHANNELS = 65536
+
+
+def operand(scheme: str, group_size: int | None) -> Operand:
+    """What the kernel of a scheme is compiled with, and the bytes of a ring stage (128 x 128
+    weights).
+    """
+    level2 = 0 if group_size is None else 2 * 2 * 64 * (128 // group_size)
+    return Operand(
+        "hopper/w4a8_gemm",
+        (("SCHEME", SCHEMES[scheme]), ("GROUP", group_size or 128)),
+        8192 + level2,
+    )
+
+
+def builds() -> Iterator[Build]:
+    """LiquidQuant g64 with every width, the others with the widest and the narrowest."""
+    yield from gemm.builds("w4a8-lqq g64", operand("w4a8-lqq", 64), TABLE)
+    for scheme, group in (
+        ("w4a8-lqq", 32),
+        ("w4a8-lqq", 128),
+        ("w4a8-qoq-g128", 128),
+        ("w4a8-qoq", None),
+    ):
+        yield from gemm.builds(
+            f"{scheme} g{group}", operand(scheme, group), (Tile(256), Tile(8, split=8))
+        )
+
+
+@torch.library.custom_op("qtool::w4a8_gemm", mutates_args=())
+def w4a8_gemm(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    s1: Tensor,
+    s2: Tensor | None,
+    offset: Tensor | None,
+    zero: Tensor | None,
+    token_sum: Tensor,
+    bias: Tensor | None,
+    scheme: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
+
+    Args:
+        x, sx: codes int8 ``[M, K]`` and scales float32 ``[M]`` of the tokens.
+        qweight: codes in the dual-MMA layout.
+        s1: scale per output channel ``[N]``, float32, float16 or bfloat16.
+        s2: level-2 scales 1..16. offset: LiquidQuant's ``a = 128 + lo``. zero: QoQ's zero points,
+            per group like ``s2`` or per channel ``[N]``. A scheme's other parameters are ``None``.
+        token_sum: ``sum_k x[m, k]``, int32 ``[M]``, as :func:`quantize_activation` returns it: the
+            kernel's weights are unsigned, 128 (or the zero point) too large, and this takes the
+            difference off.
+        bias: ``[N]``, float32, float16 or bfloat16.
+        scheme, group_size: ``w4a8-lqq`` or ``w4a8-qoq-g128`` with 32, 64, 128; ``w4a8-qoq`` with
+            ``None``.
+        out_dtype: bfloat16, float16, float32, or int32 for the bare sums v.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride, device, scheme or GPU; one sentence.
+    """
+    n = require(
+        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
+    )
+    params = _params(s1, s2, offset, zero, scheme, n)
+    codes = DUAL_MMA.unpack({"qweight": qweight}, n, x.shape[1], signed=False)
+    if scheme == "w4a8-qoq":
+        assert zero is not None
+        sums = int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
+    else:
+        sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
+    if out_dtype == torch.int32:
+        return sums
+    return scaled(sums, sx[:, None], s1, bias).to(out_dtype)
+
+
+def _params(
+    s1: Tensor, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None, scheme: str, n: int
+) -> schemes.Params:
+    groups = {"s2": s2, "offset": offset, "zero": zero if scheme != "w4a8-qoq" else None}
+    return {"s1": s1} | {
+        name: DUAL_MMA.unpack_group(t, n) for name, t in groups.items() if t is not None
+    }
+
+
+@w4a8_gemm.register_kernel("cuda")
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    s1: Tensor,
+    s2: Tensor | None,
+    offset: Tensor | None,
+    zero: Tensor | None,
+    token_sum: Tensor,
+    bias: Tensor | None,
+    scheme: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n = require(
+        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
+    )
+    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    if len(x) == 0:
+        return out
+    weight = packed_weight(scheme, qweight, s1, s2, offset, zero)
+    tile = choose(x.shape[0], n, x.shape[1])
+    run(operand(scheme, group_size), tile, x, sx, weight, out, token_sum=token_sum, bias=bias)
+    return out
+
+
+def packed_weight(
+    scheme: str,
+    qweight: Tensor,
+    s1: Tensor,
+    s2: Tensor | None,
+    offset: Tensor | None,
+    zero: Tensor | None,
+) -> Weight:
+    """The op's tensors as the kernel takes them, unchecked."""
+    if scheme == "w4a8-qoq":
+        return Weight(s1, qweight=qweight, zero1=zero)
+    return Weight(s1, qweight=qweight, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
+
+
+@w4a8_gemm.register_fake
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    s1: Tensor,
+    s2: Tensor | None,
+    offset: Tensor | None,
+    zero: Tensor | None,
+    token_sum: Tensor,
+    bias: Tensor | None,
+    scheme: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n = require(
+        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
+    )
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def require(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    s1: Tensor,
+    s2: Tensor | None,
+    offset: Tensor | None,
+    zero: Tensor | None,
+    token_sum: Tensor,
+    bias: Tensor | None,
+    scheme: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> int:
+    """Refuse what the kernel cannot do; returns N."""
+    if scheme not in SCHEMES:
+        raise QtoolError(f"w4a8_gemm: unknown scheme {scheme!r}: {suggest(scheme, SCHEMES)}")
+    sizes: tuple[int | None, ...] = (None,) if scheme == "w4a8-qoq" else (32, 64, 128)
+    if group_size not in sizes:
+        raise QtoolError(f"w4a8_gemm: {scheme} has no group size {group_size}; accepted: {sizes}")
+    if out_dtype not in KINDS:
+        raise QtoolError(
+            f"w4a8_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}"
+        )
+    if x.dim() != 2 or qweight.dim() != 3:
+        raise QtoolError(
+            f"w4a8_gemm: x is {x.dim()}-D and qweight {qweight.dim()}-D; expected [M, K] and [N/64, K/64, 2048]"
+        )
+    (m, k), n = x.shape, qweight.shape[0] * 64
+    if k > MOST_CHANNELS:
+        raise QtoolError(
+            f"w4a8_gemm: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
+        )
+    if k % 64 or (group_size and k % group_size):
+        raise QtoolError(f"w4a8_gemm: K = {k} is not a multiple of {max(64, group_size or 0)}")
+    level2 = None if group_size is None else (n // 64, k // group_size, 64)
+    expected: dict[str, Expected] = {
+        "x": (x, (m, k), (torch.int8,)),
+        "sx": (sx, (m,), (torch.float32,)),
+        "qweight": (qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
+        "s1": (s1, (n,), SCALES),
+        "s2": (s2, level2, (torch.uint8,)),
+        "offset": (offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
+        "zero": (
+            zero,
+            {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme],
+            (torch.uint8,),
+        ),
+        "token_sum": (token_sum, (m,), (torch.int32,)),
+        "bias": (bias, None if bias is None else (n,), SCALES),
+    }
+    require_tensors("w4a8_gemm", x.device, expected)
+    return n

@@ -1,0 +1,188 @@
+"""``qtool::w4ax_gemm``: s4 weights by s4 or s8 tokens, scaled by channel (APEX4) or by group
+(APEX4, COMET).
+
+    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
+
+Hopper has no s4 tensor cores: codes are multiplied as s8, so that a block of 8-bit tokens
+(w4ax-fmpq) takes the time of a 4-bit one. A group's sum is exact; the groups are added in float32,
+in their order: the thread blocks that split K each add theirs, then these sums are added. Where
+none do (:mod:`~qtool.kernels.order`), the result is the CPU's to the bit.
+
+Shapes: x int8 ``[M, K]`` in the layout's :mod:`~qtool.kernels.activation.arrangement`, sx float32
+``[G, M4]`` (M4: M rounded up to a multiple of 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or
+w4ax-interleaved ``[N, K/2]``, scale ``[G, N]``.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtool import layouts
+from qtool.errors import QtoolError, suggest
+from qtool.kernels.activation.arrangement import disarrange
+from qtool.kernels.build import Build
+from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.hopper import gemm
+from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.hopper.tiles import TABLE_S4, Tile, choose_s4
+from qtool.kernels.order import in_order
+from qtool.schemes.arithmetic.products import group_matmul, int_matmul
+
+#: number of the layout in csrc/hopper/weights_s4.cuh
+LAYOUTS = {"apex4": 0, "w4ax-interleaved": 1}
+GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
+#: 16 * 127 * 8 * K stays below 2**31
+MOST_CHANNELS = 65536
+HALF_STAGE = 64 * 64  # bytes of 64 rows x 128 columns
+
+
+def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Operand:
+    """What the kernel is compiled with, and the bytes of a ring stage: 128 x 128 weights and the
+    scales.
+    """
+    groups = 0 if group_size is None else max(1, 128 // group_size)
+    defines = (
+        ("LAYOUT", LAYOUTS[layout]),
+        ("GROUP", group_size or 0),
+        ("SCALE", KINDS[scale_dtype] if group_size else 0),
+    )
+    return Operand("hopper/w4ax_gemm", defines, 2 * HALF_STAGE + groups * 512, 4 * groups)
+
+
+def builds() -> Iterator[Build]:
+    """Groups of 128 with every tile, the others with the widest and the narrowest; each layout and
+    scale dtype.
+    """
+    grouped = [tile for tile in TABLE_S4 if tile.tokens * tile.rows <= 128 * 128]
+    for layout, dtype in (("apex4", torch.float32), ("w4ax-interleaved", torch.bfloat16)):
+        yield from gemm.builds(f"{layout} g128", operand(layout, 128, dtype), grouped)
+    for group in (32, 64, 1024):
+        yield from gemm.builds(
+            f"apex4 g{group}", operand("apex4", group, torch.float16), (Tile(128), Tile(8, split=8))
+        )
+    yield from gemm.builds("apex4 channel", operand("apex4", None, torch.float32), TABLE_S4)
+
+
+@torch.library.custom_op("qtool::w4ax_gemm", mutates_args=())
+def w4ax_gemm(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
+
+    Args:
+        x, sx: codes and scales as :func:`quantize_activation_groups` returns them for ``layout``.
+        qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
+        scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
+        group_size: input channels that share a scale, 32 to 1024, or ``None``: all of them.
+        out_dtype: bfloat16, float16, float32, or int32 for the bare sums of codes over all of K.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride, device, layout or GPU; one sentence.
+    """
+    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
+    codes = layouts.get(layout).unpack({"qweight": qweight}, n, x.shape[1], signed=True)
+    natural = disarrange(x, layout)
+    if out_dtype == torch.int32:
+        return int_matmul(natural, codes)
+    return group_matmul(
+        natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias
+    ).to(out_dtype)
+
+
+@w4ax_gemm.register_kernel("cuda")
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
+    m, k = x.shape
+    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0:
+        return out
+    if out_dtype == torch.int32:
+        group_size = None
+    tile = choose_s4(m, n, k, group_size, whole=group_size is not None and in_order())
+    kernel = operand(layout, group_size, scale.dtype)
+    run(kernel, tile, x, sx, packed_weight(layout, qweight, scale), out, bias=bias)
+    return out
+
+
+def packed_weight(layout: str, qweight: Tensor, scale: Tensor) -> Weight:
+    """The op's tensors as the kernel takes them, unchecked: 64 rows x 128 columns a copy."""
+    if layout == "apex4":
+        return Weight(scale, boxed=qweight.flatten(1), box=(4, 64 * 16))
+    return Weight(scale, boxed=qweight, box=(64, 64))
+
+
+@w4ax_gemm.register_fake
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _require(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> int:
+    """Refuse what the kernel cannot do; returns N."""
+    if layout not in LAYOUTS:
+        raise QtoolError(f"w4ax_gemm: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
+    if group_size not in GROUP_SIZES:
+        raise QtoolError(f"w4ax_gemm: no group size {group_size}; accepted: {GROUP_SIZES}")
+    if out_dtype not in KINDS:
+        raise QtoolError(
+            f"w4ax_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}"
+        )
+    if x.dim() != 2 or scale.dim() != 2:
+        raise QtoolError(
+            f"w4ax_gemm: x is {x.dim()}-D and scale {scale.dim()}-D; expected [M, K] and [G, N]"
+        )
+    (m, k), n = x.shape, scale.shape[1]
+    if n % 64 or k % 64 or (group_size and k % group_size) or k > MOST_CHANNELS:
+        raise QtoolError(
+            f"w4ax_gemm: N = {n} and K = {k} must be multiples of 64, K of the group size {group_size} too,"
+            f" and at most {MOST_CHANNELS}"
+        )
+    groups = k // (group_size or k)
+    expected: dict[str, Expected] = {
+        "x": (x, (m, k), (torch.int8,)),
+        "sx": (sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+        "qweight": (
+            qweight,
+            (k // 32, n, 16) if layout == "apex4" else (n, k // 2),
+            (torch.uint8,),
+        ),
+        "scale": (scale, (groups, n), SCALES),
+        "bias": (bias, None if bias is None else (n,), SCALES),
+    }
+    require_tensors("w4ax_gemm", x.device, expected)
+    return n

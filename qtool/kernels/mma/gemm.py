@@ -1,0 +1,225 @@
+"""The host side of ``csrc/mma/mma_gemm.cuh``, the GEMM of Ampere and Ada: pick a tile, get the
+kernel, launch.
+
+Legend: M tokens, N output channels, K input channels, G groups of a channel.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.build import ARCHITECTURES, Build, cubin
+from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.launch import launch, load, resident_blocks
+
+#: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM
+#: hide it
+NARROW = 49152
+MOST_STAGES = 6
+#: a block's least share of the work, in steps of 128 input channels: below, lending sums costs more
+#: than it wins
+LEAST_STEPS = 8
+#: tiles for each multiprocessor from which on the tall ones are faster (on an H200: between 0.18
+#: and 0.24)
+FULL = 0.2
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """Warps over output channels (32 each) and over tokens, tokens of a warp."""
+
+    row_warps: int
+    token_warps: int
+    warp_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.row_warps
+
+    @property
+    def tokens(self) -> int:
+        return self.token_warps * self.warp_tokens
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.token_warps
+
+
+#: by tokens; those of more row warps dequantize a weight once, where there are enough of them to
+#: fill the chip
+NARROW_TILES = (MmaTile(4, 1, 16), MmaTile(4, 1, 32), MmaTile(4, 2, 32))
+TILES = (*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(4, 2, 64), MmaTile(8, 1, 128))
+
+
+@dataclass(frozen=True)
+class MmaOperand:
+    """What a kernel is compiled for: source, its macros, bytes of a stage (of a row, of a token),
+    tiles it has.
+    """
+
+    source: str
+    defines: tuple[tuple[str, int], ...]
+    row_bytes: int
+    token_bytes: int
+    tiles: tuple[MmaTile, ...] = TILES
+
+    def stage_bytes(self, tile: MmaTile) -> int:
+        """Bytes of 128 input channels of a tile."""
+        return self.row_bytes * tile.rows + self.token_bytes * tile.tokens
+
+
+@dataclass(frozen=True)
+class MmaWeight:
+    """The tensors behind the operand; absent ones are ``None``."""
+
+    qweight: Tensor
+    scale1: Tensor
+    scale2: Tensor | None = None
+    offset2: Tensor | None = None
+    zero1: Tensor | None = None
+    eight_bit: Tensor | None = None
+
+
+def choose(tiles: tuple[MmaTile, ...], m: int, n: int, multiprocessors: int) -> MmaTile:
+    """The tile for ``Y [m, n]``: the fewest tokens that hold ``m``, and the most rows that still
+    fill the chip.
+    """
+    tokens = min(
+        (tile.tokens for tile in tiles if tile.tokens >= m),
+        default=max(tile.tokens for tile in tiles),
+    )
+    fitting = sorted((tile for tile in tiles if tile.tokens == tokens), key=lambda tile: -tile.rows)
+    full = (
+        tile for tile in fitting if -(-m // tokens) * -(-n // tile.rows) >= FULL * multiprocessors
+    )
+    return next(full, fitting[-1])
+
+
+def definition(
+    operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[str, str, dict[str, int]]:
+    """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
+    shared = NARROW if tile.tokens <= 32 else 1024 * ARCHITECTURES[capability][1]
+    stages = min(MOST_STAGES, (shared - 64) // operand.stage_bytes(tile))
+    defines = dict(operand.defines) | {
+        "ROW_WARPS": tile.row_warps,
+        "TOKEN_WARPS": tile.token_warps,
+        "WARP_TOKENS": tile.warp_tokens,
+        "STAGES": stages,
+        "OUT": KINDS[out_dtype],
+        "SHARED_BYTES": shared,
+    }
+    return operand.source, "", defines
+
+
+def builds(
+    name: str, operand: MmaOperand, instruction: str, *, s4: bool, every: bool
+) -> Iterator[Build]:
+    """The kernel of ``operand`` with the widest tile or ``every`` one; Hopper calls an emulation of
+    s4 tensor cores.
+    """
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
+        for tile in operand.tiles if every and arch == "sm_89" else operand.tiles[-1:]:
+            source = definition(operand, tile, torch.bfloat16, capability)
+            instructions = () if emulated else (instruction,)
+            yield Build(
+                f"{name} {tile.rows} x {tile.tokens}",
+                arch,
+                source,
+                tile.threads,
+                instructions,
+                calls=emulated,
+            )
+
+
+@cache
+def _kernel(
+    operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: int
+) -> tuple[Any, int, int]:
+    """The loaded kernel, its bytes of shared memory, and how many blocks the device holds at once."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    if capability not in ARCHITECTURES:
+        names = ", ".join(name for name, _ in ARCHITECTURES.values())
+        raise QtoolError(
+            f"this kernel runs on {names}; cuda:{device} is sm_{properties.major}{properties.minor}"
+        )
+    source = definition(operand, tile, out_dtype, capability)
+    shared = source[2]["SHARED_BYTES"]
+    kernel = load(cubin(*source, ARCHITECTURES[capability][0]), "qtool_mma_gemm", shared, device)
+    return (
+        kernel,
+        shared,
+        properties.multi_processor_count * resident_blocks(kernel, tile.threads, shared),
+    )
+
+
+def run(
+    operand: MmaOperand,
+    x: Tensor,
+    sx: Tensor,
+    weight: MmaWeight,
+    out: Tensor,
+    k: int,
+    *,
+    token_sum: Tensor | None = None,
+    bias: Tensor | None = None,
+    tile: MmaTile | None = None,
+    whole: bool = False,
+) -> None:
+    """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused. All checks were made
+    by the op.
+
+    ``whole``: a block for each tile, none shares one.
+    """
+    (m, n), device = out.shape, x.device
+    if tile is None:
+        tile = choose(
+            operand.tiles, m, n, torch.cuda.get_device_properties(device).multi_processor_count
+        )
+    with torch.cuda.device(device):
+        kernel, shared, resident = _kernel(operand, tile, out.dtype, device.index)
+        token_tiles = -(-m // tile.tokens)
+        tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
+        grid = tiles if whole else max(1, min(resident, tiles * steps // LEAST_STEPS))
+        partial = torch.empty(
+            0 if whole else grid * tile.rows * tile.tokens, dtype=torch.int32, device=device
+        )
+        ready = torch.zeros(grid, dtype=torch.int32, device=device)
+        level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)
+        tensors = (
+            x,
+            weight.qweight,
+            *level2,
+            bias,
+            sx,
+            token_sum,
+            weight.eight_bit,
+            out,
+            partial,
+            ready,
+        )
+        parameters = struct.pack(
+            "<13Q7i4x",
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(m, n, k),
+            KINDS[weight.scale1.dtype],
+            0 if bias is None else KINDS[bias.dtype],
+            *(token_tiles, tiles),
+        )
+        launch(
+            kernel,
+            grid,
+            tile.threads,
+            shared,
+            parameters,
+            device,
+            overlap=torch.cuda.get_device_capability(device)[0] >= 9,
+        )

@@ -1,0 +1,191 @@
+"""The host side of ``csrc/mma/half_gemm.cuh``: compile for a tile, pack the parameters, launch.
+
+Legend: M tokens, N output channels, K input channels, G groups of a channel.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.build import ARCHITECTURES, cubin
+from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.launch import item_map, launch, load
+from qtool.kernels.mma.half_tiles import HalfTile
+
+ADD_THREADS = 256
+
+
+@dataclass(frozen=True)
+class HalfWeight:
+    """A packed weight: codes int32, scales ``[G, N]``, and the positions of a 2:4 sparse one."""
+
+    qweight: Tensor
+    scale: Tensor
+    metadata: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K: both layouts store two words a row for each output channel."""
+        rows, words = self.qweight.shape
+        return words // 2, rows * (16 if self.metadata is None else 32)
+
+    @property
+    def group(self) -> int:
+        """Input channels a scale; 0 where it is the whole channel's."""
+        groups = self.scale.shape[0]
+        return 0 if groups == 1 else self.shape[1] // groups
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for beside its tile."""
+
+    sparse: bool
+    group: int
+    x: torch.dtype
+    scale: torch.dtype
+    out: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, weight: HalfWeight, out_dtype: torch.dtype) -> "Variant":
+        return cls(
+            weight.metadata is not None, weight.group, x.dtype, weight.scale.dtype, out_dtype
+        )
+
+    def stage_bytes(self, tile: HalfTile) -> int:
+        """Of one team's ring slot: tokens, codes, positions and scales of 64 input channels."""
+        codes = 1024 + 512 if self.sparse else 2048
+        scales = 64 * self.scale.itemsize * (max(1, 64 // self.group) if self.group else 0)
+        return tile.block_tokens * 128 + tile.column_warps * (codes + scales)
+
+
+def definition(
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], *, hopper: bool
+) -> tuple[str, str, dict[str, int]]:
+    """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`.
+
+    Args:
+        hopper: bulk copies fill the rings, and the blocks that split K add their sums as a cluster
+            (sm_90).
+    """
+    return (
+        "mma/w4a16_24_gemm" if variant.sparse else "mma/w4a16_gemm",
+        "",
+        {
+            "GROUP": variant.group,
+            "KIND": KINDS[variant.x],
+            "SCALE": KINDS[variant.scale],
+            "OUT": KINDS[variant.out],
+            "TOKENS": tile.tokens,
+            "TOKEN_WARPS": tile.token_warps,
+            "COLUMN_WARPS": tile.column_warps,
+            "TEAMS": tile.teams,
+            "SPLIT": tile.split,
+            "STAGES": tile.stages(variant.stage_bytes(tile), shared_bytes(tile, capability)),
+            "BLOCKS_PER_SM": tile.blocks_per_sm,
+            "HOPPER": int(hopper),
+            "SHARED_BYTES": shared_bytes(tile, capability),
+        },
+    )
+
+
+def maps(tile: HalfTile, x: Tensor, weight: HalfWeight) -> bytes:
+    """Descriptors of the boxes that a team copies for 64 input channels: tokens, codes, positions,
+    scales.
+    """
+    n, columns = weight.shape[0], tile.columns
+    tokens = item_map(x, x.shape[1], tile.block_tokens, 64, swizzle=128)
+    metadata, group = bytes(128), bytes(128)
+    if weight.metadata is not None:
+        metadata = item_map(weight.metadata, n, 2, columns)
+    if weight.group:
+        group = item_map(weight.scale, n, max(1, 64 // weight.group), columns)
+    return (
+        tokens
+        + item_map(weight.qweight, n, 4 if weight.metadata is None else 2, columns)
+        + metadata
+        + group
+    )
+
+
+def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
+    """What a block may use: its share of the multiprocessor's, less the kilobyte the system keeps
+    for each block.
+    """
+    return (ARCHITECTURES[capability][1] + 1) // tile.blocks_per_sm * 1024 - 1024
+
+
+@cache
+def _kernels(
+    variant: Variant, tile: HalfTile, capability: tuple[int, int], hopper: bool, device: int
+) -> tuple[Any, Any]:
+    source = definition(variant, tile, capability, hopper=hopper)
+    code = cubin(*source, ARCHITECTURES[capability][0])
+    main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device)
+    return main, None if hopper or tile.split == 1 else load(code, "qtool_add_splits", 0, device)
+
+
+def run(
+    tile: HalfTile,
+    x: Tensor,
+    weight: HalfWeight,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    hopper: bool | None = None,
+) -> None:
+    """Launch ``out [M, N] = x [M, K] W^T``. All checks were made by the op.
+
+    Args:
+        hopper: see :func:`definition`; by default on Hopper.
+    """
+    device = x.device
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in ARCHITECTURES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
+        raise QtoolError(
+            f"this kernel is written for {known}, {device} is sm_{capability[0]}{capability[1]}"
+        )
+    overlap = capability[0] >= 9
+    hopper = overlap if hopper is None else hopper
+    (m, k), n = x.shape, out.shape[1]
+    with torch.cuda.device(device):
+        main, add = _kernels(
+            Variant.of(x, weight, out.dtype), tile, capability, hopper, device.index
+        )
+        token_tiles = -(-m // tile.block_tokens)
+        grid = tile.split * token_tiles * -(-n // tile.columns)
+        workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
+        tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
+        parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
+        parameters += struct.pack(
+            "<7Q5i52x",
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(m, n, k),
+            0 if bias is None else KINDS[bias.dtype],
+            token_tiles,
+        )
+        launch(
+            main,
+            grid,
+            tile.threads,
+            shared_bytes(tile, capability),
+            parameters,
+            device,
+            overlap=overlap,
+        )
+        if add is not None:
+            launch(
+                add,
+                -(-m * n // (4 * ADD_THREADS)),
+                ADD_THREADS,
+                0,
+                parameters,
+                device,
+                overlap=overlap,
+            )

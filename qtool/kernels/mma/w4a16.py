@@ -1,0 +1,196 @@
+"""``qtool::w4a16_gemm`` and ``qtool::w4a16_24_gemm``: 4-bit weights under 16-bit tokens (MARLIN,
+Sparse-MARLIN).
+
+    y[m, n] = sum_G scale[n, G] * sum_{k in G} x[m, k] * (q[n, k] - 8) + bias[n]
+
+Products are exact and sums float32: a scale multiplies its group's sum, so that no weight is
+rounded to 16 bits as MARLIN rounds it. 2:4 sparse weights skip the products with their zeros.
+
+Shapes: x ``[M, K]``; marlin: qweight int32 ``[K/16, 2 N]``; marlin-24: qweight int32 and metadata
+int16 ``[K/32, 2 N]``; scale ``[G, N]`` (G = K / 32, 64 or 128), or ``[1, N]`` per channel; each in
+its layout's order.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from qtool import schemes
+from qtool.errors import QtoolError
+from qtool.kernels.build import ARCHITECTURES, Build
+from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
+from qtool.kernels.mma.half_tiles import TABLE, choose
+from qtool.layouts.marlin import MARLIN
+from qtool.layouts.marlin_24 import MARLIN_24
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@torch.library.custom_op("qtool::w4a16_gemm", mutates_args=())
+def w4a16_gemm(
+    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``Y [M, N]`` of ``out_dtype`` for a weight in the marlin layout.
+
+    Args:
+        x: tokens, float16 or bfloat16 ``[M, K]``, K a multiple of 128.
+        qweight: int32 ``[K/16, 2 N]``, N a multiple of 64.
+        scale: ``[G, N]`` or ``[1, N]``, float32, float16 or bfloat16. bias: ``[N]`` of those, or
+            ``None``.
+        out_dtype: bfloat16, float16 or float32.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.
+    """
+    weight = _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype)
+    n, k = weight.shape
+    codes = MARLIN.unpack({"qweight": qweight}, n, k, signed=False)
+    return _reference("w4a16", x, codes, MARLIN.unpack_group(scale, n), weight, bias, out_dtype)
+
+
+@torch.library.custom_op("qtool::w4a16_24_gemm", mutates_args=())
+def w4a16_24_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    metadata: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The same for a 2:4 sparse weight in the marlin-24 layout.
+
+    Args:
+        qweight: the kept codes, int32 ``[K/32, 2 N]``, N a multiple of 128. metadata: their
+            positions, int16.
+    """
+    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
+    n, k = weight.shape
+    codes = MARLIN_24.unpack({"qweight": qweight, "metadata": metadata}, n, k, signed=False)
+    return _reference(
+        "w4a16-24", x, codes, MARLIN_24.unpack_group(scale, n), weight, bias, out_dtype
+    )
+
+
+def _reference(
+    scheme: str,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    weight: HalfWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return (
+        schemes.get(scheme, weight.group or None)
+        .matmul(x, codes, {"scale": scale}, bias)
+        .to(out_dtype)
+    )
+
+
+@w4a16_gemm.register_kernel("cuda")
+def _(
+    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return _launch(
+        x, _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype), bias, out_dtype
+    )
+
+
+@w4a16_24_gemm.register_kernel("cuda")
+def _(
+    x: Tensor,
+    qweight: Tensor,
+    metadata: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
+    return _launch(x, weight, bias, out_dtype)
+
+
+def _launch(x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    m, n = x.shape[0], weight.shape[0]
+    out = x.new_empty((m, n), dtype=out_dtype)
+    if m:
+        run(choose(m, n, torch.cuda.get_device_capability(x.device)), x, weight, out, bias)
+    return out
+
+
+@w4a16_gemm.register_fake
+def _(
+    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    weight = _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+@w4a16_24_gemm.register_fake
+def _(
+    x: Tensor,
+    qweight: Tensor,
+    metadata: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def _require(
+    op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype
+) -> HalfWeight:
+    """Refuse what the kernel cannot do; returns ``weight``."""
+    if out_dtype not in (*HALF, torch.float32):
+        raise QtoolError(
+            f"{op}: out_dtype is {out_dtype}; accepted: torch.float16, torch.bfloat16, torch.float32"
+        )
+    for name, tensor in (("x", x), ("qweight", weight.qweight), ("scale", weight.scale)):
+        if tensor.dim() != 2:
+            raise QtoolError(f"{op}: {name} is {tensor.dim()}-D; expected a matrix")
+    (n, k), groups = weight.shape, weight.scale.shape[0]
+    sparse = weight.metadata is not None
+    tile = 128 if sparse else 64
+    if n == 0 or k == 0 or n % tile or k % 128:
+        raise QtoolError(
+            f"{op}: the weight is {n} x {k}; N must be a multiple of {tile} and K of 128"
+        )
+    if groups != 1 and k / max(groups, 1) not in (32, 64, 128):
+        raise QtoolError(
+            f"{op}: scale has {groups} rows for K = {k}; expected 1, or one for every 32, 64 or 128 inputs"
+        )
+    stored = (k // (32 if sparse else 16), 2 * n)
+    expected: dict[str, Expected] = {
+        "x": (x, (x.shape[0], k), HALF),
+        "qweight": (weight.qweight, stored, (torch.int32,)),
+        "metadata": (weight.metadata, stored if sparse else None, (torch.int16,)),
+        "scale": (weight.scale, (groups, n), SCALES),
+        "bias": (bias, None if bias is None else (n,), SCALES),
+    }
+    require_tensors(op, x.device, expected)
+    return weight
+
+
+def builds() -> Iterator[Build]:
+    """Every tile on the architecture it is for, with and without sparsity; the other variants with
+    one tile each.
+    """
+    bf16 = torch.bfloat16
+    for (capability, tiles), sparse in product(TABLE.items(), (False, True)):
+        arch, hopper = ARCHITECTURES[capability][0], capability >= (9, 0)
+        variants = [(Variant(sparse, 128, bf16, bf16, bf16), tile) for tile in dict.fromkeys(tiles)]
+        for group, (x, scale) in product(
+            (0, 32, 64), ((torch.float16, torch.float32), (bf16, torch.float16))
+        ):
+            variants.append((Variant(sparse, group, x, scale, torch.float32), tiles[-1]))
+        for variant, tile in variants:
+            name = f"w4a16{'-24' if sparse else ''} g{variant.group} {variant.x} {variant.scale} {tile}"
+            source = definition(variant, tile, capability, hopper=hopper)
+            instruction = ("HMMA.SP.16832.F32" if sparse else "HMMA.16816.F32") + (
+                ".BF16" if variant.x == bf16 else ""
+            )
+            yield Build(name, arch, source, tile.threads * tile.blocks_per_sm, (instruction,))

@@ -1,0 +1,189 @@
+"""``qtool::w4ax_mma_gemm``: s4 weights by s4 tokens on the s4 tensor cores of Ampere and Ada; s8
+tokens by block.
+
+    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
+
+The arithmetic of :mod:`qtool.kernels.hopper.w4ax`. Tokens of 4 bits are nibbles
+(:mod:`qtool.kernels.activation.quantize_packed_groups`), multiplied by ``mma.sync.m16n8k64`` s4;
+where ``eight_bit`` marks a block of 128 (COMET), they stay s8, and the weight's nibbles become s8
+by zero extension. Hopper and later emulate s4: right, and slow.
+
+Shapes: x uint8 ``[M, K/2]``, with ``eight_bit`` ``[M, K]``; sx float32 ``[G, M4]`` (M4: M rounded
+up to a multiple of 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or w4ax-interleaved ``[N, K/2]``,
+scale ``[G, N]``, eight_bit uint8 ``[K/128]``.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtool import layouts
+from qtool.errors import QtoolError, suggest
+from qtool.kernels.activation.arrangement import disarrange
+from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
+from qtool.kernels.build import Build
+from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS
+from qtool.kernels.mma import gemm as mma
+from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
+from qtool.kernels.order import in_order
+from qtool.schemes.arithmetic.products import group_matmul, int_matmul
+from qtool.schemes.fmpq import BLOCK
+
+#: where groups do not take registers for a second set of sums
+CHANNEL_TILES = (*mma.NARROW_TILES, mma.MmaTile(4, 2, 64))
+
+
+def operand(
+    layout: str, group_size: int | None, scale_dtype: torch.dtype, mixed: bool
+) -> MmaOperand:
+    """What the kernel is compiled with."""
+    groups = 0 if group_size is None else max(1, 128 // group_size)
+    defines = (
+        ("LAYOUT", LAYOUTS[layout]),
+        ("GROUP", group_size or 0),
+        ("SCALE", KINDS[scale_dtype] if group_size else 0),
+        ("MIXED", int(mixed)),
+    )
+    row = 64 + groups * (4 if scale_dtype == torch.float32 else 2)
+    tiles = mma.NARROW_TILES if group_size else CHANNEL_TILES
+    return MmaOperand("mma/mma_s4_gemm", defines, row, (128 if mixed else 64) + 4 * groups, tiles)
+
+
+def builds() -> Iterator[Build]:
+    """APEX4's groups and whole channels, COMET's mixed blocks."""
+    for group in (128, 32, None):
+        kernel = operand("apex4", group, torch.float32, mixed=False)
+        instruction = "IMMA.16832.S4.S4" if group == 32 else "IMMA.16864.S4.S4"
+        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True, every=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        kernel = operand("w4ax-interleaved", BLOCK, dtype, mixed=True)
+        every = dtype == torch.float32
+        yield from mma.builds(
+            f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True, every=every
+        )
+
+
+@torch.library.custom_op("qtool::w4ax_mma_gemm", mutates_args=())
+def w4ax_mma_gemm(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
+
+    Args:
+        x, sx: codes and scales as :func:`quantize_packed_groups` returns them for ``layout``.
+        qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
+        scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
+        eight_bit: uint8 ``[K/128]``, 1 where a block's tokens have 8 bits, or ``None``: nowhere.
+        group_size: input channels that share a scale, 32 to 1024, or ``None``: all; 128 with
+            ``eight_bit``.
+        out_dtype: bfloat16, float16, float32, or int32 for the bare sums of codes over all of K.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride, device, layout or GPU; one sentence.
+    """
+    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    codes = layouts.get(layout).unpack({"qweight": qweight}, n, k, signed=True)
+    natural = disarrange(unpack_tokens(x, eight_bit), layout)
+    if out_dtype == torch.int32:
+        return int_matmul(natural, codes)
+    return group_matmul(
+        natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias
+    ).to(out_dtype)
+
+
+@w4ax_mma_gemm.register_kernel("cuda")
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    if len(x) == 0:
+        return out
+    whole = None if out_dtype == torch.int32 else group_size
+    kernel = operand(layout, whole, scale.dtype, eight_bit is not None)
+    weight = MmaWeight(qweight, scale, eight_bit=eight_bit)
+    mma.run(kernel, x, sx, weight, out, k, bias=bias, whole=whole is not None and in_order())
+    return out
+
+
+@w4ax_mma_gemm.register_fake
+def _(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n, _ = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _require(
+    x: Tensor,
+    sx: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    eight_bit: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Refuse what the kernel cannot do; returns N and K."""
+    op = "w4ax_mma_gemm"
+    if layout not in LAYOUTS:
+        raise QtoolError(f"{op}: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
+    sizes = GROUP_SIZES if eight_bit is None else (BLOCK,)
+    if group_size not in sizes:
+        raise QtoolError(f"{op}: no group size {group_size}; accepted: {sizes}")
+    if out_dtype not in KINDS:
+        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
+    if x.dim() != 2 or scale.dim() != 2:
+        raise QtoolError(
+            f"{op}: x is {x.dim()}-D and scale {scale.dim()}-D; expected [M, K/2] and [G, N]"
+        )
+    m, n = x.shape[0], scale.shape[1]
+    k = x.shape[1] * (2 if eight_bit is None else 1)
+    if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
+        raise QtoolError(
+            f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size {group_size},"
+            f" at most {MOST_CHANNELS}"
+        )
+    groups = k // (group_size or k)
+    expected: dict[str, Expected] = {
+        "x": (x, tuple(x.shape), (torch.uint8,)),
+        "sx": (sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+        "qweight": (
+            qweight,
+            (k // 32, n, 16) if layout == "apex4" else (n, k // 2),
+            (torch.uint8,),
+        ),
+        "scale": (scale, (groups, n), SCALES),
+        "eight_bit": (eight_bit, None if eight_bit is None else (k // BLOCK,), (torch.uint8,)),
+        "bias": (bias, None if bias is None else (n,), SCALES),
+    }
+    require_tensors(op, x.device, expected)
+    return n, k

@@ -1,0 +1,127 @@
+"""What a calibrated run holds in memory at most, from config.json and recipe: one block, its
+activations, its solver.
+
+Counted, not measured: each line of a sum is what some code keeps alive at its worst moment. Whole
+numbers of bytes on the device are those torch allocates; its cache may reserve a third more.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from qtool.models.parts import Heads
+from qtool.pipeline.job import Job
+from qtool.pipeline.planning.work import block_shape
+
+#: resident memory of the process with torch and transformers loaded, without and with CUDA
+CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
+#: tokens of a batch
+BATCH_TOKENS = 4096
+#: of a window that a text gives where the model continues it
+GIVEN_SHARE = 1 / 8
+#: of a device's memory for keys and values while the model continues windows: what takes more is
+#: written in parts
+CACHE_SHARE = 0.25
+
+
+def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
+    """The hidden states of ``tokens`` between two blocks, and the float model's where the rounding
+    looks at them.
+    """
+    paths = 1 + job.rounding.compares
+    return paths * tokens * int(job.config["hidden_size"]) * compute_bytes(job, device)
+
+
+def compute_bytes(job: Job, device: torch.device) -> int:
+    """Of one number in a forward: the model's 16 bits on CUDA, float32 elsewhere."""
+    return 2 if device.type == "cuda" and job.dtype.itemsize == 2 else 4
+
+
+def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
+    """On ``device``, beside the activations of ``tokens`` tokens: a block, and the hungriest
+    method's own tensors.
+    """
+    return max(_working_bytes(job, block, tokens, device) for block in job.first_of_kinds())
+
+
+def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
+    """16-bit weights, a batch's tensors and a packed block that waits to be written; then what a
+    method holds.
+    """
+    itemsize = compute_bytes(job, device)
+    shape = block_shape(job, block, 1, tokens, itemsize)
+    parameters = sum(map(prod, job.block_shapes(block).values()))
+    computing = itemsize % 4  # 0: the exact weights themselves compute
+    batch = BATCH_TOKENS * 3 * max(map(sum, shape.linears.values())) * itemsize
+    held = max(method.held_bytes(shape) for method in job.methods)
+    return parameters * computing + batch + job.block_bytes(block) + held
+
+
+def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:
+    """The process's peak: blocks on their way in and out, or the rows of the embedding at the
+    start.
+
+    Args:
+        kept_on_host: bytes of activations kept in host memory.
+    """
+    blocks = job.first_of_kinds()
+    largest = max(sum(map(prod, job.block_shapes(block).values())) for block in blocks)
+    packed = max(map(job.block_bytes, blocks))
+    dims = job.family.dimensions(job.namespace)
+    embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.dtype.itemsize
+    block = largest * job.dtype.itemsize
+    if (
+        device.type == "cuda"
+    ):  # pinned memory of a block is used again once that is on the GPU: one to two of them
+        return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
+    return (
+        CPU_PROCESS
+        + kept_on_host
+        + max(4 * embedded, 2 * block + working_bytes(job, tokens, device))
+    )
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Calibration windows that the model continues after their first ``given`` tokens, and what a
+    device holds then.
+
+    Attributes:
+        at_once: how many are written side by side. weights, cache: bytes.
+    """
+
+    given: int
+    at_once: int
+    weights: int
+    cache: int
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.cache
+
+    def fits(self, device_memory: float, host_memory: float) -> bool:
+        """Whether there is room: on the device, and on the host for the weights, which pass through
+        it.
+        """
+        return self.bytes <= device_memory and self.weights <= host_memory
+
+
+def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
+    """The float model; of each window its keys and values, what a block makes of its beginning, a
+    token's logits.
+
+    How many windows are written at once is a matter of the device's whole ``memory``, not of what
+    is free: it is the same each time, and so are the tokens.
+    """
+    itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
+    given = max(1, int(seqlen * GIVEN_SHARE))
+    widest = max(
+        sum(shape) for block in job.first_of_kinds() for shape in job.linears(block).values()
+    )
+    cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
+    window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
+    at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
+    return Writing(
+        given, at_once, itemsize * sum(map(prod, job.source_shapes().values())), at_once * window
+    )

@@ -1,0 +1,171 @@
+"""The block loop: every shard that is missing is made and handed to the writer, whose record makes
+it count.
+
+The two ends of the model, which no block depends on, are written first, beside the first blocks. A
+block that is written already is only run, on what its shard holds, for the inputs of the next one.
+
+Of several ranks each writes every R-th shard. Plain blocks it makes alone, the others all ranks
+make together.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.timing import Stages, recording, stage
+from qtool.distributed import ranks
+from qtool.errors import QtoolError
+from qtool.io.output import RUN, Output
+from qtool.io.safetensors import read, read_header
+from qtool.io.source import Checkpoint
+from qtool.io.write_behind import WriteBehind
+from qtool.pipeline.job import Job
+from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.streaming import embedding_and_head as edges
+from qtool.pipeline.streaming.activations import Activations, compute_dtype, place_for
+from qtool.pipeline.streaming.blocks import BuiltBlocks, StreamedBlocks
+
+Progress = Callable[[int, int, Mapping[str, Any]], None]
+
+#: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
+#: a batch
+WIDEST_INPUT = 1 << 29
+#: sequences of a batch at least, where a batch is a step of an optimizer
+STEP = 8
+
+
+class Shards:
+    """The shards of ``job``: the embedding, one a block, final norm and head.
+
+    Args:
+        progress: called after each shard with (done, total, notes).
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        job: Job,
+        output: Output,
+        device: torch.device,
+        record: RunRecord,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.job, self.output, self.device = source, job, output, device
+        self.record, self.progress = record, progress
+        self.specs, self.stages = job.shards(), Stages(device)
+        self.done = len(output.records)
+        self.together = not job.is_plain
+
+    def make(self, tokens: Sequence[Tensor], activations: str) -> None:
+        """Make and write what is missing.
+
+        Args:
+            tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
+
+        Raises:
+            QtoolError: the device has too little memory for a block, or the disk for a shard.
+        """
+        try:
+            self._make(tokens, activations)
+        except torch.OutOfMemoryError as error:
+            raise QtoolError(
+                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after {len(self.output.records)} of "
+                f"{len(self.specs)} shards; these are kept: free memory or pass --activations host, then --resume"
+            ) from error
+
+    def _make(self, tokens: Sequence[Tensor], activations: str) -> None:
+        output, last = self.output, len(self.specs)
+        missing = [
+            s
+            for s in range(2, last)
+            if s not in output.records and (self.together or output.is_mine(s))
+        ]
+        with (
+            recording(self.stages),
+            closing(self._blocks(self._batches(tokens), activations)) as blocks,
+            WriteBehind(self._written) as writer,
+        ):
+            for shard, end in ((1, edges.tables), (last, edges.head)):
+                if shard not in output.records and output.is_mine(shard):
+                    writer.submit(shard, self._putting(shard, end(self.source, self.job), {}))
+            for shard in range(2, max(missing, default=1) + 1):
+                following = next((other for other in missing if other > shard), None)
+                tensors: Iterable[tuple[str, Tensor]] | None = None
+                if shard in missing:
+                    notes: dict[str, Any] = {}
+                    ahead = None if following is None else following - 2
+                    tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
+                    with stage("write"):
+                        if output.is_mine(shard):
+                            writer.submit(shard, self._putting(shard, tensors, notes))
+                if following is not None and isinstance(blocks, BuiltBlocks):
+                    blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
+            with stage("write"):
+                writer.wait()
+
+    def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The calibration batches, larger on a GPU and for steps: the same for every number of
+        ranks.
+        """
+        steps = self.job.rounding.steps
+        if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
+            return tokens
+        if steps:
+            return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
+        widest = max(
+            k for block in self.job.first_of_kinds() for _, k in self.job.linears(block).values()
+        )
+        sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
+        return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
+
+    def _blocks(self, tokens: Sequence[Tensor], activations: str) -> StreamedBlocks | BuiltBlocks:
+        if not self.together:
+            return StreamedBlocks(self.source, self.job)
+        if activations == "auto":
+            activations = place_for(
+                self.job, sum(ids.numel() for ids in ranks.local_items(tokens)), self.device
+            )
+        kept = Activations(
+            activations, compute_dtype(self.job, self.device), self.output.partial / RUN
+        )
+        return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
+
+    def _putting(
+        self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
+    ) -> Callable[[], None]:
+        """What writes ``shard``, in another thread: the copy from a GPU waits for ``tensors``, the
+        GPU not for it.
+        """
+        ready = (
+            torch.cuda.current_stream(self.device).record_event()
+            if self.device.type == "cuda"
+            else None
+        )
+
+        def put() -> None:
+            with (
+                self.stages.thread("write"),
+                torch.cuda.stream(ready and torch.cuda.Stream(self.device)),
+            ):
+                if ready:
+                    torch.cuda.current_stream(self.device).wait_event(ready)
+                self.output.put(shard, self.specs[shard - 1], tensors, notes)
+
+        return put
+
+    def _written(self, shard: int) -> None:
+        self.done = min(self.done + ranks.size(), len(self.specs))  # the other ranks keep step
+        self.stages.settle()
+        behind = {f"{name}, beside": seconds for name, seconds in self.stages.behind.items()}
+        self.record.session.stages = {**self.stages.seconds, **behind}
+        self.record.shard_written()
+        if self.progress:
+            self.progress(self.done, len(self.specs), self.output.records[shard]["notes"])
+
+
+def _stored(path: Path) -> Iterable[tuple[str, Tensor]]:
+    return ((name, read(entry)) for name, entry in read_header(path).items())

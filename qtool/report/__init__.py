@@ -1,0 +1,1 @@
+"""The HTML report: its data, its plots, its page."""

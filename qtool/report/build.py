@@ -1,0 +1,207 @@
+"""``qtool report``: gather sizes, checks, results, errors and ranges of a quantized model into one
+HTML page.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.eval import saved
+from qtool.eval.channel_range import role
+from qtool.io.source import Checkpoint, read_config, resolve
+from qtool.models.family import REQUIRED
+from qtool.pipeline import commands
+from qtool.pipeline.inspect import Row, inspect
+from qtool.pipeline.job import native_format
+from qtool.pipeline.run_record import read_run
+from qtool.pipeline.verify import Verified, load_linear, packed_linears, verify
+from qtool.report.data import Check, LayerErrors, Report, Size, provenance, quality, recorded_errors
+
+WINDOWS, TOKENS = 4, 512
+#: transforms that leave every weight as the source has it, so that a rounded weight can be held
+#: against it
+KEEPS_WEIGHTS = frozenset({"clip"})
+
+
+def report(
+    directory: Path,
+    compare: str | None,
+    tasks: list[str],
+    *,
+    out: Path | None,
+    data_dir: Path | None,
+    device: str,
+) -> Path:
+    """Write the report of the native checkpoint ``directory``; returns the file, by default
+    ``report.html`` in it.
+
+    Args:
+        compare: the baseline; without it nothing is measured that needs one.
+        tasks: evaluated (and kept in eval.json) first.
+
+    Raises:
+        QtoolError: not a native checkpoint, a baseline of other sizes, or what an evaluation
+            raises.
+    """
+    from qtool.report.page import render
+
+    config = Checkpoint(directory).config
+    native_format(config)
+    if compare:
+        require_alike(config, read_config(resolve(compare)), compare)
+    if tasks:
+        options: dict[str, Any] = {
+            "data_dir": data_dir,
+            "seqlen": 2048,
+            "limit": None,
+            "batch_size": 8,
+        }
+        commands.evaluate(tasks, str(directory), compare, device=device, save=True, **options)
+    out = out or directory / "report.html"
+    if not out.parent.is_dir():
+        raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")
+    out.write_text(render(collect(directory, compare, device)), encoding="utf-8")
+    return out
+
+
+def collect(directory: Path, compare: str | None, device: str) -> Report:
+    """Everything the report shows, measured where it is not recorded."""
+    checkpoint, record = Checkpoint(directory), provenance(directory)
+    base = resolve(compare) if compare else None
+    source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
+    errors = recorded_errors(record.get("blocks", []))
+    if (
+        errors is None
+        and base
+        and {name for step in _steps(record)[:-1] for name in step} <= KEEPS_WEIGHTS
+    ):
+        errors = weight_errors(checkpoint, Checkpoint(base))
+    return Report(
+        directory,
+        checkpoint.config,
+        record,
+        sizes(inspect(directory)),
+        checks(list(verify(directory, device=device))),
+        baseline=compare,
+        is_source=source == record.get("source", {}).get("fingerprint", ""),
+        quality=quality(saved.read(directory), saved.identity(directory), source),
+        errors=errors,
+        run=read_run(directory, record.get("job", {})),
+        **_measured(directory, base, checkpoint.config, device),
+    )
+
+
+def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
+    """Refuse a baseline ``name`` that the model of ``config`` cannot have been made from.
+
+    Raises:
+        QtoolError: naming the first size that differs.
+    """
+    for key in ("model_type", *REQUIRED):
+        if baseline.get(key) != config.get(key):
+            raise QtoolError(
+                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} here; pass the model "
+                "that was quantized"
+            )
+
+
+def sizes(rows: Sequence[Row]) -> list[Size]:
+    """The rows of ``inspect``, those of one role and format together."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        stored = f"{row.scheme}, {row.layout}" if row.layout else row.scheme
+        found.setdefault((role(row.name), stored), []).append(row)
+    return [
+        Size(
+            kind,
+            stored,
+            len(same),
+            sum(r.weights for r in same),
+            sum(r.nbytes for r in same),
+            bool(same[0].layout),
+        )
+        for (kind, stored), same in found.items()
+    ]
+
+
+def checks(rows: Sequence[Verified]) -> list[Check]:
+    """The rows of ``verify``, those that ran the same together; what did not run at all stands by
+    itself.
+    """
+    found: dict[str, list[Verified]] = {}
+    for row in rows:
+        found.setdefault(row.ran, []).append(row)
+    return [
+        Check(
+            ran,
+            len(same),
+            max(r.error for r in same),
+            [f"{r.name}: {r.problem}" for r in same if r.problem],
+        )
+        for ran, same in found.items()
+    ]
+
+
+@torch.no_grad()
+def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
+    """``||V - W|| / ||W||`` of every packed linear V, for a recipe that changes no weight W before it rounds.
+
+    None where the source has no plain weights: an import's is quantized itself.
+    """
+    errors: dict[str, dict[int, float]] = {}
+    checkpoint_format = native_format(checkpoint.config)
+    for name in packed_linears(checkpoint):
+        if (linear_format := checkpoint_format.of(name)) and f"{name}.weight" in source:
+            weight = source.read(f"{name}.weight").float()
+            rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
+            block = next(int(part) for part in name.split(".") if part.isdigit())
+            worst = errors.setdefault(role(name), {})
+            worst[block] = max(
+                worst.get(block, 0.0), float((rounded - weight).norm() / weight.norm())
+            )
+    return LayerErrors("weight", "", errors) if errors else None
+
+
+def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(record.get("recipe", {}).get("methods", []))
+
+
+def _measured(
+    directory: Path, base: Path | None, config: dict[str, Any], device: str
+) -> dict[str, Any]:
+    """Activation ranges of both models and the KV cache's error, on windows of the text that ships
+    with qtool.
+    """
+    from qtool.eval.channel_range import channel_amax, worst
+    from qtool.eval.kv_error import kv_errors
+    from qtool.runtime.load import load
+
+    kv = config["quantization_config"].get("kv")
+    if not base and not kv:
+        return {}
+    windows = _windows(directory, config)
+    model = load(directory, device=device)
+    found: dict[str, Any] = {"windows": tuple(windows.shape), "kv": kv_errors(model, windows)}
+    if base:
+        after = channel_amax(model, windows)
+        del model  # a baseline needs the room
+        found["ranges"] = worst(channel_amax(load(base, device=device), windows), after)
+    return found
+
+
+def _windows(directory: Path, config: dict[str, Any]) -> Tensor:
+    """``[WINDOWS, tokens]`` ids of the demo's held-out text."""
+    from qtool.data import corpora
+    from qtool.eval.perplexity import cut_windows
+    from qtool.runtime.load import load_tokenizer
+
+    ids = load_tokenizer(directory)(corpora.load("demo", split=corpora.TEST).text, verbose=False)[
+        "input_ids"
+    ]
+    return cut_windows(
+        torch.tensor(ids), min(TOKENS, config.get("max_position_embeddings") or TOKENS)
+    )[:WINDOWS]

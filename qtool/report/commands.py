@@ -1,0 +1,116 @@
+"""The commands that make a checkpoint again, from its provenance."""
+
+from typing import Any
+
+import yaml
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.eval.perplexity import SEQLEN
+from qtool.report.data import Report
+
+RECIPE = "recipe.yaml"
+
+
+def commands(report: Report) -> list[str]:
+    """Quantize, verify, evaluate, report."""
+    record, quantization, directory = report.provenance, report.quantization, report.directory
+    if report.imported:
+        layouts = {rule["layout"] for rule in quantization["rules"] if rule["scheme"]}
+        layout = f" --layout {layouts.pop()}" if len(layouts) == 1 else ""
+        source = record.get("source", {}).get("directory", "MODEL")
+        return [f"qtool import {source} --out {directory}{layout}", f"qtool verify {directory}"]
+    if not report.methods:
+        return [f"qtool verify {directory}"]
+    base = report.baseline or record.get("source", {}).get("directory", "MODEL")
+    quantize = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
+    quantize += RECIPE if recipe_file(report) else record["recipe"]["variant"]
+    if calibration := record.get("calibration"):
+        named = {
+            "text": "calib",
+            "samples": "samples",
+            "seqlen": "seqlen",
+            "seed": "seed",
+            "windows": "windows",
+        }
+        quantize += "".join(
+            f" --{flag} {calibration[key]}" for key, flag in named.items() if key in calibration
+        )
+    if quantization.get("kv") and not recipe_file(report):
+        quantize += f" --kv {quantization['kv']}"
+    if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
+        quantize += f" --device {device}"
+    return [
+        f"{quantize} --out {directory}",
+        f"qtool verify {directory}",
+        *_evaluations(report, base),
+        f"qtool report {directory} --compare {base}",
+    ]
+
+
+def _evaluations(report: Report, base: str) -> list[str]:
+    """One command for the tasks that were asked alike."""
+    asked: dict[str, list[str]] = {}
+    for fact in (q.facts for q in report.quality):
+        options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
+        options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
+        options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
+        tasks = asked.setdefault(" ".join(options), [])
+        if fact["task"] not in tasks:
+            tasks.append(fact["task"])
+    common = f"--model {report.directory} --compare {base}"
+    return [
+        " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
+        for options, tasks in (asked or {"": ["wikitext2"]}).items()
+    ]
+
+
+def recipe_file(report: Report) -> str:
+    """The recipe as YAML that ``quantize --recipe`` reads; nothing where a built-in variant says
+    the same.
+    """
+    quantization = report.quantization
+    layers = [_layer(rule) for rule in quantization["rules"]]
+    steps = [{name: dict(options)} if options else name for name, options in report.methods]
+    if not steps or _is_built_in(report, layers):
+        return ""
+    recipe: dict[str, Any] = {"scheme": quantization["scheme"], "layers": layers}
+    if steps[:-1]:
+        recipe["transforms"] = steps[:-1]
+    recipe["rounding"] = steps[-1]
+    if quantization.get("kv"):
+        recipe["kv"] = quantization["kv"]
+    return yaml.safe_dump(recipe, sort_keys=False)
+
+
+def _layer(rule: dict[str, Any]) -> dict[str, Any]:
+    if not rule["scheme"]:
+        return {"match": rule["match"], "scheme": None}
+    group = rule["group_size"] or "channel"
+    return {
+        "match": rule["match"],
+        "scheme": rule["scheme"],
+        "group_size": group,
+        "layout": rule["layout"],
+    }
+
+
+def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
+    variant = report.provenance["recipe"].get("variant")
+    if variant not in recipes.VARIANTS:
+        return False
+    try:
+        known = recipes.load(report.quantization["scheme"], variant)
+    except QtoolError:
+        return False
+    rules = [
+        (r.match, r.scheme, (r.group_size or "channel") if r.scheme else None, r.layout)
+        for r in known.layers
+    ]
+    same = len(rules) == len(layers) and all(
+        (match, scheme, group) == (layer["match"], layer["scheme"], layer.get("group_size"))
+        and layout in (None, layer.get("layout"))
+        for (match, scheme, group, layout), layer in zip(rules, layers, strict=False)
+    )
+    steps = [(step.name, dict(step.options)) for step in (*known.transforms, known.rounding)]
+    return same and steps == [(name, dict(options)) for name, options in report.methods]

@@ -1,0 +1,226 @@
+"""What a report says of a quantized model, as plain data: from the records beside it and from what
+was measured.
+
+``qtool.report.build`` fills it, :mod:`qtool.report.page` draws it. A part that nobody measured is
+empty.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from qtool.eval.channel_range import ChannelRange, role
+from qtool.eval.compare import Delta, compare
+from qtool.eval.kv_error import KVError
+from qtool.eval.results import Metric, Results, TaskResult
+from qtool.eval.saved import Answer
+
+
+@dataclass(frozen=True)
+class Size:
+    """Linears of one role and format (or everything else): how many, their weights and stored
+    bytes.
+    """
+
+    role: str
+    format: str
+    count: int
+    weights: int
+    nbytes: int
+    packed: bool
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.nbytes / self.weights
+
+
+@dataclass(frozen=True)
+class Check:
+    """Linears that were verified alike: what ran, the largest distance to the reference, and the
+    problems found.
+    """
+
+    ran: str
+    count: int
+    error: float
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One metric of one task, and the baseline's where both were asked the same. ``rises``: nats a
+    token, by window.
+    """
+
+    result: TaskResult
+    metric: str
+    facts: Mapping[str, Any]
+    baseline: Metric | None = None
+    change: Delta | None = None
+    rises: Sequence[float] = ()
+
+    @property
+    def value(self) -> Metric:
+        return self.result.metrics[self.metric]
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Relative errors by role and block (the worst, where a block has several of a role). ``what``
+    says of what.
+    """
+
+    what: str
+    method: str
+    by_role: dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a transform did to the error it looks at, over all its choices: error after / error
+    before.
+    """
+
+    method: str
+    choices: int
+    least: float
+    median: float
+    greatest: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a page shows.
+
+    ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
+    ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them. ``windows``: ``(count,
+    tokens)`` measured on.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    sizes: Sequence[Size]
+    checks: Sequence[Check]
+    baseline: str | None = None
+    is_source: bool = True
+    quality: Sequence[Quality] = ()
+    errors: LayerErrors | None = None
+    ranges: Sequence[ChannelRange] = ()
+    kv: Sequence[KVError] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+    windows: tuple[int, int] = (0, 0)
+
+    @property
+    def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Names and options of the recipe's methods in order, the rounding last; none if there is
+        no record.
+        """
+        listed = self.provenance.get("recipe", {}).get("methods", [])
+        return [(name, options) for step in listed for name, options in step.items()]
+
+    @property
+    def imported(self) -> Mapping[str, Any]:
+        """``format`` and ``config`` of the foreign checkpoint that this one was imported from;
+        nothing otherwise.
+        """
+        found = self.provenance.get("imported from")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.config["quantization_config"]
+        return found
+
+
+def provenance(directory: Path) -> dict[str, Any]:
+    """The content of ``qtool.json``; nothing if it is missing or damaged."""
+    try:
+        found = json.loads((directory / "qtool.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def quality(answers: Sequence[Answer], model: str, baseline: str) -> list[Quality]:
+    """The answers of ``model``, each beside that of ``baseline`` to the same question (both are
+    identities).
+    """
+    rows = []
+    for answer in answers:
+        if answer.model != model:
+            continue
+        question = {
+            key: fact for key, fact in answer.facts.items() if key != "kv"
+        }  # a baseline keeps its own cache
+        other = next((a for a in answers if a.model == baseline and a.facts == question), None)
+        bases = {task.task: task for task in other.tasks} if other else {}
+        for result in answer.tasks:
+            for metric in result.metrics:
+                row = Quality(result, metric, answer.facts)
+                rows.append(_beside(row, bases[result.task]) if result.task in bases else row)
+    return rows
+
+
+def _beside(row: Quality, base: TaskResult) -> Quality:
+    result = replace(row.result, metrics={row.metric: row.value})
+    change = next(iter(compare(Results([result]), Results([base]))), None)
+    rises: list[float] = []
+    if result.kind == "perplexity":
+        rises = [
+            a - b
+            for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)
+        ]
+    return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
+
+
+#: rounding that notes an error of each linear: what of, and the note's key
+NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
+
+
+def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
+    """What the rounding wrote into qtool.json: an error of each linear, or the loss of a distilled
+    block.
+    """
+    for method, (what, key) in NOTED.items():
+        by_role: dict[str, dict[int, float]] = {}
+        for index, notes in enumerate(blocks):
+            for name, note in notes.get(method, {}).items():
+                worst = by_role.setdefault(role(f"{index}.{name}"), {})
+                worst[index] = max(worst.get(index, 0.0), note[key])
+        if by_role:
+            return LayerErrors(what, method, by_role)
+    losses = {
+        index: min(notes["distill"]["loss"])
+        for index, notes in enumerate(blocks)
+        if "distill" in notes
+    }
+    return LayerErrors("block output", "distill", {"whole block": losses}) if losses else None
+
+
+def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
+    """How far each method that searched lowered the error it looks at."""
+    ratios: dict[str, list[float]] = {}
+    for notes in blocks:
+        for method, note in notes.items():
+            for choice in [note] if {"error", "loss"} & note.keys() else note.values():
+                after, before = _after_before(choice)
+                if before:
+                    ratios.setdefault(method, []).append(after / before)
+    return [Gain(method, len(r), min(r), median(r), max(r)) for method, r in ratios.items()]
+
+
+def _after_before(choice: Any) -> tuple[float, float]:
+    """Both errors; the one before is named after what is absent (``error_unsmoothed``) or begins a
+    curve. 0: none.
+    """
+    if not isinstance(choice, dict):
+        return 0.0, 0.0
+    if "loss" in choice:
+        return min(choice["loss"]), choice["loss"][0]
+    return choice.get("error", 0.0), next(
+        (v for key, v in choice.items() if key.startswith("error_")), 0.0
+    )

@@ -1,0 +1,245 @@
+"""Float operations that give the same bits on every device: computed in float64, rounded once.
+
+A reduction depends on its order, and exp or rsqrt on who wrote it, so a CPU and a GPU differ by a
+last place. Where codes of activations are cut from such numbers one of them falls on the other side
+of a boundary now and then, and from there the token goes another way. Two float64 results lie 1e-16
+apart: rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. What IEEE 754
+specifies (:data:`EXACT`) stays as it is: in float64 and rounded it would be the same number.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from itertools import product
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: aten operations whose result on floats is specified to the bit, besides views: moves, choices, +
+#: - * and the like
+EXACT = frozenset(
+    name
+    for line in (
+        "_to_copy _unsafe_view cat clone constant_pad_nd copy_ embedding empty_like expand fill_ flip full_like gather",
+        "index index_put index_put_ index_select masked_fill masked_fill_ new_empty new_full new_ones new_zeros",
+        "ones_like repeat roll scatter scatter_ slice_scatter sort stack tril tril_ triu triu_ where zero_ zeros_like",
+        "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_ round round_ sign",
+        "eq ge gt isfinite isinf isnan le lt ne",
+        "index_add index_add_",  # of distinct rows, as tokens to an expert: there is no order
+    )
+    for name in line.split()
+)
+#: whose third argument scales the second: exact without it
+SUMS = frozenset({"add", "add_", "sub", "sub_"})
+#: by a number, a GPU multiplies by its reciprocal
+QUOTIENTS = frozenset({"div", "div_"})
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+#: query tokens of an attention that are computed at once, and scores: what a CPU's cache holds,
+#: half a gigabyte
+ROWS, SCORES = 128, (2**17, 2**26)
+
+
+class _Operations(TorchDispatchMode):
+    """Every float operation that is not exact, in float64."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_exact(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func._schema.name == "aten::topk":
+            return _topk(*args, **kwargs)
+        return _in_float64(func, args, kwargs)
+
+
+class _Attention(TorchFunctionMode):
+    """Scaled dot product attention, before torch takes one of its kernels for it."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            return attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deterministic_arithmetic() -> Iterator[None]:
+    """Float operations in here give the same bits on every device; what :func:`bit_exact` marks is
+    left alone.
+    """
+    with _Attention(), _Operations():
+        yield
+
+
+def bit_exact(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` gives the same bits on every device by itself."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@bit_exact
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's ``scaled_dot_product_attention`` without dropout: ``[B, Hq, Tq, D]`` of ``query [B,
+    Hq, Tq, D]``.
+
+    In float64, of so many heads at once as :data:`SCORES` allows; causally only as far as a row
+    sees.
+    """
+    (batch, heads, rows, dim), (kv_heads, tokens) = query.shape, key.shape[1:3]
+    if attn_mask is None and batch > 1:  # more heads of one item: fewer steps
+        query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
+        return attention(query, key, value, None, dropout_p, is_causal, scale, enable_gqa).view(
+            batch, heads, rows, -1
+        )
+    repeats, factor = heads // kv_heads, dim**-0.5 if scale is None else scale
+    step = max(1, SCORES[query.is_cuda] // (repeats * min(rows, ROWS) * tokens))  # kv heads
+    out = query.new_empty(batch, heads, rows, value.shape[3])
+    mask = None if attn_mask is None else attn_mask.expand(batch, -1, rows, tokens)
+    for item, head in product(range(batch), range(0, kv_heads, step)):
+        k, v = (x[item, head : head + step].double() for x in (key, value))
+        mine = slice(head * repeats, (head + step) * repeats)
+        q = (query[item, mine].double() * factor).unflatten(0, (len(k), repeats))
+        for first in range(0, rows, ROWS):
+            some = slice(first, first + ROWS)
+            seen = min(first + ROWS, tokens) if is_causal else tokens
+            part = q[:, :, some]  # [H, repeats, rows, D]
+            scores = (part.flatten(1, 2) @ k[:, :seen].mT).view(*part.shape[:3], seen)
+            if is_causal:
+                later = torch.ones(
+                    part.shape[2], seen, dtype=torch.bool, device=query.device
+                ).triu_(first + 1)
+                scores.masked_fill_(later, -math.inf)
+            if mask is not None:
+                here = mask[item, mine if mask.shape[1] > 1 else slice(None), some]
+                here = here.unflatten(0, (-1, repeats if mask.shape[1] > 1 else 1))
+                scores = (
+                    scores.masked_fill_(~here, -math.inf)
+                    if here.dtype == torch.bool
+                    else scores.add_(here)
+                )
+            weights = torch.softmax(scores, -1)
+            if mask is not None:  # a row that sees nothing gets nothing
+                weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
+            out[item, mine, some] = (
+                (weights.flatten(1, 2) @ v[:, :seen]).view(*part.shape[:3], -1).flatten(0, 1)
+            )
+    return out
+
+
+def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether every device gives the same: no low floats, a view, another's own operation, one that
+    is specified.
+    """
+    if (
+        func.namespace != "aten"
+        or func.is_view
+        or not any(t.dtype in LOW for t in _tensors((args, kwargs)))
+    ):
+        return True
+    name = func._schema.name.removeprefix("aten::")
+    if name in SUMS:
+        return kwargs.get("alpha", 1) == 1
+    if name in QUOTIENTS:
+        return (
+            isinstance(args[1], Tensor)
+            and args[1].dim() > 0
+            and kwargs.get("rounding_mode") is None
+        )
+    return name in EXACT
+
+
+def _in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on float64 copies; results in the dtype it would have had, or in place where it
+    works in place.
+    """
+    found = [t for t in _tensors((args, kwargs)) if t.dtype in LOW]
+    dtype = kwargs.get("dtype") or _promoted(found)
+    if func._schema.name in ("aten::_softmax", "aten::_log_softmax") and args[2]:  # half to float
+        args, dtype = (*args[:2], False), torch.float32
+    if kwargs.get("dtype") in LOW:
+        kwargs["dtype"] = torch.float64
+    copies = {id(t): t.double() for t in found}
+    wide_args, wide_kwargs = tree_map(
+        lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs)
+    )
+    result = func(*wide_args, **wide_kwargs)
+    written = {
+        id(copies[id(t)]): t.copy_(copies[id(t)])
+        for t in _written(func, args, kwargs)
+        if id(t) in copies
+    }
+
+    def back(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            return written[id(x)] if id(x) in written else x.to(dtype)
+        return x
+
+    return tree_map(back, result)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that ``func`` writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+
+
+def _topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Of equals, the first: devices choose as they like."""
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def _promoted(tensors: list[Tensor]) -> torch.dtype:
+    """The dtype of a result: a tensor without dimensions only counts among its like."""
+    dtypes = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
+    dtype = dtypes[0]
+    for other in dtypes[1:]:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Mapping):
+        for value in nested.values():
+            yield from _tensors(value)
+    elif isinstance(nested, list | tuple):
+        for value in nested:
+            yield from _tensors(value)

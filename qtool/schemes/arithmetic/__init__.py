@@ -1,0 +1,1 @@
+"""What several schemes compute alike: grids, levels, activations, integer products."""

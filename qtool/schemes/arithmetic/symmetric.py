@@ -1,0 +1,48 @@
+"""Symmetric one-level quantization, what W8A8, W4A16, W4A4 and FMPQ weights have in common.
+
+Per group: ``s = max|W| / divisor``, ``Q = clamp(rne(W / s), low, high) + zero``, value ``(Q - zero) * s``.
+A scheme states four constants. A group of zeros gets scale 1.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, stored_scale
+
+
+class Symmetric(Scheme):
+    """Parameters: ``scale [N, G]``."""
+
+    #: max|W| of a group, in steps
+    divisor: ClassVar[float]
+    #: the code of the value zero
+    zero: ClassVar[int] = 0
+    #: legal codes, ``zero`` included
+    low: ClassVar[int]
+    high: ClassVar[int]
+
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+    ) -> Params:
+        amax = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip)
+        scale = stored_scale(
+            torch.where(amax != 0, amax.abs() / self.divisor, 1.0), self.scale_dtype
+        )
+        return {
+            "scale": torch.where(amax < 0, -scale, scale)
+        }  # a ratio below 0 asks for a scale below 0
+
+    def grid(self, params: Params) -> Grid:
+        step = params["scale"].float()
+        bound = torch.zeros_like(step, dtype=torch.int32)
+        return Grid(step, -self.zero * step, bound + self.low, bound + self.high)
+
+    def round_groups(self, groups: Tensor, params: Params) -> Tensor:
+        codes = (groups / params["scale"].float()[..., None]).round_()
+        return codes.add_(self.zero).clamp_(self.low, self.high)
+
+    def dequantize(self, codes: Tensor, params: Params) -> Tensor:
+        values = self.groups(codes).to(torch.float32, copy=True).sub_(self.zero)
+        return values.mul_(params["scale"].float()[..., None]).flatten(1)

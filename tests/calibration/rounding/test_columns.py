@@ -1,0 +1,222 @@
+"""The blocked sweep against the method written column by column, on CPU, under Triton's interpreter
+and on a GPU.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.rounding.gptq.columns import descent_feedback, sweep
+from qtool.calibration.rounding.gptq.hessian import Factor
+from qtool.calibration.rounding.gptq.sparsegpt import prune
+from qtool.schemes.base import Grid
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def correlated(
+    n: int, k: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """A weight ``[n, k]`` and the Hessian ``[k, k]`` of correlated inputs."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * k, k, generator=gen, dtype=dtype) @ torch.randn(
+        k, k, generator=gen, dtype=dtype
+    )
+    return torch.randn(n, k, generator=gen, dtype=dtype), 2 * x.T @ x
+
+
+def four_bits(weight: Tensor, groups: int) -> Grid:
+    """An asymmetric 4-bit grid, some groups with fewer legal codes."""
+    low, high = (f(weight.unflatten(1, (groups, -1)), -1) for f in (torch.amin, torch.amax))
+    first = torch.zeros_like(low, dtype=torch.int32)
+    first[::2] = 2
+    return Grid((high - low) / 15, low, first, torch.full_like(first, 15))
+
+
+def reference_gptq(weight: Tensor, hessian: Tensor, grid: Grid, group: Tensor) -> Tensor:
+    """GPTQ as in the paper (algorithm 1): one column at a time, through the Cholesky factor of the
+    inverse.
+    """
+    weight = weight.clone()
+    inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    codes = torch.empty_like(weight)
+    for k in range(weight.shape[1]):
+        step, offset = grid.step[:, group[k]], grid.offset[:, group[k]]
+        code = torch.round((weight[:, k] - offset) / step)
+        codes[:, k] = code.clamp(grid.low[:, group[k]], grid.high[:, group[k]])
+        error = (weight[:, k] - codes[:, k] * step - offset) / inverse[k, k]
+        weight[:, k:] -= error[:, None] * inverse[k, k:]
+    return codes
+
+
+def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
+    return codes * grid.step[:, group] + grid.offset[:, group]
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 128])
+def test_blocked_sweep_is_gptq_column_by_column(block: int) -> None:
+    weight, hessian = correlated(24, 64)
+    grid = four_bits(weight, 4)
+    group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
+    error = torch.zeros_like(weight)
+    codes = sweep(
+        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, block=block
+    )
+    assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
+    torch.testing.assert_close(error, weight - values(codes, grid, group))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, sparse: bool) -> None:
+    made = [correlated(13, 40, dtype, seed) for seed in range(3)]
+    grids = [four_bits(weight, 4) for weight, _ in made]
+    groups = [
+        torch.randperm(40, generator=torch.Generator().manual_seed(i)) // 10 for i in range(3)
+    ]
+    keep = (
+        torch.rand(3, 13, 40, generator=torch.Generator().manual_seed(7)) < 0.7 if sparse else None
+    )
+    start = torch.stack([weight for weight, _ in made])
+    all_fields = (
+        torch.stack(list(bounds))
+        for bounds in zip(*(vars(grid).values() for grid in grids), strict=True)
+    )
+    grid, group = Grid(*all_fields), torch.stack(groups)
+    for causal in (True, False):
+        feedback = [
+            Factor(h.clone(), 0.01).feedback if causal else descent_feedback(h) for _, h in made
+        ]
+        error = 0.1 * start.flip(0) * (not causal)
+        expected, lefts = [], []
+        for i in range(3):
+            left = error[i].clone()
+            kept = None if keep is None else keep[i]
+            expected.append(
+                sweep(
+                    start[i],
+                    left,
+                    feedback[i],
+                    grids[i],
+                    groups[i],
+                    causal=causal,
+                    keep=kept,
+                    block=16,
+                )
+            )
+            lefts.append(left)
+        found = sweep(
+            start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep, block=16
+        )
+        assert torch.equal(found, torch.stack(expected)) and torch.equal(error, torch.stack(lefts))
+
+
+@pytest.mark.parametrize("block", [5, 64])
+def test_after_descent_no_single_code_can_be_better(block: int) -> None:
+    weight, hessian = correlated(8, 32)
+    grid, group = four_bits(weight, 2), torch.arange(32) // 16
+    error = torch.zeros_like(weight)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, block=block)
+    first = before = (error @ hessian * error).sum()
+    for _ in range(20):
+        codes = sweep(weight, error, descent_feedback(hessian), grid, group, block=block)
+        now = (error @ hessian * error).sum()
+        assert now <= before + 1e-9
+        before = now
+    assert before < first
+    for change in (-1, 1):
+        for k in range(32):
+            other = codes.clone()
+            other[:, k] = (other[:, k] + change).clamp(
+                grid.low[:, group[k]], grid.high[:, group[k]]
+            )
+            e = weight - values(other, grid, group)
+            assert ((e @ hessian * e).sum(1) >= (error @ hessian * error).sum(1) - 1e-9).all()
+
+
+def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
+    weight, hessian = correlated(16, 32)
+    step = weight.abs().amax(1, keepdim=True) / 7
+    bound = torch.full_like(step, 8, dtype=torch.int32)
+    grid, group = (
+        Grid(step, torch.zeros_like(step), -bound, bound - 1),
+        torch.zeros(32, dtype=torch.long),
+    )
+    keep = torch.rand(16, 32, generator=torch.Generator().manual_seed(2)) < 0.5
+    error = torch.zeros_like(weight)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, keep=keep)
+    assert (codes[~keep] == 0).all()
+    plain = weight - values(grid.nearest((weight * keep)[:, None])[:, 0], grid, group)
+    assert (error @ hessian * error).sum() < (plain @ hessian * plain).sum()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="no CUDA device and TRITON_INTERPRET is not 1",
+)
+@pytest.mark.parametrize(("n", "k", "block", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, causal: bool) -> None:
+    weight, hessian = correlated(n, k, torch.float32)
+    grid = four_bits(weight, 2)
+    group = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // (k // 2)
+    keep = torch.rand(n, k, generator=torch.Generator().manual_seed(3)) < 0.5 if sparse else None
+    feedback = Factor(hessian.clone(), 0.01).feedback if causal else descent_feedback(hessian)
+    error = (
+        torch.zeros(n, k)
+        if causal
+        else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
+    )
+    error_at_start, on_device = error.clone(), error.clone().to(DEVICE)
+    expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
+    moved = [t.to(DEVICE) for t in (weight, feedback, group)]
+    fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
+    kept = None if keep is None else keep.to(DEVICE)
+    one = Grid(*(f[None] for f in vars(fields).values()))
+    kept_one = None if kept is None else kept[None]
+    codes = columns_triton.sweep(
+        moved[0][None],
+        on_device[None],
+        moved[1][None],
+        one,
+        moved[2][None],
+        causal=causal,
+        keep=kept_one,
+        block=block,
+    )[0].cpu()
+    # two of them at once
+    twice = torch.stack([error_at_start] * 2).to(DEVICE)
+    both = columns_triton.sweep(
+        torch.stack([moved[0]] * 2), twice, torch.stack([moved[1]] * 2),
+        Grid(*(torch.stack([f] * 2) for f in vars(fields).values())), torch.stack([moved[2]] * 2),
+        causal=causal, keep=None if kept is None else torch.stack([kept] * 2), block=block,
+    )  # fmt: skip
+    assert torch.equal(both.cpu(), torch.stack([codes] * 2)) and torch.equal(
+        twice, torch.stack([on_device] * 2)
+    )
+    # sums in another order may tip a weight that lies midway between two codes, and with it the
+    # rest of its row
+    assert (codes != expected).any(1).float().mean() < 0.1
+    same = (codes == expected).all(1)
+    torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
+    """SparseGPT by hand: of four columns the two of largest t^2 D stay, and later ones hear how far
+    each is off.
+    """
+    target = torch.tensor([[1.0, 1.1, 1.2, 0.1, 1.2, 0.01, 1.0, 0.5, 1.0, 0.9, 0.8, 0.1]])
+    cost = torch.tensor([4.0, 0.01, *[1.0] * 10])
+    alone = prune(target, torch.zeros(12, 12), cost, (2, 4))
+    assert alone.nonzero()[:, 1].tolist() == [0, 2, 4, 6, 8, 9]
+    feedback = torch.zeros(12, 12)
+    feedback[1, 5] = 5.0  # of column 1, which is pruned
+    feedback[5, 10] = -1.0  # of column 5, which stays, but 5.5 above its target
+    for block in (4, 8, 12):
+        heard = prune(target, feedback, cost, (2, 4), block)
+        assert heard.nonzero()[:, 1].tolist() == [0, 2, 4, 5, 8, 10]

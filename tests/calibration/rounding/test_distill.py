@@ -1,0 +1,302 @@
+"""Distillation: starts from a rounding's codes, never ends worse, and stays on the scheme's grid."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
+from qtool.calibration.kv.cache import kv_constants, quantized_kv
+from qtool.calibration.rounding.distill.distill import Distill
+from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.errors import QtoolError
+from qtool.models import family_of
+from qtool.schemes import SCHEMES, get
+
+WITH_ENDS = ["w4a8-qoq", "w4a8-qoq-g128", "w4a8-lqq"]
+QUICK = {"epochs": 3, "samples": 12, "weight_lr": 0.05}
+
+
+@pytest.fixture
+def block() -> tuple[Block, list]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    family = family_of("llama")
+    batches = first_inputs(
+        model, family, [torch.randint(61, (2, length)) for length in (24, 17, 32, 20, 24, 30)]
+    )
+    module = model.get_submodule(family.blocks)[0]
+    return Block(
+        0, module, family, config, dict.fromkeys(family.linears(), get("w4a4", 32))
+    ), batches
+
+
+def distilled(
+    block: tuple[Block, list], **options
+) -> tuple[dict[str, Rounded], list[float], float]:
+    """The codes, the held-out loss by epoch, and the squared error of the quantized block on all
+    inputs.
+    """
+    own, batches = copy.deepcopy(block)
+    targets = [run(own, batch) for batch in batches]
+    rounded = Distill(**QUICK | options).round(own, batches)
+    for name, result in rounded.items():
+        own.schemes[name].check(result.codes, result.params)
+        own.install(name, result)
+    off = sum(
+        float((run(own, b) - t).square().sum()) for b, t in zip(batches, targets, strict=True)
+    )
+    return rounded, own.notes["distill"]["loss"], off
+
+
+@pytest.mark.parametrize("loss", ["cosine", "mse"])
+def test_the_loss_falls_and_so_does_the_error_of_the_block(
+    block: tuple[Block, list], loss: str
+) -> None:
+    _, curve, error = distilled(block, loss=loss)
+    _, _, before = distilled(block, epochs=0)
+    assert min(curve) < curve[0]
+    assert error < before
+
+
+@pytest.mark.parametrize("start", ["rtn", "gptq"])
+def test_a_16_bit_module_learns_beside_the_exact_weights(
+    block: tuple[Block, list], start: str
+) -> None:
+    own, batches = block
+    expected, _, _ = distilled(block, start=start, epochs=0)
+    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
+    own.module.bfloat16()
+    for batch in batches:
+        batch.hidden = batch.hidden.bfloat16()
+        kwargs = batch.kwargs[0]
+        kwargs["position_embeddings"] = tuple(x.bfloat16() for x in kwargs["position_embeddings"])
+    rounded, curve, _ = distilled(block, start=start)
+    assert min(curve) < curve[0] or start == "gptq"
+    same = (
+        torch.cat([(rounded[n].codes == expected[n].codes).flatten() for n in expected])
+        .float()
+        .mean()
+    )
+    assert 0.5 < same <= 1
+
+
+def test_learning_starts_from_the_exact_weights(block: tuple[Block, list]) -> None:
+    """Not from the 16-bit copies that a module on a GPU computes with."""
+    own, batches = copy.deepcopy(block)
+    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
+    own.module.bfloat16()
+    expected, found = (Distill().student(b, batches).module for b in (block[0], own))
+    for name in own.schemes:
+        assert torch.equal(found.get_submodule(name).weight, expected.get_submodule(name).weight)
+
+
+def test_samples_may_all_learn(block: tuple[Block, list]) -> None:
+    _, curve, _ = distilled(block, held_out=0.0)
+    assert min(curve) < curve[0]
+    assert curve != distilled(block)[1]
+    with pytest.raises(QtoolError, match="held_out 1"):
+        Distill(held_out=1.0)
+
+
+def test_the_teacher_keeps_its_keys_and_values_whole(block: tuple[Block, list]) -> None:
+    """So that the loss begins at what the cache costs, weights of 8 bits being next to nothing
+    beside it.
+    """
+    own, batches = block
+    own.schemes = dict.fromkeys(own.schemes, get("w8a8"))
+    with quantized_kv(own, "kv4", kv_constants(own, "kv4", [])):
+        whole, read = (
+            [run(own, batch, **cache) for batch in batches] for cache in (own.full_kv, {})
+        )
+        Distill(**QUICK | {"epochs": 0}).round(own, batches)
+    costs = [
+        float((r - w).square().sum() / w.square().sum()) for r, w in zip(read, whole, strict=True)
+    ]
+    assert 0.8 * min(costs) < own.notes["distill"]["loss"][0] < 1.25 * max(costs)
+
+
+def test_it_never_ends_worse_than_gptq(block: tuple[Block, list]) -> None:
+    _, curve, _ = distilled(block, start="gptq")
+    _, (before,), _ = distilled(block, start="gptq", epochs=0)
+    assert min(curve) <= curve[0] == before
+
+
+def test_no_epochs_give_the_codes_it_started_from(block: tuple[Block, list]) -> None:
+    from qtool.calibration.rounding.rtn import RoundToNearest
+
+    rounded, curve, _ = distilled(block, epochs=0)
+    expected = RoundToNearest().round(*block)
+    assert len(curve) == 1
+    for name in expected:
+        assert torch.equal(rounded[name].codes, expected[name].codes)
+        assert all(
+            torch.equal(rounded[name].params[key], t) for key, t in expected[name].params.items()
+        )
+
+
+def test_steps_that_lead_astray_are_not_kept(block: tuple[Block, list]) -> None:
+    rounded, curve, _ = distilled(block, weight_lr=20.0, scale_lr=1.0)
+    start, _, _ = distilled(block, epochs=0)
+    assert min(curve) == curve[0]
+    assert all(torch.equal(rounded[name].codes, start[name].codes) for name in start)
+
+
+def test_a_seed_repeats_to_the_bit(block: tuple[Block, list]) -> None:
+    first, curve, _ = distilled(block)
+    again, same, _ = distilled(block)
+    assert curve == same
+    assert all(torch.equal(first[name].codes, again[name].codes) for name in first)
+    assert distilled(block, seed=1)[1] != curve
+
+
+def test_a_single_batch_is_enough(block: tuple[Block, list]) -> None:
+    own, batches = block
+    _, curve, _ = distilled((own, batches[:1]))
+    assert len(curve) == 4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_learned_linear_begins_with_the_given_codes(name: str) -> None:
+    scheme, linear = get(name), nn.Linear(128, 16)
+    params = scheme.fit(linear.weight, group_clip=0.7)
+    codes = scheme.quantize(linear.weight, params)
+    learned = LearnedLinear(linear, scheme, Rounded(codes, params), None)
+    scheme.check(learned.rounded().codes, learned.rounded().params)
+    assert torch.equal(learned.rounded().codes, codes)
+    x = torch.randn(4, 128)
+    expected = scheme.fake_activation(x, params) @ scheme.dequantize(codes, params).T + linear.bias
+    torch.testing.assert_close(learned(x), expected)
+
+
+def test_the_input_is_quantized_and_its_gradient_passes() -> None:
+    scheme, linear = get("w4a8-lqq"), nn.Linear(128, 16, bias=False)
+    params = scheme.fit(linear.weight)
+    learned = LearnedLinear(
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+    )
+    x, direction = torch.randn(4, 128, requires_grad=True), torch.randn(4, 16)
+    (learned(x) * direction).sum().backward()
+    weight = scheme.dequantize(learned.rounded().codes, params)
+    torch.testing.assert_close(x.grad, direction @ weight)
+    assert not torch.allclose(learned(x), x @ weight.T, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_but_the_linears_learns(block: tuple[Block, list]) -> None:
+    student = Distill().student(*block).module
+    learned = {n for n, m in student.named_modules() if isinstance(m, LearnedLinear)}
+    assert len(learned) == 7
+    assert {
+        n.rpartition(".")[0] for n, p in student.named_parameters() if p.requires_grad
+    } == learned
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8-qoq", "w4a8-lqq"])
+def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) -> None:
+    """Where no code changes, the derivative by the scale is exact up to the rounding that STE
+    ignores.
+    """
+    scheme, linear = get(name), nn.Linear(128, 8, bias=False)
+    params = scheme.fit(linear.weight, group_clip=0.5)
+    learned = LearnedLinear(
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+    )
+    with torch.no_grad():  # far outside: every code is clamped, V is proportional to the scale
+        learned.weight.copy_(torch.randint_like(learned.weight, 2) * 2000 - 1000)
+    direction = torch.randn(8, 128)
+
+    def output() -> Tensor:
+        return learned(torch.eye(128)).T.mul(direction).sum()
+
+    output().backward()
+    with torch.no_grad():
+        before = output()
+        learned.log_ratio += 1e-3
+        change = (output() - before) / 1e-3
+    torch.testing.assert_close(learned.log_ratio.grad.sum(), change, rtol=1e-2, atol=1e-2)
+    assert not learned.weight.grad.any()
+
+
+@pytest.mark.parametrize("name", WITH_ENDS)
+def test_the_gradient_reaches_both_bounds(name: str) -> None:
+    """By the closed form: a clamped weight moves with its bound, one between the bounds with their
+    distance.
+    """
+    scheme, linear = get(name), nn.Linear(256, 8, bias=False)
+    params = scheme.fit(linear.weight, group_clip=0.8)
+    learned = LearnedLinear(
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+    )
+    with torch.no_grad():
+        learned.weight.mul_(1.5)
+    direction = torch.randn(8, 256)
+    learned(torch.eye(256)).T.mul(direction).sum().backward()
+
+    grid, weight = scheme.grid(params), learned.weight.detach()
+    value, low, high = (
+        t.double()
+        for t in (grid.value(grid.nearest(weight)), grid.offset, grid.offset + 15 * grid.step)
+    )
+    low, width = low[..., None], (high - low)[..., None]
+    below, above = (
+        weight < value - grid.step[..., None] / 2,
+        weight > value + grid.step[..., None] / 2,
+    )
+    assert below.any() and above.any() and not (below | above).all()
+    inside = ~(below | above)
+    to_high = torch.where(inside, value - weight, value - low) / width  # of V by the upper bound
+    to_low = torch.where(inside, weight - value, low + width - value) / width
+    along = scheme.groups(direction)
+    expected = torch.stack([(along * to * width).sum(-1) for to in (to_low, to_high)])
+    torch.testing.assert_close(
+        learned.shift.grad.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std())
+    )
+    both = ((along * (to_low * low + to_high * (low + width))).sum(-1)).view(8, -1).sum(1)
+    torch.testing.assert_close(
+        learned.log_ratio.grad.double(), both, rtol=1e-3, atol=1e-3 * float(both.std())
+    )
+
+
+@pytest.mark.parametrize("start", ["rtn", "gptq"])
+@pytest.mark.parametrize("name", WITH_ENDS)
+def test_zero_points_are_learned_and_never_for_the_worse(
+    name: str, start: str, block: tuple[Block, list]
+) -> None:
+    own, batches = block
+    scheme = get(name, get(name).group_sizes[0])
+    own.schemes = dict.fromkeys(own.schemes, scheme)
+    for linear in own.schemes:
+        own.weight(linear).sub_(0.02)  # one bound is farther than the other
+    expected, (before,), _ = distilled((own, batches), start=start, epochs=0)
+    found, curve, _ = distilled(
+        (own, batches), start=start, epochs=8, weight_lr=0.02, scale_lr=3e-3
+    )
+    assert min(curve) <= curve[0] == before
+    (integer,) = {"zero", "offset"} & set(expected["mlp.up_proj"].params)
+    assert min(curve) == before or any(
+        not torch.equal(found[linear].params[integer], expected[linear].params[integer])
+        for linear in found
+    )
+    assert start == "gptq" or min(curve) < before
+
+
+@pytest.mark.parametrize(("option", "value"), [("start", "rtm"), ("loss", "cosin")])
+def test_unknown_choices_are_refused_with_a_suggestion(option: str, value: str) -> None:
+    with pytest.raises(QtoolError, match="did you mean"):
+        Distill(**{option: value})

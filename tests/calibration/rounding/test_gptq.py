@@ -1,0 +1,312 @@
+"""GPTQ: better than round to nearest for every scheme, and the same whatever the order things are
+stored in.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import run
+from qtool.calibration.rounding import group_fit
+from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, relative_error
+from qtool.calibration.rounding.gptq.problem import Rows
+from qtool.calibration.rounding.group_fit import fit_groups
+from qtool.calibration.rounding.scales import float_scale
+from qtool.models import family_of
+from qtool.schemes import SCHEMES, Scheme, get
+from qtool.schemes.arithmetic.grid import Grid
+from tests.calibration.conftest import solve
+
+DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
+PLAIN = Gptq(clip_steps=1, residual=0, rounds=0)
+
+
+def problem(n: int = 24, k: int = 128, tokens: int = 512, seed: int = 0) -> tuple[Tensor, Hessian]:
+    """A weight ``[n, k]`` and the Hessian of correlated inputs of uneven size."""
+    gen = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k, k, generator=gen) * torch.rand(k, generator=gen)
+    hessian = Hessian(k, torch.device("cpu"))
+    hessian.add(torch.randn(tokens, k, generator=gen) @ mixing)
+    return torch.randn(n, k, generator=gen) * 0.05, hessian.complete()
+
+
+def scale_of(params: dict[str, Tensor]) -> Tensor:
+    return params[float_scale(params)]
+
+
+def loss(
+    weight: Tensor, hessian: Hessian, scheme: Scheme, codes: Tensor, params: dict[str, Tensor]
+) -> float:
+    scheme.check(codes, params)
+    return float(
+        relative_error(
+            hessian.power(weight - scheme.dequantize(codes, params)), hessian.power(weight)
+        )
+    )
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_uncorrelated_inputs_give_round_to_nearest(name: str) -> None:
+    scheme, (weight, hessian) = get(name), problem()
+    hessian.h.copy_(torch.eye(128))
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
+    fitted = scheme.fit(weight)
+    assert all(torch.equal(params[key], fitted[key]) for key in fitted)
+    assert torch.equal(
+        codes, scheme.grid(params).nearest(scheme.groups(weight)).flatten(1).to(codes.dtype)
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_part_of_the_method_lowers_the_error(name: str) -> None:
+    scheme, (weight, hessian) = get(name), problem()
+    params = scheme.fit(weight)
+    nearest = loss(weight, hessian, scheme, scheme.quantize(weight, params), params)
+    plain = loss(weight, hessian, scheme, *solve(PLAIN, scheme, weight, hessian)[:2])
+    full = loss(weight, hessian, scheme, *solve(Gptq(residual=0), scheme, weight, hessian)[:2])
+    assert full < plain < nearest
+
+
+def test_channels_in_another_order_get_the_same_codes() -> None:
+    scheme, (weight, hessian) = get("w4a8-qoq"), problem()
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(5))
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
+    hessian.h = hessian.h[order][:, order]
+    shuffled, shuffled_params, _ = solve(PLAIN, scheme, weight[:, order], hessian)
+    assert torch.equal(shuffled, codes[:, order])
+    assert all(torch.equal(shuffled_params[key], params[key]) for key in params)
+
+
+@pytest.mark.parametrize("name", ["w4a8-lqq", "w4a16-24", "w4a8-qoq"])
+def test_stacked_rows_are_rounded_as_if_alone(name: str) -> None:
+    scheme, (weight, hessian) = get(name), problem()
+    codes, params, _ = solve(Gptq(), scheme, weight, hessian)
+    for rows in (slice(0, 8), slice(8, 24)):
+        own_codes, own_params, _ = solve(Gptq(), scheme, weight[rows], hessian)
+        # matrix products of other shapes may add in another order and tip a weight midway between
+        # codes
+        assert (own_codes != codes[rows]).float().mean() < 0.01
+        for key in params:
+            torch.testing.assert_close(own_params[key], params[key][rows], rtol=1e-2, atol=0)
+
+
+def test_damping_is_raised_until_cholesky_succeeds() -> None:
+    scheme = get("w4a16")
+    weight, hessian = problem(tokens=3)
+    codes, params, damping = solve(Gptq(damping=1e-12), scheme, weight, hessian)
+    assert 1e-12 < damping <= 1e-2
+    scheme.check(codes, params)
+    factor = Factor(hessian.h.clone(), 0.01)
+    assert factor.damping == 0.01
+
+
+def test_damping_is_a_share_of_the_mean_diagonal_however_often_it_was_raised() -> None:
+    exact = torch.eye(128).double()
+    exact[0, 0] = -0.01  # too much for a damping of 0.001 and of 0.01
+    factor = Factor(exact.clone(), 0.001)
+    assert factor.damping == pytest.approx(0.1)
+    torch.testing.assert_close(
+        factor.h - exact, torch.eye(128).double() * 0.1 * exact.diagonal().mean()
+    )
+
+
+def test_channels_and_linears_that_saw_nothing_are_rounded_to_nearest() -> None:
+    scheme, (weight, hessian) = get("w4a16"), problem()
+    hessian.h[:, 7] = hessian.h[7] = 0
+    codes, params, _ = solve(PLAIN, scheme, weight, hessian)
+    assert torch.equal(codes[:, 7], scheme.quantize(weight, params)[:, 7])
+    unseen = Hessian(128, torch.device("cpu"), drift=True).complete()
+    codes, params, _ = solve(Gptq(), scheme, weight, unseen)
+    grid = scheme.grid(params)
+    assert torch.equal(codes, grid.nearest(scheme.groups(weight)).flatten(1).to(codes.dtype))
+
+
+@pytest.mark.parametrize("name", ["w4a8-lqq", "w4a8-qoq", "w4a16", "w4a16-24", "w4ax-fmpq"])
+def test_problems_together_get_what_each_gets_alone(name: str) -> None:
+    """Also one whose Hessian needs more damping, and with a target that makes up for the input."""
+    scheme, problems = get(name), []
+    for seed, tokens in enumerate((1024, 3, 600)):
+        weight, hessian = problem(tokens=tokens, seed=seed)
+        problems.append(
+            Rows(
+                scheme,
+                weight,
+                hessian,
+                0.9,
+                torch.ones(len(weight), 128 // (scheme.group_size or 128)),
+            )
+        )
+    method = Gptq(damping=1e-12)
+    found = method.solve_all(problems)
+    assert found[1].damping > found[0].damping
+    for own, together in zip(problems, found, strict=True):
+        (alone,) = method.solve_all([own])
+        assert torch.equal(alone.codes, together.codes) and alone.damping == together.damping
+        assert all(torch.equal(alone.params[key], together.params[key]) for key in alone.params)
+        assert torch.equal(alone.lost, together.lost) and torch.equal(alone.power, together.power)
+
+
+def test_the_target_makes_up_for_the_error_of_the_input() -> None:
+    scheme, gen = get("w4a16"), torch.Generator().manual_seed(0)
+    weight, _ = problem()
+    exact = torch.randn(1024, 128, generator=gen) @ torch.randn(128, 128, generator=gen)
+    seen = exact * 0.9 + torch.randn(1024, 128, generator=gen)
+    hessian = Hessian(128, seen.device, drift=True)
+    for part in range(0, 1024, 300):
+        hessian.add(seen[part : part + 300], exact[part : part + 300])
+    hessian.complete()
+    errors = []
+    for residual in (0.0, 0.5, 1.0):
+        codes, params, _ = solve(Gptq(residual=residual), scheme, weight, hessian)
+        errors.append((seen @ scheme.dequantize(codes, params).T - exact @ weight.T).norm())
+    assert errors[2] < errors[1] < errors[0]
+
+
+@pytest.fixture
+def block() -> tuple[Block, list]:
+    """A random Llama block of K = 128 and its inputs, sequences of different lengths."""
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    family = family_of("llama")
+    tokens = [torch.randint(61, (2, length)) for length in (32, 17, 48, 25, 40, 64)]
+    batches = first_inputs(model, family, tokens)
+    module = model.get_submodule(family.blocks)[0]
+    return Block(0, module, family, config, dict.fromkeys(family.linears(), get("w4a16"))), batches
+
+
+def test_a_block_is_rounded_better_than_to_nearest_and_the_same_twice(
+    block: tuple[Block, list],
+) -> None:
+    from qtool.calibration.rounding.rtn import RoundToNearest
+
+    original, batches = block
+    targets = [run(original, batch) for batch in batches]
+
+    def distance(rounding) -> tuple[float, Block, dict]:
+        own = copy.deepcopy(original)
+        rounded = rounding.round(own, batches)
+        for name in rounded:
+            own.schemes[name].check(rounded[name].codes, rounded[name].params)
+            if rounding.name == "rtn":
+                own.install(name, rounded[name])
+        off = sum(
+            float((run(own, b) - t).square().sum()) for b, t in zip(batches, targets, strict=True)
+        )
+        return off, own, rounded
+
+    nearest, _, _ = distance(RoundToNearest())
+    best, rounded_block, rounded = distance(Gptq())
+    again, _, repeated = distance(Gptq())
+    assert best < 0.8 * nearest
+    assert best == again
+    assert all(torch.equal(rounded[name].codes, repeated[name].codes) for name in rounded)
+    notes = rounded_block.notes["gptq"]
+    assert list(notes) == list(original.family.linears())
+    assert all(0 < note["error"] < 0.2 and note["tokens"] == 2 * 226 for note in notes.values())
+
+
+def test_linears_of_different_schemes_share_an_input(block: tuple[Block, list]) -> None:
+    own, batches = block
+    own.schemes["self_attn.v_proj"] = get("w4a4", 32)
+    own.schemes.pop("mlp.up_proj")
+    rounded = Gptq().round(own, batches)
+    assert set(rounded) == set(own.schemes)
+    assert scale_of(rounded["self_attn.v_proj"].params).shape == (64, 4)
+    for name, result in rounded.items():
+        own.schemes[name].check(result.codes, result.params)
+
+
+def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]) -> None:
+    own, batches = block
+    own.clips["self_attn.q_proj"] = (torch.full((128,), 0.5), torch.ones(128, 1))
+    before = own.schemes["self_attn.q_proj"].range(own.weight("self_attn.q_proj"))
+    rounded = Gptq(residual=0, rounds=0, clip_steps=1).round(own, batches)
+    expected = own.schemes["self_attn.q_proj"].fit_range(*before, clip=0.5)
+    torch.testing.assert_close(scale_of(rounded["self_attn.q_proj"].params), scale_of(expected))
+    unclipped = own.schemes["self_attn.k_proj"]
+    assert scale_of(rounded["self_attn.k_proj"].params).shape == (64, 1)
+    unclipped.check(rounded["self_attn.k_proj"].codes, rounded["self_attn.k_proj"].params)
+
+
+def test_a_sparse_weight_whose_input_is_off_is_pruned_and_rounded_as_its_target() -> None:
+    scheme, method, (weight, hessian) = get("w4a16-24"), Gptq(residual=1), problem()
+    hessian.d = 0.03 * torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) @ hessian.h
+    target = method.begin(Rows(scheme, weight, hessian)).target
+    assert (target - weight).norm() > 0.1 * weight.norm()
+    found = solve(method, scheme, weight, hessian)
+    hessian.d = None
+    expected = solve(method, scheme, target, hessian)
+    assert torch.equal(found[0], expected[0]) and torch.equal(
+        found[1]["scale"], expected[1]["scale"]
+    )
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-24"])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_scales_below_zero_are_tried_where_they_are_legal(name: str, rounds: int) -> None:
+    """A weight and its mirror image get the same codes, as good ones."""
+    scheme, (weight, hessian) = get(name, scale_dtype=torch.float16), problem(k=256)
+    method = Gptq(residual=0, rounds=rounds, negative_scales=True)
+    (codes, params, _), (same, mirrored, _) = (
+        solve(method, scheme, w, hessian) for w in (weight, -weight)
+    )
+    assert torch.equal(codes, same) and torch.equal(params["scale"], -mirrored["scale"])
+    assert params["scale"].dtype == torch.float16
+    below = params["scale"] < 0
+    assert below.any() and not below.all()
+    above = solve(Gptq(residual=0, rounds=rounds), scheme, weight, hessian)
+    assert (above[1]["scale"] > 0).all()
+    assert loss(weight, hessian, scheme, codes, params) < loss(weight, hessian, scheme, *above[:2])
+
+
+def test_scales_stay_above_zero_where_they_have_to() -> None:
+    scheme, (weight, hessian) = get("w4a4"), problem()
+    found, plain = (
+        solve(Gptq(negative_scales=both), scheme, weight, hessian) for both in (True, False)
+    )
+    assert torch.equal(found[0], plain[0]) and torch.equal(found[1]["scale"], plain[1]["scale"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_candidates_tried_together_are_those_tried_one_by_one(
+    scheme: str, by_tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, weight, importance = get(scheme), torch.randn(6, 256), torch.rand(256)
+    groups = chosen.groups(weight).shape[1]
+    clips = (
+        {"clip": 0.5 + torch.rand(6), "group_clip": 0.5 + torch.rand(6, groups)}
+        if by_tensor
+        else {}
+    )
+    options = (chosen, weight, importance, [1.0, 0.9, 0.9, 0.7, 0.5, 0.3, 0.2])
+    expected = fit_groups(*options, **clips)
+
+    def of_all(own: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+        return group_fit.group_error(own.repeat(len(grid.step) // len(own), 1, 1), importance, grid)
+
+    monkeypatch.setattr(group_fit.group_error_triton, "runs_on", lambda _: True)
+    monkeypatch.setattr(group_fit.group_error_triton, "group_error", of_all)
+    for at_once in (1, 3 * 6 * groups, 1 << 24):
+        monkeypatch.setattr(group_fit, "AT_ONCE", at_once)
+        found = fit_groups(*options, **clips)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

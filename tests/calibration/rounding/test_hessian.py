@@ -1,0 +1,153 @@
+"""Second moments: the sum of batches, both triangles, whatever computes them; the factor is that of
+the damped sum.
+"""
+
+import pytest
+import torch
+
+from qtool.calibration.rounding.gptq import hessian as hessian_module
+from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, panels
+from qtool.calibration.rounding.gptq.tensor_cores import halves, precise_matmul
+from qtool.calibration.rounding.group_fit import group_error
+from qtool.errors import QtoolError
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("k", [64, 512, 700, 4096, 14336])
+def test_panels_cover_the_upper_triangle_once(k: int) -> None:
+    columns = torch.zeros(k, dtype=torch.long)
+    for rows, part in panels(k):
+        assert rows == slice(0, part.stop)
+        columns[part] += 1
+    assert (columns == 1).all()
+
+
+def test_batches_add_up() -> None:
+    x = torch.randn(48, 24)
+    whole, parts = Hessian(24, x.device), Hessian(24, x.device)
+    whole.add(x)
+    for part in x.split(20):
+        parts.add(part)
+    torch.testing.assert_close(parts.complete().h, whole.complete().h)
+    torch.testing.assert_close(whole.h, 2 * x.T @ x)
+    assert parts.tokens == whole.tokens == 48
+
+
+@pytest.mark.parametrize("k", [64, 700, 1300])
+def test_panels_are_put_together_again(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, reference = torch.randn(30, k), torch.randn(30, k)
+    whole = Hessian(k, x.device, drift=True)
+    monkeypatch.setattr(hessian_module, "parts", lambda k, device: list(panels(k)))
+    in_panels = Hessian(k, x.device, drift=True)
+    for hessian in (whole, in_panels):
+        for rows in (slice(0, 11), slice(11, 30)):
+            hessian.add(x[rows], reference[rows])
+            hessian.step()
+        hessian.complete()
+    torch.testing.assert_close(in_panels.h, whole.h, rtol=1e-5, atol=1e-4)
+    assert torch.equal(in_panels.h, in_panels.h.T)
+    torch.testing.assert_close(in_panels.d, 2 * (reference - x).T @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_the_factor_is_of_the_damped_hessian() -> None:
+    x = torch.randn(96, 32)
+    exact = x.T @ x
+    factor = Factor(exact.clone(), 0.1)
+    damped = exact + 0.1 * exact.diagonal().mean() * torch.eye(32)
+    torch.testing.assert_close(factor.h, damped)
+    upper = (factor.feedback + torch.eye(32)) * factor.cost.sqrt()
+    assert torch.equal(factor.feedback.triu(1), factor.feedback)
+    torch.testing.assert_close(upper @ upper.T, damped, rtol=1e-4, atol=1e-3)
+    order = torch.randperm(32)
+    torch.testing.assert_close(
+        Factor(exact, 0.1, order).feedback, Factor(exact[order][:, order], 0.1).feedback
+    )
+    right = torch.randn(5, 32)
+    torch.testing.assert_close(factor.solve(right) @ damped, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_hessian_that_holds_no_numbers_has_no_factor(bad: float) -> None:
+    hessian = torch.eye(8)
+    hessian[3, 3] = bad
+    with pytest.raises(QtoolError, match="NaN or Inf in the inputs"):
+        Factor(hessian, 0.1)
+
+
+@CUDA
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", [256, 1400])
+@pytest.mark.parametrize("drift", [False, True])
+def test_tensor_cores_give_the_float32_sums(k: int, drift: bool) -> None:
+    hessian = Hessian(k, torch.device("cuda"), drift)
+    expected, expected_d = (torch.zeros(k, k, dtype=torch.float64) for _ in range(2))
+    for tokens in (100, 333):
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        reference = x + (torch.randn_like(x) / 8)
+        hessian.add(x, reference if drift else None)
+        exact = x.double().cpu()
+        expected += 2 * exact.T @ exact
+        expected_d += 2 * (reference - x).double().cpu().T @ exact
+    hessian.complete()
+    assert (
+        torch.equal(hessian.h, hessian.h.T)
+        or (hessian.h - hessian.h.T).norm() < 1e-6 * hessian.h.norm()
+    )
+    assert (hessian.h.double().cpu() - expected).norm() < 1e-6 * expected.norm()
+    if hessian.d is not None:
+        assert (hessian.d.double().cpu() - expected_d).norm() < 1e-5 * expected_d.norm()
+
+
+@CUDA
+@pytest.mark.cuda
+@pytest.mark.parametrize(("n", "groups", "size"), [(40, 4, 64), (7, 1, 1500), (3, 2, 128)])
+def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None:
+    from qtool.calibration.rounding import group_error_triton
+    from qtool.schemes import get
+
+    scheme = get("w4a8-qoq")
+    weight = torch.randn(n * groups, size, device="cuda")
+    grid = scheme.grid(scheme.fit(weight, clip=0.7))
+    by_group = type(grid)(*(field.view(n, groups).contiguous() for field in vars(grid).values()))
+    shaped, importance = weight.view(n, groups, size), torch.rand(1, groups, size, device="cuda")
+    found = group_error_triton.group_error(shaped, importance, by_group)
+    torch.testing.assert_close(
+        found, group_error(shaped, importance, by_group), rtol=1e-4, atol=1e-6
+    )
+    wide = type(grid)(by_group.step * 1.1, by_group.offset, by_group.low, by_group.high)
+    both = type(grid)(
+        *(
+            torch.cat(pair)
+            for pair in zip(vars(wide).values(), vars(by_group).values(), strict=True)
+        )
+    )
+    expected = torch.cat([group_error_triton.group_error(shaped, importance, wide), found])
+    assert torch.equal(group_error_triton.group_error(shaped, importance, both), expected)
+
+
+def test_halves_are_the_whole_and_fit_tf32() -> None:
+    x = torch.randn(1000) * torch.logspace(-20, 20, 1000)
+    high, low = halves(x)
+    assert torch.equal(high + low, x)
+    assert (low.abs() <= 2.0**-10 * x.abs()).all()
+    mantissa, _ = torch.frexp(high)
+    assert torch.equal(mantissa * 2**11, (mantissa * 2**11).round())
+
+
+@CUDA
+@pytest.mark.cuda
+def test_products_in_three_parts_are_nearly_as_precise_as_float32() -> None:
+    a, b = torch.randn(200, 3000, device="cuda"), torch.randn(3000, 100, device="cuda")
+    exact = a.double() @ b.double()
+
+    def off(found: torch.Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    assert off(precise_matmul(a, b)) < 5 * off(
+        a @ b
+    )  # tensor cores add a little less precisely; TF32 is 1000 times off
+    hessian = Hessian(3000, a.device)
+    hessian.h = b @ b.T
+    expected = ((a.double() @ b.double()) ** 2).sum(1)
+    torch.testing.assert_close(hessian.power(a).double(), expected, rtol=1e-5, atol=0)

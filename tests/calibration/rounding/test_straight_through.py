@@ -1,0 +1,44 @@
+"""The fused straight-through estimator against torch's own operations, under Triton's interpreter
+and on a GPU.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from qtool.calibration.rounding.distill import straight_through_triton as fused
+from qtool.calibration.rounding.distill.learned_linear import StraightThrough
+from qtool.schemes import get
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="no CUDA device and TRITON_INTERPRET is not 1",
+)
+@pytest.mark.parametrize(
+    ("name", "k"), [("w4a8-lqq", 384), ("w4a16", 256), ("w4a8-qoq", 1536), ("w4a16-24", 256)]
+)
+def test_one_kernel_each_way_does_what_torch_does(name: str, k: int) -> None:
+    scheme, weight = get(name), torch.randn(5, k)
+    params = scheme.fit(weight, group_clip=0.7)
+    grid, groups = scheme.grid(params), scheme.groups(1.3 * weight)
+    keep = None if scheme.sparsity is None else torch.rand_like(groups) < 0.5
+    gradient = torch.randn_like(groups)
+    per_group = (torch.full(groups.shape[:2], x, requires_grad=True) for x in (1.0, 0.0))
+    learned = [groups.clone().requires_grad_(), *per_group]
+    value = StraightThrough.apply(*learned, keep, grid, torch.float32)
+    value.backward(gradient.flatten(1))
+    moved = [None if t is None else t.to(DEVICE) for t in (groups, keep, gradient)]
+    there = type(grid)(*(t.to(DEVICE) for t in (grid.step, grid.offset, grid.low, grid.high)))
+    assert torch.equal(fused.value(moved[0], there, torch.float32).cpu().flatten(1), value)
+    assert torch.equal(fused.value(moved[0], there, torch.float16).cpu().flatten(1), value.half())
+    to_weight, *others = (t.cpu() for t in fused.gradients(*moved, there))
+    assert torch.equal(to_weight, learned[0].grad)
+    assert 0 < int((to_weight == 0).sum()) < to_weight.numel()
+    for ours, theirs in zip(others, learned[1:], strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-5, atol=1e-4)

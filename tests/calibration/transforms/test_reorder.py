@@ -1,0 +1,174 @@
+import copy
+
+import pytest
+import torch
+
+from qtool.calibration.forwards import observe, run
+from qtool.calibration.method import check_order
+from qtool.calibration.rounding import block_precision
+from qtool.calibration.rounding.block_precision import rounded_inputs
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
+from qtool.calibration.transforms.smooth import Smooth
+from qtool.errors import QtoolError
+from qtool.models import family_of
+from qtool.schemes import get
+from qtool.schemes.fmpq_blocks import w4a4_share
+
+ALL = ("norm", "heads", "product")
+
+
+def salience(block, batches, name):
+    seen = []
+    observe(block, batches, {name: seen.append})
+    return torch.cat(seen).abs().amax(0)
+
+
+@pytest.mark.parametrize("groups", (("heads", "product"), ALL))
+def test_logits_stay(any_model, transformed, logits, groups):
+    reordered = transformed(any_model, [Reorder(groups=groups)])
+    torch.testing.assert_close(logits(reordered), logits(any_model), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_stay_where_outliers_are_gathered(any_wide_model, transformed, logits):
+    gathered = transformed(any_wide_model, [GatherOutliers(w4a4_share=0.5)], get("w4ax-fmpq"))
+    torch.testing.assert_close(logits(gathered), logits(any_wide_model), rtol=1e-4, atol=1e-4)
+
+
+def test_salience_descends(llama, blocks):
+    for block, batches in blocks(llama):
+        Reorder(groups=ALL).apply(block, batches)
+        for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+            assert salience(block, batches, name).diff().le(0).all()
+        by_head = salience(block, batches, "self_attn.o_proj").view(
+            block.heads.kv, -1, block.heads.dim
+        )
+        assert by_head.amax(1).diff().le(0).all()
+
+
+def test_only_what_cannot_fold_is_stored(llama, blocks):
+    family = family_of("llama")
+    assert Reorder().permutes(family) == ()
+    for options in ({"groups": ALL}, {"groups": ("norm",)}, {}):
+        block, batches = blocks(copy.deepcopy(llama))[0]
+        Reorder(**options).apply(block, batches)
+        assert tuple(block.permutations) == Reorder(**options).permutes(family)
+    block, batches = blocks(llama)[0]
+    Reorder(groups=ALL).apply(block, batches)
+    assert torch.equal(block.permutations["mlp.gate_proj"], block.permutations["mlp.up_proj"])
+
+
+def test_a_rounded_linear_gathers(llama, blocks):
+    block, batches = blocks(llama, get("w8a8"))[0]
+    before = run(block, batches[0])
+    Reorder(groups=ALL).apply(block, batches)
+    for name, scheme in block.schemes.items():
+        params = block.fit(name)
+        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+    error = (run(block, batches[0]) - before).square().mean() / before.square().mean()
+    assert error < 1e-2
+
+
+def test_two_orders_compose(llama, blocks):
+    block, batches = blocks(llama)[0]
+    before = run(block, batches[0])
+    order, again = torch.randperm(96), torch.randperm(96)
+    block.permute("mlp.up_proj", order)
+    block.permute("mlp.up_proj", again)
+    assert torch.equal(block.permutations["mlp.up_proj"], order[again])
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
+
+
+def test_smoothing_after_reordering_is_refused():
+    with pytest.raises(QtoolError, match="smooth must come before reorder"):
+        check_order([Reorder(), Smooth()])
+    with pytest.raises(QtoolError, match="unknown group 'down'"):
+        Reorder(groups=("down",))
+
+
+@pytest.fixture
+def wide(llama):
+    """A llama of whole 128-channel blocks."""
+    config = copy.deepcopy(llama.config)
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 384, 64
+    torch.manual_seed(0)
+    return type(llama)(config).eval()
+
+
+@torch.no_grad()
+def scatter_outliers(model):
+    """One outlier channel in each block of 128 behind the norms and in down's input."""
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight[[3, 200]] *= 60
+        layer.mlp.up_proj.weight[[10, 150, 300]] *= 60
+
+
+def test_outliers_share_one_block(wide, blocks, transformed, logits):
+    scatter_outliers(wide)
+    scheme = get("w4ax-fmpq")
+    torch.testing.assert_close(
+        logits(transformed(wide, [GatherOutliers()], scheme)), logits(wide), rtol=1e-4, atol=1e-4
+    )
+    block, batches = blocks(wide, scheme)[0]
+    GatherOutliers().apply(block, batches)
+    for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        assert block.schemes[name].eight_bit.sum() == 1
+        assert salience(block, batches, name)[:128].amax() == salience(block, batches, name).amax()
+    assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
+
+
+def test_no_eight_bit_block_allowed(wide, blocks):
+    scatter_outliers(wide)
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    GatherOutliers(max_8bit_blocks=0).apply(block, batches)
+    assert all(scheme.eight_bit.sum() == 0 for scheme in block.schemes.values())
+
+
+def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
+    scatter_outliers(wide)
+
+    def outcome(ratio=1e9, **options):  # no channel is an outlier by rule: error decides alone
+        block, batches = blocks(copy.deepcopy(wide), get("w4ax-fmpq"))[0]
+        exact = run(block, batches[0])
+        GatherOutliers(ratio=ratio, **options).apply(block, batches)
+        work = [
+            (block.schemes[name].eight_bit, block.weight(name).shape[0]) for name in block.schemes
+        ]
+        with rounded_inputs(block, list(block.schemes)):
+            return w4a4_share(work), float((run(block, batches[0]) - exact).square().sum())
+
+    some, error = outcome(w4a4_share=0.6)
+    none, least = outcome(w4a4_share=0.0)
+    every, most = outcome(w4a4_share=1.0)
+    assert (none, every) == (0, 1) and 0.6 <= some < 0.8
+    assert least < error < 0.7 * most
+    assert (
+        outcome(ratio=10)[0] == outcome(ratio=10, w4a4_share=1.0)[0] < 1
+    )  # outliers, whatever the share
+    assert outcome(ratio=10, w4a4_share=0.3)[0] < 0.4
+    for limit in ({"max_8bit_blocks": 0}, {"min_w4a4_share": 1.0}):
+        assert outcome(ratio=10, w4a4_share=0.0, **limit)[0] == 1
+    assert 0 < outcome(w4a4_share=0.0, max_8bit_blocks=1)[0] < 1
+    with pytest.raises(QtoolError, match="expected 0 to 1"):
+        GatherOutliers(w4a4_share=84)
+
+
+def test_schemes_without_a_block_map_are_left_alone(wide, blocks):
+    block, batches = blocks(wide, get("w4a4", 128))[0]
+    GatherOutliers().apply(block, batches)
+    assert not block.permutations
+
+
+@pytest.mark.parametrize(
+    "name", ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+)
+def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkeypatch):
+    """Not where a linear's own output is worst, nor where they are cheap."""
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    felt = set(block.family.group_of(name).linears)
+    monkeypatch.setattr(block_precision, "output_error", lambda *a: float(name in a[-1]))
+    work = {linear: block.weight(linear).numel() for linear in block.schemes}
+    share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
+    GatherOutliers(ratio=1e9, w4a4_share=share).apply(block, batches)
+    assert {linear for linear, scheme in block.schemes.items() if scheme.eight_bit.any()} == felt

@@ -1,0 +1,85 @@
+import copy
+
+import pytest
+import torch
+
+from qtool.calibration.forwards import run
+from qtool.calibration.method import check_order
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.transforms.norm_fusion import NormFusion
+from qtool.calibration.transforms.rotate import Rotate
+from qtool.calibration.transforms.smooth import Smooth, smoothing_factor
+from qtool.errors import QtoolError
+from qtool.models.parts import Fold
+from qtool.schemes import get
+
+
+def test_logits_stay(any_model, transformed, logits):
+    smoothed = transformed(any_model, [Smooth(steps=4)])
+    torch.testing.assert_close(logits(smoothed), logits(any_model), rtol=1e-3, atol=2e-3)
+
+
+def rounding_error(block, batches):
+    """Relative squared error of the block's output with every linear rounded to nearest."""
+    exact = torch.cat([run(block, batch) for batch in batches])
+    for name, scheme in block.schemes.items():
+        params = block.fit(name)
+        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+    output = torch.cat([run(block, batch) for batch in batches])
+    return float((output - exact).square().sum() / exact.square().sum())
+
+
+@pytest.mark.parametrize("scheme", (("w4a8-lqq", 32), ("w4a4", 32), ("w8a8", None)))
+def test_outlier_models_recover(llama, blocks, with_outliers, scheme):
+    clean = rounding_error(*blocks(copy.deepcopy(llama), get(*scheme))[0])
+    outliers = with_outliers(llama)
+    broken = rounding_error(*blocks(copy.deepcopy(outliers), get(*scheme))[0])
+    block, batches = blocks(outliers, get(*scheme))[0]
+    Smooth().apply(block, batches)
+    smoothed = rounding_error(block, batches)
+    assert broken > 3 * clean
+    assert smoothed < 1.3 * clean
+
+
+def test_never_worse_than_not_smoothing_on_its_objective(any_model, blocks):
+    for block, batches in blocks(any_model, get("w4a4", 32)):
+        Smooth(steps=3).apply(block, batches)
+        assert len(block.notes["smooth"]) == sum(
+            g.fold is not Fold.ACTIVATION for g in block.family.folds()
+        )
+        for note in block.notes["smooth"].values():
+            assert note["error"] <= note["error_unsmoothed"]
+
+
+def test_only_the_groups_asked_for(llama, blocks):
+    block, batches = blocks(llama)[0]
+    norm = block.weight("input_layernorm").clone()
+    Smooth(groups=("heads", "product"), steps=2).apply(block, batches)
+    assert torch.equal(block.weight("input_layernorm"), norm)
+    assert set(block.notes["smooth"]) == {"self_attn.o_proj", "mlp.down_proj"}
+    with pytest.raises(QtoolError, match="did you mean heads"):
+        Smooth(groups=("head",))
+
+
+def test_a_block_without_quantized_linears_is_left_alone(llama, blocks):
+    block, batches = blocks(llama)[0]
+    block.schemes.clear()
+    before = {name: t.clone() for name, t in block.module.state_dict().items()}
+    Smooth().apply(block, batches)
+    assert all(torch.equal(t, before[name]) for name, t in block.module.state_dict().items())
+
+
+def test_dead_channels_keep_factor_one():
+    factor = smoothing_factor(
+        torch.tensor([0.0, 2.0, 8.0]), torch.tensor([1.0, 0.0, 1.0]), 0.5, 0.5
+    )
+    assert factor.tolist() == [1, 1, 1]
+    assert smoothing_factor(torch.tensor([1.0, 4.0]), torch.ones(2), 1, 0).tolist() == [0.5, 2]
+
+
+def test_rotating_after_smoothing_is_refused():
+    with pytest.raises(QtoolError, match="rotate must come before smooth: a rotation mixes"):
+        check_order([NormFusion(), Smooth(), Rotate()])
+    with pytest.raises(QtoolError, match="smooth is listed twice"):
+        check_order([Smooth(), Smooth()])
+    check_order([NormFusion(), Rotate(), Smooth()])

@@ -1,0 +1,160 @@
+"""Corpora: which file answers for which name, the hub's rows out of the raw file, and one sentence
+for each mistake.
+"""
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from qtool.data import corpora
+from qtool.errors import QtoolError
+from qtool.io import hub
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+TEXTS = ["one  two\n", "", "dreißig ☃"]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.delenv("QTOOL_DATA_DIR", raising=False)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def jsonl(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts)
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": TEXTS}), tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", jsonl(TEXTS))
+    write(tmp_path / "a.json.gz", gzip.compress(jsonl(TEXTS).encode()))
+    write(
+        tmp_path / "a.jsonl.zst",
+        pyarrow.compress(jsonl(TEXTS).encode(), codec="zstd", asbytes=True),
+    )
+    for name in ("a.parquet", "a.jsonl", "a.json.gz", "a.jsonl.zst"):
+        corpus = corpora.load(str(tmp_path / name), split="train")
+        assert corpus.documents == TEXTS
+        assert corpus.sha256 == hashlib.sha256("\n\n".join(TEXTS).encode()).hexdigest()
+
+
+def test_text_file_is_one_document(tmp_path):
+    path = write(tmp_path / "notes.txt", b"\xef\xbb\xbfa\r\n\r\nb\xe2\x80\xa8c\n")
+    assert corpora.load(str(path), split="test").documents == ["a\n\nb\u2028c\n"]
+
+
+def test_raw_lines_are_the_hub_rows(tmp_path):
+    path = write(
+        tmp_path / "wikitext2" / "wiki.test.raw", " \n = Title = \n \n First \x85 paragraph . \n"
+    )
+    expected = ["", " = Title = \n", "", " First \x85 paragraph . \n"]
+    assert corpora.load("wikitext2", split="test", data_dir=tmp_path).documents == expected
+    assert corpora.load(str(path), split="train").documents == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "file"),
+    [
+        ("wikitext2", "train", "wikitext-2-raw/wiki.train.raw"),
+        ("wikitext2", "test", "wikitext2/test.txt"),
+        ("c4", "train", "c4/train.txt"),
+        ("c4", "test", "c4.txt"),
+        ("c4", "train", "calibration/c4.utf8"),
+        ("pile", "train", "pile/train.txt"),
+    ],
+)
+def test_local_names(tmp_path, monkeypatch, name, split, file):
+    path = write(tmp_path / file, "text\n")
+    assert corpora.load(name, split=split, data_dir=tmp_path).origin == str(path)
+    monkeypatch.setenv("QTOOL_DATA_DIR", str(tmp_path))
+    assert corpora.load(name, split=split).documents == ["text\n"]
+
+
+def test_published_c4_shards_are_cut_at_the_same_document_as_the_hub(tmp_path):
+    write(
+        tmp_path / "c4/c4-validation.00000-of-00008.json.gz",
+        gzip.compress(jsonl(["x"] * 1200).encode()),
+    )
+    assert len(corpora.load("c4", split="test", data_dir=tmp_path).documents) == 1100
+
+
+def test_hub_rows_reach_the_caller_in_order(monkeypatch):
+    import datasets
+
+    rows = [{"text": str(i)} for i in range(10_000)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda **kwargs: iter(rows))
+    assert corpora.load("pile", split="train").documents == [str(i) for i in range(9000)]
+    assert corpora.load("pile", split="test").documents == [str(i) for i in range(9000, 10_000)]
+
+
+@pytest.mark.parametrize("name", ["wikitext2", "c4", "pile"])
+def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        QtoolError, match=rf"train text of {name} is not here.*no connection.*--data-dir"
+    ) as caught:
+        corpora.load(name, split="train", data_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.txt", None, "does not exist"),
+        ("a.txt", "", "holds no text"),
+        ("a.txt", " \n\n", "holds no text"),
+        ("a.txt", b"abc\xff", "not UTF-8 text: .* at byte 3"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"content": "b", "id": 1}\n',
+            "line 2 has the keys content, id, expected",
+        ),
+        ("a.jsonl", '["a"]\n', "line 1 has a list"),
+        ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
+        ("a.parquet", "PAR0", "not a parquet file"),
+        ("a.json.gz", "plain", "cannot be read"),
+    ],
+)
+def test_bad_files(tmp_path, file, content, message):
+    path = tmp_path / file
+    if content is not None:
+        write(path, content)
+    with pytest.raises(QtoolError, match=message):
+        corpora.load(str(path), split="train")
+
+
+def test_bad_parquet_column_and_directory(tmp_path):
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
+    with pytest.raises(QtoolError, match="has the columns body"):
+        corpora.load(str(tmp_path / "b.parquet"), split="train")
+    with pytest.raises(QtoolError, match="is a directory"):
+        corpora.load(str(tmp_path), split="train")
+
+
+def test_bad_names(tmp_path):
+    with pytest.raises(QtoolError, match=r"unknown corpus 'wikitext'.*did you mean wikitext2\?"):
+        corpora.load("wikitext", split="train")
+    with pytest.raises(QtoolError, match=r"data directory .* does not exist"):
+        corpora.load("c4", split="train", data_dir=tmp_path / "absent")
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+def test_wikitext2_test_is_the_published_text():
+    rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents
+    assert (
+        len(rows) == 4358
+    )  # as the hub's test split; GPT-2 makes 287,644 tokens of the joined text
+    assert rows[:2] == ["", " = Robert Boulter = \n"]
+    assert corpora.load("c4", split="test", data_dir=DATA).documents

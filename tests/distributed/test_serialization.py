@@ -1,0 +1,30 @@
+"""What is taken apart and packed is put together the same."""
+
+import torch
+
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.distributed import serialization as parcels
+
+
+def test_a_value_with_tensors_survives_the_journey() -> None:
+    scale = torch.randn(3, dtype=torch.float16)
+    value = {
+        "a": Rounded(torch.arange(5, dtype=torch.int8), {"s1": scale}, 0.5),
+        "b": [scale, (1, None)],
+        "c": scale[:0],
+    }
+    blob, tensors = parcels.take_apart(value)
+    assert len(tensors) == 3  # the scale travels once
+    described = parcels.describe(tensors)
+    room = parcels.buffer(described, "cpu")
+    parcels.pack(tensors, described, room)
+    found = parcels.put_together(blob, described, room.clone())
+    assert torch.equal(found["a"].codes, value["a"].codes) and found["a"].weight_error == 0.5  # type: ignore[attr-defined]
+    assert torch.equal(found["a"].params["s1"], scale) and found["a"].params["s1"] is found["b"][0]
+    assert found["b"][1] == (1, None) and found["c"].shape == (0,)
+
+
+def test_a_value_without_tensors_needs_no_room() -> None:
+    blob, tensors = parcels.take_apart([1, "two"])
+    assert not tensors and len(parcels.buffer([], "cpu")) == 0
+    assert parcels.put_together(blob, [], torch.empty(0, dtype=torch.uint8)) == [1, "two"]

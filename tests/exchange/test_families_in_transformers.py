@@ -1,0 +1,85 @@
+"""Every family's compressed-tensors export, loaded by transformers and the compressed-tensors
+library: our logits.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.exchange.export import export
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.huggingface import dequantized
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+from tests.exchange.conftest import recipe_of, rule
+from tests.exchange.test_compressed_tensors import client
+
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+DENSE = (
+    "qwen3",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "opt",
+    "falcon",
+    "falcon-new",
+    "mistral",
+)
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-some-dense")
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(IDS).logits
+
+
+def native(source: Path, scheme: str, size: int | str) -> Path:
+    return quantize(Checkpoint(source), recipe_of([rule(scheme, size)]), source.with_name("native"))
+
+
+@pytest.mark.parametrize("variant", DENSE)
+@pytest.mark.parametrize(
+    ("scheme", "size", "name"),
+    [
+        ("w4a16", 128, "compressed-tensors"),
+        ("w4a8-lqq", 64, "compressed-tensors-w8a8"),
+        ("w4a8-qoq", "channel", "compressed-tensors-w4a16"),
+    ],
+)
+def test_dense(
+    scheme: str, size: int | str, name: str, variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model(variant, dtype=torch.float16), scheme, size)
+    found = logits(client(export(ours, name, tmp_path / "out").directory, dequantize=True))
+    assert torch.equal(found, logits(dequantized(load(ours))))
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+@pytest.mark.parametrize("size", [32, 128, "channel"])
+def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    """Equal when transformers runs one expert after another; its default may sum in another order."""
+    ours = native(make_model(variant), "w4a16", size)
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    expected = logits(load(ours))
+    assert torch.equal(
+        logits(client(out, dequantize=True, experts_implementation="eager")), expected
+    )
+    assert (logits(client(out, dequantize=True)) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("variant", (*DENSE, *EXPERTS))
+def test_the_packed_weights_generate_the_clients_tokens(
+    variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model(variant, dtype=torch.bfloat16), "w4a16", 32)
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    theirs, packed = client(out, dequantize=True, experts_implementation="eager"), load(ours)
+    assert torch.equal(logits(theirs), logits(packed))
+    greedy = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        *(m.generate(IDS, attention_mask=torch.ones_like(IDS), **greedy) for m in (theirs, packed))
+    )

@@ -1,0 +1,119 @@
+"""Our streams against the safetensors library, both ways, and damage of every kind."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from qtool.errors import QtoolError
+from qtool.io.safetensors import DTYPES, read, read_header, write
+
+KINDS = [dtype for name, dtype in DTYPES.items() if name != "F8_E4M3"]
+shapes = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
+specs = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=8), st.tuples(shapes, st.sampled_from(KINDS)), max_size=5
+)
+
+
+def tensors_of(spec: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in spec.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(spec=specs)
+def test_the_library_reads_what_we_write(spec, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.mktemp("write") / "x.safetensors"
+    tensors = tensors_of(spec)
+    digest = write(path, tensors, tensors.items())
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in tensors.items()
+    )
+    assert not list(path.parent.glob("*.tmp"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(spec=specs)
+def test_we_read_what_the_library_writes(spec, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.mktemp("read") / "x.safetensors"
+    tensors = tensors_of(spec)
+    save_file(tensors, path)
+    entries = read_header(path)
+    assert entries.keys() == tensors.keys()
+    assert all(torch.equal(read(entries[name]), tensor) for name, tensor in tensors.items())
+
+
+def test_rows_and_pieces(tmp_path: Path) -> None:
+    weight = torch.randn(10, 3)
+    specs = {"w": torch.empty(10, 3, device="meta"), "b": torch.empty(2, device="meta")}
+    pieces = [("w", weight[:4]), ("w", weight[4:]), ("b", torch.ones(2))]
+    write(tmp_path / "x.safetensors", specs, iter(pieces))
+    entry = read_header(tmp_path / "x.safetensors")["w"]
+    assert torch.equal(read(entry), weight)
+    assert torch.equal(read(entry, slice(3, 7)), weight[3:7])
+    assert torch.equal(read(entry, slice(8, 99)), weight[8:])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [("w", torch.zeros(2, 2))],  # too little
+        [("w", torch.zeros(3, 2)), ("b", torch.zeros(2))],  # another tensor
+        [("w", torch.zeros(4, 2))],  # too much
+        [("w", torch.zeros(3, 2).half())],  # another dtype
+    ],
+)
+def test_pieces_that_do_not_add_up_leave_nothing(pieces: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    with pytest.raises((QtoolError, StopIteration)):
+        write(tmp_path / "x.safetensors", {"w": torch.empty(3, 2, device="meta")}, iter(pieces))
+    assert not list(tmp_path.iterdir())
+
+
+def header(text: str, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
+def byte(start: int, stop: int) -> str:
+    return f'{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated"),
+        (header("{"), "not valid JSON"),
+        (header("[" * 9999), "not valid JSON"),
+        (header("[]"), "no JSON object"),
+        (header('{"w":{"dtype":["U8"],"shape":[1],"data_offsets":[0,1]}}', b"\0"), "dtype"),
+        (header('{"w":{"dtype":"U8","shape":"1","data_offsets":[0,1]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":[0.0,1.0]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":["0","1"]}}', b"\0"), "damaged"),
+        (header('{"w":{"dtype":"F32"}}'), "damaged"),
+        (
+            header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}', b"\0" * 8),
+            "does not fit",
+        ),
+        (
+            header('{"w":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}', b"\0" * 4),
+            "does not fit",
+        ),
+        (header('{"w":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}', b"\0"), "dtype Q4"),
+        (header('{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"\0"), "truncated?"),
+        (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"\0\0"), "gap"),
+        (header(f'{{"a":{byte(0, 2)},"b":{byte(1, 2)}}}', b"\0\0"), "overlap"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+    ],
+)
+def test_nothing_read_is_trusted(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(QtoolError, match=message.replace("?", r"\?")):
+        read_header(path)

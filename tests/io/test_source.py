@@ -1,0 +1,38 @@
+"""What a hub id is downloaded of: the weights once, and what belongs to a model beside them."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from qtool.io.source import resolve
+
+WANTED = [
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.model",
+]
+OTHERS = [
+    "consolidated.safetensors",
+    "onnx/model.safetensors",
+    "original/tokenizer.model",
+    "model.bin",
+    "run.py",
+]
+
+
+@pytest.mark.parametrize(("weights", "wanted"), [(True, WANTED), (False, ["config.json"])])
+def test_a_download_has_the_weights_once(
+    weights: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def download(model: str, **patterns: list[str]) -> str:
+        taken.extend(filter_repo_objects(WANTED + OTHERS, **patterns))  # type: ignore[arg-type]
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("owner/name", weights=weights) == Path("/somewhere")
+    assert taken == wanted

@@ -1,0 +1,85 @@
+"""Sources under other names, and stacked experts: the result is that of the usual form, byte for
+byte.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
+from qtool.io.source_names import adopt
+from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import quantize, source_dtype
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def run(source: Path, name: str) -> Path:
+    return quantize(Checkpoint(source), recipes.load("w4a16"), source.with_name(name))
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-some-dense"])
+def test_stacked_experts(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    apart, stacked = make_model(variant), tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(apart).save_pretrained(stacked, save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in Checkpoint(stacked).entries)
+    source = Checkpoint(stacked)
+    adopt(source, Job.of(source.config, recipes.load("w4a16"), source_dtype(source)))
+    assert source.entries.keys() == Checkpoint(apart).entries.keys()
+    assert all(
+        torch.equal(source.read(name), Checkpoint(apart).read(name)) for name in source.entries
+    )
+    out = run(stacked, "out")
+    assert weights(out) == weights(run(apart, "expected"))
+    assert torch.isfinite(load(out)(IDS).logits).all()
+
+
+def test_stacks_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None:
+    stacked = tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(make_model("qwen3_moe")).save_pretrained(
+        stacked, save_original_format=False
+    )
+    held = load_file(stacked / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for shape, message in (((0, 2, 1), "stacked weights"), ((1, 0, 2), "stacked weights")):
+        changed = held | {name: held[name].permute(shape).contiguous()}
+        save_file(changed, stacked / "model.safetensors", {"format": "pt"})
+        with pytest.raises(QtoolError, match=message):
+            run(stacked, "refused")
+    save_file(
+        held | {name: held[name][:, :-2].contiguous()},
+        stacked / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        QtoolError,
+        match=r"experts.0.gate_proj.weight: shape \[255, 128\] found, \[256, 128\] expected",
+    ):
+        run(stacked, "refused")
+
+
+@pytest.mark.parametrize("variant", ["opt", "llama", "llama-tied", "falcon", "gemma2", "mixtral"])
+def test_names_without_the_prefix(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    """As OPT's first checkpoints and every bare decoder have them."""
+    full, bare = make_model(variant), tmp_path / "bare"
+    prefix = "transformer." if variant == "falcon" else "model."
+    bare.mkdir()
+    (bare / "config.json").write_text((full / "config.json").read_text())
+    held = load_file(full / "model.safetensors")
+    save_file(
+        {name.removeprefix(prefix): t for name, t in held.items()},
+        bare / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert weights(run(bare, "out")) == weights(run(full, "expected"))

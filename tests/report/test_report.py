@@ -1,0 +1,342 @@
+"""The report: one file that needs nothing else, gaps that say what fills them, records that cannot
+act.
+"""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from qtool import recipes
+from qtool.calibration import ROUNDINGS, TRANSFORMS
+from qtool.cli import cli
+from qtool.errors import QtoolError
+from qtool.eval import saved
+from qtool.eval.results import Metric, TaskResult
+from qtool.eval.saved import Answer
+from qtool.exchange.export import export
+from qtool.exchange.repack import repack
+from qtool.io.source import DEMO, Checkpoint
+from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import quantize
+from qtool.report import commands as report_commands
+from qtool.report import words as report_words
+from qtool.report.build import collect, report, weight_errors
+from qtool.report.data import gains, quality, recorded_errors
+from qtool.report.page import render
+from qtool.runtime.load import load
+from qtool.schemes.kv import KV_QUANTIZERS
+
+RECIPE = {
+    "scheme": "w4a8-lqq",
+    "layers": [
+        {"match": "mlp.down_proj$", "scheme": None},
+        {"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"},
+    ],
+    "rounding": {"rtn": {}},
+    "kv": "kv4",
+}
+URLS = {"src", "href", "xlink:href", "srcset", "action"}
+
+
+class Page(HTMLParser):
+    """What a browser would load, which tags are open, the words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.loads, self.words = [], [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attributes if k in URLS or k.startswith("on")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+@pytest.fixture
+def base(make_model) -> Path:
+    """A tiny random Llama that speaks the demo's tokens."""
+    directory = make_model(hidden_size=256, intermediate_size=256, head_dim=64, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, directory)
+    return directory
+
+
+@pytest.fixture
+def quantized(base, tmp_path) -> Path:
+    return quantize(Checkpoint(base), recipes.parse(RECIPE, "test"), tmp_path / "quantized")
+
+
+def page_of(directory: Path) -> Page:
+    return Page(render(collect(directory, None, "cpu")))
+
+
+@pytest.fixture
+def page(quantized) -> Page:
+    return page_of(quantized)
+
+
+def test_it_is_one_file_that_loads_nothing_and_runs_nothing(page):
+    assert page.loads == [] and page.open == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert "url(" not in page.words and "@import" not in page.words
+
+
+def test_missing_parts_name_the_command_that_fills_them(page, quantized):
+    directory = quantized
+    assert f"qtool eval wikitext2 piqa --model {directory} --compare BASE --save" in page.words
+    assert page.words.count(f"qtool report {directory} --compare BASE") >= 1
+    assert "12 of 12" in page.words and "All checks passed." in page.words
+
+
+def test_a_baseline_that_is_not_the_source_is_told(base, quantized, make_model, tmp_path):
+    other = make_model("qwen2", name="unrelated")
+    with pytest.raises(
+        QtoolError, match=r"--compare .*unrelated: model_type is 'qwen2' there and 'llama' here"
+    ):
+        report(quantized, str(other), [], out=tmp_path / "r.html", data_dir=None, device="cpu")
+    sibling = shutil.copytree(base, tmp_path / "sibling")
+    (sibling / "model.safetensors").touch()
+    doubt = "sibling (not the files of the source: another model, or copied or changed since)"
+    assert doubt in Page(render(collect(quantized, str(sibling), "cpu"))).words
+    assert (
+        "not the files of the source"
+        not in Page(render(collect(quantized, str(base), "cpu"))).words
+    )
+
+
+def test_a_hostile_record_is_text(quantized):
+    directory = quantized
+    record = json.loads((directory / "qtool.json").read_text())
+    evil = '<script>alert(1)</script>"><img src=x onerror=y>'
+    record["source"]["directory"] = record["calibration"]["text"] = evil
+    record["recipe"]["methods"] = [{evil: {evil: evil}}]
+    (directory / "qtool.json").write_text(json.dumps(record))
+    page = page_of(directory)
+    assert page.loads == [] and "script" not in page.tags and "img" not in page.tags
+    assert evil in page.words
+
+
+@pytest.mark.parametrize("damage", ["", "{}"])
+def test_without_provenance_it_says_so(quantized, damage):
+    (quantized / "qtool.json").write_text(damage)
+    words = page_of(quantized).words
+    assert "qtool.json is missing or damaged" in words
+
+
+def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
+    source = make_model(num_key_value_heads=1, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, source)
+    out = quantize(Checkpoint(source), recipes.load("w4a8-lqq"), tmp_path / "out")
+    assert (
+        "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile"
+        in page_of(out).words
+    )
+
+
+def test_every_word_that_occurs_is_explained(page):
+    assert report_words.METHODS.keys() == {*TRANSFORMS, *ROUNDINGS}
+    assert report_words.KV.keys() == KV_QUANTIZERS.keys()
+    assert (
+        report_words.METHODS["rtn"] in page.words and report_words.METHODS["gptq"] not in page.words
+    )
+    assert {name: about for name, _, about in recipes.overview()}["w4a8-lqq"] in page.words
+
+
+def test_a_cache_s_float32_tensors_do_not_speak_for_the_rest(make_model, tmp_path):
+    source = make_model(dtype=torch.bfloat16, head_dim=64, vocab_size=4096)
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, source)
+    page = page_of(quantize(Checkpoint(source), recipes.parse(RECIPE, "test"), tmp_path / "out"))
+    assert "The rest, not quantized, has 16.0 bits a weight." in page.words
+    assert "self_attn.k_offset" in page.words and report_words.STORED["k_offset"] in page.words
+    assert report_words.STORED["k_scale"] not in page.words
+
+
+def test_an_imported_model_says_so(base, tmp_path):
+    native = quantize(Checkpoint(base), recipes.load("w4a16"), tmp_path / "native")
+    back = repack(
+        Checkpoint(export(native, "gptq", tmp_path / "foreign").directory), tmp_path / "back"
+    )
+    words = page_of(back).words
+    assert "Imported code for code from GPTQ (gptq); nothing was quantized here." in words
+    assert f"qtool import foreign --out {back} --layout marlin" in words
+    assert "checkpoint_format" in words and "missing or damaged" not in words
+
+
+def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
+    shard = next(path for path in sorted(quantized.glob("*.safetensors")) if "00002" in path.name)
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    words = page_of(quantized).words
+    assert "All checks passed" not in words
+    assert f"{shard.name}: the file's sha256 is not the one recorded" in words
+
+
+def test_the_written_recipe_makes_the_same_format(quantized):
+    found = collect(quantized, None, "cpu")
+    text = report_commands.recipe_file(found)
+    again = recipes.parse(yaml.safe_load(text), "again")
+    config = {k: v for k, v in found.config.items() if k != "quantization_config"}
+    assert Job.of(config, again).format.to_dict() == found.config["quantization_config"]
+    assert f"--recipe {report_commands.RECIPE}" in report_commands.commands(found)[0]
+
+
+def test_a_built_in_recipe_needs_no_file(base, tmp_path):
+    out = quantize(Checkpoint(base), recipes.load("w4a8-lqq", "fast"), tmp_path / "out")
+    found = collect(out, None, "cpu")
+    assert report_commands.recipe_file(found) == ""
+    command = f"qtool quantize {base.name} --scheme w4a8-lqq --recipe fast --out {out}"
+    assert report_commands.commands(found)[0] == command
+    found.provenance["job"]["device"] = "cuda"
+    assert report_commands.commands(found)[0] == command.replace(" --out", " --device cuda --out")
+
+
+def test_weight_error_is_that_of_the_stored_weight(base, quantized):
+    directory = quantized
+    errors = weight_errors(Checkpoint(directory), Checkpoint(base))
+    name = "model.layers.1.self_attn.q_proj"
+    weight = load(base).get_submodule(name).weight.detach().float()
+    stored = load(directory).get_submodule(name).dequantize()
+    assert errors.by_role["self_attn.q_proj"][1] == pytest.approx(
+        float((stored - weight).norm() / weight.norm()), rel=1e-5
+    )
+    assert "mlp.down_proj" not in errors.by_role  # it stays in 16 bits
+    assert errors.what == "weight"
+
+
+def test_recorded_errors_and_gains():
+    notes = {
+        "gptq": {
+            "mlp.experts.0.up": {"error": 0.1},
+            "mlp.experts.1.up": {"error": 0.3},
+            "q": {"error": 0.2},
+        }
+    }
+    notes["smooth"] = {
+        "q": {"error": 1.0, "error_unsmoothed": 4.0},
+        "o": {"error": 3.0, "error_unsmoothed": 3.0},
+    }
+    notes["smooth-attention"] = {"alpha": 0.5, "error": 1.0, "error_unsmoothed": 2.0}
+    errors = recorded_errors([notes, {"gptq": {"q": {"error": 0.5}}}])
+    assert errors.by_role == {"mlp.experts.up": {0: 0.3}, "q": {0: 0.2, 1: 0.5}}
+    found = {gain.method: gain for gain in gains([notes])}
+    assert (found["smooth"].choices, found["smooth"].least, found["smooth"].greatest) == (
+        2,
+        0.25,
+        1.0,
+    )
+    assert found["smooth-attention"].median == 0.5 and "gptq" not in found
+    assert recorded_errors([{"distill": {"loss": [3.0, 1.0, 2.0], "epoch": 1}}]).by_role == {
+        "whole block": {0: 1.0}
+    }
+    assert (
+        gains([{"distill": {"loss": [4.0, 1.0, 2.0], "epoch": 1}, "rotate": {"order": 8}}])[
+            0
+        ].median
+        == 0.25
+    )
+    weights = recorded_errors(
+        [{"rtn": {"mlp.up": {"weight_error": 0.1}}}, {"rtn": {"mlp.up": {"weight_error": 0.2}}}]
+    )
+    assert (weights.what, weights.by_role) == ("weight", {"mlp.up": {0: 0.1, 1: 0.2}})
+    assert recorded_errors([]) is None
+
+
+def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
+    identity, metric = saved.identity(quantized), {"acc": Metric(0.5, 0.1, True)}
+    for task, facts in (
+        ("t", {"limit": 9}),
+        ("u", {"limit": 9}),
+        ("v", {"seqlen": 64}),
+        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32"}),
+    ):
+        result = TaskResult(task, "zero_shot", "f", 9, metric)
+        saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
+    told = [
+        line
+        for line in report_commands.commands(collect(quantized, None, "cpu"))
+        if line.startswith("qtool eval")
+    ]
+    common = f"--model {quantized} --compare llama"
+    assert [line.replace(common, "...") for line in told] == [
+        "qtool eval t u ... --limit 9 --save",
+        "qtool eval v ... --seqlen 64 --save",
+        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --save",
+    ]
+
+
+def answer(model: str, value: float, **facts) -> Answer:
+    result = TaskResult("t", "zero_shot", "f", 9, {"acc": Metric(value, 0.1, True)})
+    return Answer(model, {"task": "t"} | facts, [result])
+
+
+def test_only_answers_to_the_same_question_are_compared():
+    rows = quality(
+        [answer("m", 0.5), answer("m", 0.4, limit=2), answer("base", 0.75), answer("x", 0.9)],
+        "m",
+        "base",
+    )
+    assert [(r.value.value, r.baseline and r.baseline.value) for r in rows] == [
+        (0.5, 0.75),
+        (0.4, None),
+    ]
+    assert rows[0].change.change == -0.25
+
+
+def test_kept_results_stand_in_the_page_with_their_intervals(base, quantized):
+    directory = quantized
+    for model, value in ((directory, 0.5), (base, 0.75)):
+        saved.keep(directory, answer(saved.identity(model), value))
+    words = re.sub(r"\s+", " ", Page(render(collect(directory, None, "cpu"))).words)
+    assert (
+        "50.00 ± 19.60 %" in words
+        and "75.00 ± 19.60 %" in words
+        and "−25.00 ± 27.72 points" in words
+    )
+
+
+def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
+    options = ["--compare", str(base), "--out", str(tmp_path / "r.html")]
+    done = CliRunner().invoke(cli, ["report", str(quantized), *options])
+    assert done.exit_code == 0, done.output
+    page = Page((tmp_path / "r.html").read_text())
+    assert (
+        page.tags.count("svg") == 1 + 6 + 2 * 4 + 2
+    )  # sizes, quantized roles, pairs of ranges, keys and values
+    assert page.words.count("The largest channel is") == 8
+    assert page.loads == [] and page.open == []
+
+
+def test_refusals(make_model, quantized):
+    with pytest.raises(QtoolError, match="the model is not quantized"):
+        report(make_model(name="plain"), None, [], out=None, data_dir=None, device="cpu")
+    with pytest.raises(QtoolError, match="is no directory"):
+        report(quantized, None, [], out=Path("/absent/x.html"), data_dir=None, device="cpu")
+
+
+def test_the_run_is_told_or_said_to_be_unknown(quantized):
+    words = page_of(quantized).words
+    assert "wall time" in words and "peak host memory" in words and "device" in words
+    moved = quantized.rename(quantized.with_name("moved"))
+    assert (
+        "moved.run.json" in page_of(moved).words and "peak host memory" not in page_of(moved).words
+    )
