@@ -1,16 +1,63 @@
 """Loading and launching compiled kernels through the CUDA driver, on torch's current stream.
 
 One struct of parameters per kernel, passed by value: the tensor maps must lie in parameter space.
+What happens once a kernel goes through ``cuda.bindings``; what happens once a launch calls the
+driver's C functions directly, because objects made for a call cost more than the call.
 """
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+
+#: CUtensorMapDataType by the bytes of an item, CUtensorMapSwizzle by its bytes
+_ITEMS = {1: 0, 2: 1, 4: 2, 8: 4}
+_SWIZZLES = {0: 0, 64: 2, 128: 3}
+_L2_PROMOTION_256B = 3
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_OVERLAP = 6
+#: CUDA_ERROR_INVALID_CONTEXT
+_NO_CONTEXT = 201
+_Parameters = ctypes.c_char_p * 1
+_U32, _U64 = ctypes.c_uint32 * 2, ctypes.c_uint64 * 2
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of a flag."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _cuda() -> Any:
+    """The driver's C library."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
+    library.cuTensorMapEncodeTiled.argtypes = (
+        *(pointer, number, ctypes.c_uint32, pointer),
+        *(pointer, pointer, pointer, pointer),
+        *(number, number, number, number),
+    )
+    return library
 
 
 def _driver() -> Any:
@@ -21,79 +68,84 @@ def _driver() -> Any:
 
 def check(result: tuple[Any, ...]) -> Any:
     """The value of a driver call, or QtoolError with the driver's own words."""
-    driver = _driver()
     error, *values = result
-    if error != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(error)
-        raise QtoolError(f"CUDA driver: {text.decode() if text else error}")
+    if int(error):
+        raise _failed(int(error))
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def load(code: bytes, entry: str, shared_bytes: int, device: int) -> Any:
-    """The kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory; for the
-    caller to keep.
+def _failed(status: int) -> QtoolError:
+    driver = _driver()
+    _, text = driver.cuGetErrorString(driver.CUresult(status))
+    return QtoolError(f"CUDA driver: {text.decode() if text else status}")
+
+
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def load(code: bytes, entry: str, shared_bytes: int, device: int) -> int:
+    """The handle of the kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
+
+    It stays loaded: for the caller to keep.
     """
     driver = _driver()
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, entry.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device)))
-    return driver.CUfunction(int(kernel))
+    return int(kernel)
 
 
-def resident_blocks(kernel: Any, threads: int, shared_bytes: int) -> int:
-    """How many blocks of a kernel a multiprocessor of the current device holds at once."""
-    return int(
-        check(_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes))
-    )
+def resident_blocks(kernel: int, threads: int, shared_bytes: int, device: torch.device) -> int:
+    """How many blocks of a kernel a multiprocessor of ``device`` holds at once."""
+    driver = _driver()
+    with torch.cuda.device(device):
+        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            driver.CUfunction(kernel), threads, shared_bytes
+        )
+    return int(check(occupancy))
 
 
 @lru_cache(maxsize=4096)
 def _tensor_map(
     address: int, rows: int, columns: int, item: int, box_rows: int, box_columns: int, swizzle: int
 ) -> bytes:
-    driver = _driver()
-    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
-    encoded = check(
-        driver.cuTensorMapEncodeTiled(
-            {
-                1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                4: types.CU_TENSOR_MAP_DATA_TYPE_UINT32,
-                8: types.CU_TENSOR_MAP_DATA_TYPE_UINT64,
-            }[item],
-            2,
-            address,
-            [u64(columns), u64(rows)],
-            [u64(columns * item)],
-            [u32(box_columns), u32(box_rows)],
-            [u32(1), u32(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            {
-                0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-            }[swizzle],
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    start = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
+    status = _cuda().cuTensorMapEncodeTiled(
+        *(ctypes.addressof(buffer) + start, _ITEMS[item], 2, address),
+        *(_U64(columns, rows), _U64(columns * item), _U32(box_columns, box_rows), _U32(1, 1)),
+        *(0, _SWIZZLES[swizzle], _L2_PROMOTION_256B, 0),
     )
-    return ctypes.string_at(encoded.getPtr(), 128)
+    if status:
+        raise _failed(status)
+    return buffer.raw[start : start + _MAP_BYTES]
 
 
-def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
+def byte_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: int = 128) -> bytes:
     """Descriptor of a row-major matrix of bytes for copies of ``box_rows`` x ``box_bytes``; zeros
     beyond it.
 
     Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
     """
-    rows, columns = tensor.shape
     item = 4 if box_bytes > 256 else 1  # a box has at most 256 items a row
     swizzle = box_bytes if box_bytes in (64, 128) else 0
-    return _tensor_map(
-        tensor.data_ptr(), rows, columns // item, item, box_rows, box_bytes // item, swizzle
-    )
+    return _tensor_map(address, rows, columns // item, item, box_rows, box_bytes // item, swizzle)
+
+
+def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
+    """:func:`byte_map` of a matrix of bytes."""
+    rows, columns = tensor.shape
+    return byte_map(tensor.data_ptr(), rows, columns, box_rows, box_bytes)
 
 
 def item_map(
@@ -112,8 +164,27 @@ def item_map(
     )
 
 
+def pointers(*tensors: Tensor | None) -> tuple[int, ...]:
+    """The addresses of ``tensors``, 0 for None."""
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: int, block: int, shared_bytes: int, stream: int, overlap: bool) -> Any:
+    flag = _Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))
+    config = _Config(
+        (ctypes.c_uint * 3)(grid, 1, 1),
+        (ctypes.c_uint * 3)(block, 1, 1),
+        shared_bytes,
+        stream,
+        ctypes.pointer(flag) if overlap else None,
+        int(overlap),
+    )
+    return ctypes.byref(config)
+
+
 def launch(
-    kernel: Any,
+    kernel: int,
     grid: int,
     block: int,
     shared_bytes: int,
@@ -125,23 +196,27 @@ def launch(
     """Start a 1-D grid on torch's current stream.
 
     Args:
+        parameters: the kernel's struct; the driver copies it before it returns.
         overlap: let the grid be scheduled while the previous kernel of the stream drains
             (programmatic dependent launch). The kernel itself waits before it touches memory.
     """
+    index = device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, block, shared_bytes, parameters, device, overlap=overlap)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    config = _config(grid, block, shared_bytes, stream, overlap)
+    status = _cuda().cuLaunchKernelEx(config, kernel, _Parameters(parameters), None)
+    if status == _NO_CONTEXT:
+        _make_current(index)
+        status = _cuda().cuLaunchKernelEx(config, kernel, _Parameters(parameters), None)
+    if status:
+        raise _failed(status)
+
+
+def _make_current(index: int) -> None:
+    """Give a thread that has not used CUDA yet torch's context of device ``index``."""
     driver = _driver()
-    buffer = ctypes.create_string_buffer(parameters, len(parameters))
-    pointer = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes = shared_bytes
-    config.hStream = torch.cuda.current_stream(device).cuda_stream
-    if overlap:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = (
-            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-    check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointer), 0))
+    context = check(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(index)))
+    check(driver.cuCtxSetCurrent(context))

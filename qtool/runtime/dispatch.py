@@ -7,11 +7,16 @@ add one to.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qtool.format import LinearFormat
+
+if TYPE_CHECKING:
+    from qtool.kernels.hopper.gemm import Operand, Weight
+    from qtool.kernels.hopper.prepared import PreparedLinear
 
 HALF = (torch.float16, torch.bfloat16)
 ANY = (*HALF, torch.float32)
@@ -38,7 +43,9 @@ class Kernel:
     Attributes:
         name, precision: for reports.
         capabilities: of the GPUs it runs on, ``(major, minor)``.
-        multiply: gives ``[M, N]`` of ``out_dtype``.
+        multiply: gives ``[M, N]`` of ``out_dtype`` by the ops, for any tensors, traced ones too.
+        prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
+            call's ``x`` stands for its dtype and device. None: only the ops do it.
         n, k: what N and K must be multiples of.
         dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
@@ -55,6 +62,7 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = ANY
     exact: bool = True
     tolerance: float = 1e-5
+    prepare: "Callable[[Call], PreparedLinear] | None" = None
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
         """Whether a weight ``[n, k]`` under inputs of ``dtype`` can run on a GPU of ``capability``."""
@@ -73,24 +81,23 @@ def _w4a8(call: Call) -> Tensor:
 
     gemm = w4a8_mma_gemm if call.format.layout == "compute-aware" else w4a8_gemm
     codes, scale, token_sum = quantize_activation(call.x, call.permutation, None, "none", 0.0)
-    qweight, s1, s2, offset, zero = (
-        call.stored.get(name) for name in ("qweight", "s1", "s2", "offset", "zero")
-    )
-    scheme, group_size = call.format.scheme, call.format.group_size
-    return gemm(
-        codes,
-        scale,
-        qweight,
-        s1,
-        s2,
-        offset,
-        zero,
-        token_sum,
-        call.bias,
-        scheme,
-        group_size,
-        call.out_dtype,
-    )
+    qweight, s1, s2, offset, zero = _w4a8_tensors(call)
+    how = (call.format.scheme, call.format.group_size, call.out_dtype)
+    return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, *how)
+
+
+def _w4a8_tensors(call: Call) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """qweight, s1, s2, offset and zero."""
+    s2, offset, zero = (call.stored.get(name) for name in ("s2", "offset", "zero"))
+    return call.stored["qweight"], call.stored["s1"], s2, offset, zero
+
+
+def _w4a8_prepared(call: Call) -> "PreparedLinear":
+    from qtool.kernels.hopper.w4a8 import operand, packed_weight
+
+    weight = packed_weight(call.format.scheme, *_w4a8_tensors(call))
+    kernel = operand(call.format.scheme, call.format.group_size)
+    return _prepared(kernel, weight, len(weight.scale1), call)
 
 
 def _w8a8(call: Call) -> Tensor:
@@ -102,14 +109,28 @@ def _w8a8(call: Call) -> Tensor:
     return w8a8_gemm(codes, scale, qweight, call.stored["scale"][:, 0], call.bias, call.out_dtype)
 
 
+def _w8a8_prepared(call: Call) -> "PreparedLinear":
+    from qtool.kernels.hopper.w8a8 import OPERAND, packed_weight
+
+    scale = call.stored["scale"][:, 0]
+    weight = packed_weight(call.stored["qweight"].view(torch.int8), scale)
+    return _prepared(OPERAND, weight, len(scale), call)
+
+
+def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "PreparedLinear":
+    from qtool.kernels.hopper.prepared import PreparedLinear
+
+    shape, dtypes = (n, call.x.shape[1]), (call.x.dtype, call.out_dtype)
+    return PreparedLinear(operand, weight, call.bias, call.permutation, shape, *dtypes)
+
+
 def _w4ax(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
     from qtool.kernels.hopper.w4ax import w4ax_gemm
 
     layout, group_size = call.format.layout, call.format.group_size
-    qweight, weight_scale, blocks = (
-        call.stored.get(name) for name in ("qweight", "scale", "eight_bit")
-    )
+    qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
+    blocks = call.stored.get("eight_bit")
     codes, scale = quantize_activation_groups(
         call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
     )
@@ -123,9 +144,8 @@ def _w4ax_mma(call: Call) -> Tensor:
     from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 
     layout, group_size = call.format.layout, call.format.group_size
-    qweight, weight_scale, blocks = (
-        call.stored.get(name) for name in ("qweight", "scale", "eight_bit")
-    )
+    qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
+    blocks = call.stored.get("eight_bit")
     codes, scale = quantize_packed_groups(
         call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
     )
@@ -147,8 +167,9 @@ def _w4a16(call: Call) -> Tensor:
 HOPPER = frozenset({(9, 0)})
 AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
 AMPERE_TO_HOPPER = AMPERE_AND_ADA | HOPPER
-W4A8 = Kernel("w4a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w4a8)
-W8A8 = Kernel("w8a8_gemm", "int8 x int8 wgmma, int32 sums", HOPPER, _w8a8)
+S8 = "int8 x int8 wgmma, int32 sums"
+W4A8 = Kernel("w4a8_gemm", S8, HOPPER, _w4a8, prepare=_w4a8_prepared)
+W8A8 = Kernel("w8a8_gemm", S8, HOPPER, _w8a8, prepare=_w8a8_prepared)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
 W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", AMPERE_TO_HOPPER, _w4a8, 32, 32)
 W4AX_MMA = Kernel(

@@ -1,5 +1,8 @@
 """A linear layer that runs its packed weight: the bytes of the checkpoint are its only weight."""
 
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,6 +10,9 @@ from torch.nn import functional
 from qtool.format import LinearFormat
 from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
+
+if TYPE_CHECKING:
+    from qtool.runtime.merge import MergedLinears
 
 
 class QuantLinear(nn.Module):
@@ -44,6 +50,11 @@ class QuantLinear(nn.Module):
         self.register_buffer(
             "bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None
         )
+        #: the linears that read the same input, where they are multiplied as one
+        self.merged: MergedLinears | None = None
+        self._kernels: dict[tuple[torch.device, torch.dtype], Kernel | None] = {}
+        #: with the buffers that it was prepared for, by the dtypes of input and output
+        self._prepared: dict[tuple[torch.dtype, torch.dtype], tuple[Any, tuple[Any, ...]]] = {}
 
     def stored(self) -> dict[str, Tensor]:
         """The packed tensors, by the names they have in the checkpoint."""
@@ -64,15 +75,25 @@ class QuantLinear(nn.Module):
 
     def kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel | None:
         """What multiplies inputs of ``dtype`` on ``device``; None is the scheme's reference."""
-        return kernel_for(self.format, self.out_features, self.in_features, device, dtype)
+        key = device, dtype
+        if key not in self._kernels:
+            shape = (self.out_features, self.in_features)
+            self._kernels[key] = kernel_for(self.format, *shape, device, dtype)
+        return self._kernels[key]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.merged is not None and self.merged.serves(self, x):
+            return self.merged.product(self, x)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """``[..., N]`` for ``x [..., K]``, by this linear alone."""
         kernel = self.kernel(x.device, x.dtype)
         if kernel is None and self.format.scheme_object.activation.bits == 16:
             return self.plain(x)
-        rows = x.flatten(0, -2)  # [M, K]
+        rows = x.reshape(-1, self.in_features)  # [M, K]
         y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def plain(self, x: Tensor) -> Tensor:
         """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to
@@ -87,9 +108,22 @@ class QuantLinear(nn.Module):
         """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of
         an exact one.
         """
-        return kernel.multiply(
-            Call(x.contiguous(), self.permutation, self.stored(), self.bias, self.format, out_dtype)
-        )
+        x = x.contiguous()
+        if kernel.prepare is None or not x.is_cuda or _is_traced(x):
+            return kernel.multiply(self._call(x, out_dtype))
+        key = x.dtype, out_dtype
+        prepared, buffers = self._prepared.get(key, (None, ()))
+        if prepared is None or not all(map(is_, buffers, self._buffers.values())):
+            prepared = kernel.prepare(self._call(x, out_dtype))
+            self._prepared[key] = prepared, tuple(self._buffers.values())
+        return prepared(x)
+
+    def _call(self, x: Tensor, out_dtype: torch.dtype) -> Call:
+        return Call(x, self.permutation, self.stored(), self.bias, self.format, out_dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has tensors of its own: what was prepared for these is not for it."""
+        return self.__dict__ | {"_prepared": {}, "merged": None}
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -105,3 +139,8 @@ class QuantLinear(nn.Module):
         return (
             f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
         )
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether somebody records operators instead of running them: only they can be recorded."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor

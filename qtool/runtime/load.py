@@ -13,7 +13,9 @@ from transformers import (
 
 from qtool.errors import QtoolError
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
+from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.kv_cache import quantize_kv
+from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import KV_QUANTIZERS
 
@@ -26,6 +28,11 @@ def load(
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model in ``directory``, quantized by qtool or not, in eval mode.
+
+    On a CUDA device packed linears that read one input are multiplied as one
+    (:mod:`qtool.runtime.merge`), and ``generate`` decodes over a static cache by CUDA graphs where
+    the architecture allows it (:mod:`qtool.runtime.decode`);
+    ``generate(cache_implementation="dynamic")`` decodes as transformers does by default.
 
     Args:
         device: where it runs. dtype: of what is not quantized; by default the checkpoint's.
@@ -53,10 +60,15 @@ def load(
     if kv is not None and kv != getattr(model.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
             raise QtoolError(
-                f"{path}: {kv} needs calibrated scales, which it does not hold: quantize with --kv {kv}"
+                f"{path}: {kv} needs calibrated scales, which it does not hold: "
+                f"quantize with --kv {kv}"
             )
         quantize_kv(model, kv)
     torch.nn.Module.to(model, device)
+    if torch.device(device).type == "cuda":
+        merge_linears(model)
+        one_kernel_norms(model)
+        graph_decoding(model)
     return model.eval()
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,19 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.build import Build, cubin
 from qtool.kernels.checks import Expected, require_tensors
-from qtool.kernels.launch import launch, load
+from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 
 #: number of the fusion in csrc/activation/quantize_activation.cu
 FUSIONS = {"none": 0, "rms-norm": 1, "silu-up": 2}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_CHANNELS = 32768
+#: of the kernels in csrc/activation: x, what else is read, the outputs, M, K, epsilon
+PARAMETERS = struct.Struct("<6Q2if4x")
 
 
-@torch.library.custom_op("qtool::quantize_activation", mutates_args=())
-def quantize_activation(
-    x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
+class QuantizeActivation(NamedTuple):
     """Codes int8 ``[M, K]``, scales float32 ``[M]`` and sums of the codes int32 ``[M]``.
 
     Args:
@@ -46,9 +46,54 @@ def quantize_activation(
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
-    _require(x, order, norm, fusion)
-    codes, scale = PER_TOKEN_S8.quantize(fused(x, order, norm, fusion, epsilon))
-    return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
+
+    x: Tensor
+    order: Tensor | None
+    norm: Tensor | None
+    fusion: str
+    epsilon: float
+
+    @property
+    def k(self) -> int:
+        """Input channels of the linear."""
+        return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
+
+    def require(self) -> None:
+        op, x, fusion = "quantize_activation", self.x, self.fusion
+        if fusion not in FUSIONS:
+            raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
+        if x.dim() != 2:
+            raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
+        (m, width), k = x.shape, self.k
+        if k % 8 or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
+            raise QtoolError(f"{op}: K = {k}; expected a multiple of 8 up to {MOST_CHANNELS}")
+        expected: dict[str, Expected] = {
+            "x": (x, (m, width), tuple(DTYPES)),
+            "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
+            "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
+        }
+        require_tensors(op, x.device, expected)
+
+    def empty(self) -> tuple[Tensor, Tensor, Tensor]:
+        x, m = self.x, len(self.x)
+        return (
+            x.new_empty((m, self.k), dtype=torch.int8),
+            x.new_empty((m,), dtype=torch.float32),
+            x.new_empty((m,), dtype=torch.int32),
+        )
+
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scale = PER_TOKEN_S8.quantize(fused(*self))
+        return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
+
+    def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, order = self.x, self.order
+        source = definition(self.k, x.dtype, self.fusion, order is not None)
+        plan = RowPlan(source, (order, self.norm), self.k, self.epsilon, x.device)
+        plan.launch(len(x), *pointers(x, *out))
+
+
+quantize_activation = operator("quantize_activation", QuantizeActivation)
 
 
 def fused(
@@ -66,48 +111,54 @@ def fused(
     return y if order is None else y[:, order.long()]
 
 
-@quantize_activation.register_kernel("cuda")
-def _(
-    x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    _require(x, order, norm, fusion)
-    codes, scale, total = _outputs(x, fusion)
-    (m, k), device = codes.shape, x.device
-    if m == 0:
-        return codes, scale, total
-    with torch.cuda.device(device):
-        major, minor = torch.cuda.get_device_capability(device)
+#: source name, prologue and macros of a kernel
+Source = tuple[str, str, dict[str, int]]
+
+
+class RowPlan:
+    """The launch for the inputs of one linear, ready but for the tokens and their addresses.
+
+    Args:
+        source: the kernel, with a block for each token.
+        tensors: what it reads beside the tokens: order and norm, then 8-bit groups if it has such.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tensors: tuple[Tensor | None, ...],
+        k: int,
+        epsilon: float,
+        device: torch.device,
+    ) -> None:
+        major, minor = compute_capability(device)
+        name, _, defines = source
         if major < 8:
-            raise QtoolError(
-                f"quantize_activation: needs sm_80 or newer, {device} is sm_{major}{minor}"
-            )
-        source = definition(k, x.dtype, fusion, order is not None)
-        kernel = _kernel(k, x.dtype, fusion, order is not None, f"sm_{major}{minor}", device.index)
-        tensors = (x, order, norm, codes, scale, total)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        parameters = struct.pack("<6Q2if4x", *pointers, m, k, epsilon)
-        launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=major >= 9)
-    return codes, scale, total
+            raise QtoolError(f"{_entry(name)}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        self.kernel = _kernel(name, tuple(defines.items()), f"sm_{major}{minor}", device.index)
+        self.device, self.overlap, self.threads = device, major >= 9, defines["THREADS"]
+        self.tensors = tensors  # whose addresses are in the parameters
+        self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
+
+    def launch(self, m: int, x: int, *out: int) -> None:
+        """Start it for ``m`` tokens at ``x``, with the outputs at ``out``."""
+        if m:
+            numbers = (m, self.k, self.epsilon)
+            parameters = PARAMETERS.pack(x, *self.addresses, *out, *numbers)
+            launch(self.kernel, m, self.threads, 0, parameters, self.device, overlap=self.overlap)
 
 
-@quantize_activation.register_fake
-def _(
-    x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    _require(x, order, norm, fusion)
-    return _outputs(x, fusion)
+def _entry(source: str) -> str:
+    """The kernel in a source file: it has the file's name."""
+    return source.rpartition("/")[2]
 
 
 @cache
-def _kernel(k: int, dtype: torch.dtype, fusion: str, gather: bool, arch: str, device: int) -> Any:
-    return load(
-        cubin(*definition(k, dtype, fusion, gather), arch), "quantize_activation", 0, device
-    )
+def _kernel(source: str, defines: tuple[tuple[str, int], ...], arch: str, device: int) -> int:
+    return load(cubin(source, "", dict(defines), arch), _entry(source), 0, device)
 
 
-def definition(
-    k: int, dtype: torch.dtype, fusion: str, gather: bool
-) -> tuple[str, str, dict[str, int]]:
+def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> Source:
     """Source name, prologue and macros of one kernel."""
     return "activation/quantize_activation", "", row_definition(k, dtype, fusion, gather)
 
@@ -131,33 +182,3 @@ def builds() -> Iterator[Build]:
         yield Build(
             f"quantize_activation {fusion} K={k}", arch, source, source[2]["THREADS"], calls=True
         )
-
-
-def _outputs(x: Tensor, fusion: str) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x.shape[0], x.shape[1] // (2 if fusion == "silu-up" else 1)
-    return (
-        x.new_empty((m, k), dtype=torch.int8),
-        x.new_empty((m,), dtype=torch.float32),
-        x.new_empty((m,), dtype=torch.int32),
-    )
-
-
-def _require(x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str) -> None:
-    if fusion not in FUSIONS:
-        raise QtoolError(
-            f"quantize_activation: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}"
-        )
-    if x.dim() != 2:
-        raise QtoolError(f"quantize_activation: x is {x.dim()}-D; expected [M, K]")
-    m, width = x.shape
-    k = width // (2 if fusion == "silu-up" else 1)
-    if k % 8 or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
-        raise QtoolError(
-            f"quantize_activation: K = {k}; expected a multiple of 8 up to {MOST_CHANNELS}"
-        )
-    expected: dict[str, Expected] = {
-        "x": (x, (m, width), tuple(DTYPES)),
-        "order": (order, None if order is None else (k,), (torch.int32,)),
-        "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
-    }
-    require_tensors("quantize_activation", x.device, expected)

@@ -7,11 +7,9 @@ In the groups that ``eight_bit`` marks (COMET's 8-bit blocks), 127 takes the pla
 what :mod:`~qtool.kernels.activation.quantize_activation` makes of x: fused, then gathered.
 """
 
-import struct
 from collections.abc import Iterator
-from functools import cache
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,28 +20,23 @@ from qtool.kernels.activation.quantize_activation import (
     DTYPES,
     FUSIONS,
     MOST_CHANNELS,
+    RowPlan,
+    Source,
     fused,
     row_definition,
 )
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_tensors
-from qtool.kernels.launch import launch, load
+from qtool.kernels.launch import pointers
+from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
 
+OP = "quantize_activation_groups"
+SOURCE = f"activation/{OP}"
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
 
 
-@torch.library.custom_op("qtool::quantize_activation_groups", mutates_args=())
-def quantize_activation_groups(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    arrangement: str,
-) -> tuple[Tensor, Tensor]:
+class QuantizeActivationGroups(NamedTuple):
     """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]``, M4 being M rounded up to a multiple of
     4 (padded with 1).
 
@@ -58,87 +51,78 @@ def quantize_activation_groups(
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
-    k = require(x, order, norm, eight_bit, fusion, group_size, arrangement)
-    top: Tensor | int = 7 if eight_bit is None else torch.where(eight_bit.bool(), 127, 7)
-    codes, found = quantize_groups(fused(x, order, norm, fusion, epsilon), group_size or k, top)
-    scale = found.new_ones(shapes(x, k, group_size)[1])
-    scale[:, : len(x)] = found.t()
-    return arrange(codes, arrangement), scale
+
+    x: Tensor
+    order: Tensor | None
+    norm: Tensor | None
+    eight_bit: Tensor | None
+    fusion: str
+    epsilon: float
+    group_size: int | None
+    arrangement: str
+
+    @property
+    def k(self) -> int:
+        """Input channels of the linear."""
+        return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
+
+    def require(self) -> None:
+        op, x, fusion, group_size = OP, self.x, self.fusion, self.group_size
+        if fusion not in FUSIONS:
+            raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
+        if self.arrangement not in ARRANGEMENTS:
+            known = suggest(self.arrangement, ARRANGEMENTS)
+            raise QtoolError(f"{op}: unknown arrangement {self.arrangement!r}: {known}")
+        if group_size not in GROUP_SIZES:
+            raise QtoolError(f"{op}: no group size {group_size}; accepted: {GROUP_SIZES}")
+        if x.dim() != 2:
+            raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
+        (m, width), k = x.shape, self.k
+        step = max(SPAN, group_size or 0)
+        if k % step or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 2):
+            raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
+        groups = None if self.eight_bit is None else (k // (group_size or k),)
+        expected: dict[str, Expected] = {
+            "x": (x, (m, width), tuple(DTYPES)),
+            "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
+            "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
+            "eight_bit": (self.eight_bit, groups, (torch.uint8,)),
+        }
+        require_tensors(op, x.device, expected)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        codes = self.x.new_empty((len(self.x), self.k), dtype=torch.int8)
+        return codes, self.empty_scale()
+
+    def empty_scale(self) -> Tensor:
+        """Float32 ``[G, M4]``."""
+        groups, m = self.k // (self.group_size or self.k), len(self.x)
+        return self.x.new_empty((groups, (m + 3) // 4 * 4), dtype=torch.float32)
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        blocks = self.eight_bit
+        top: Tensor | int = 7 if blocks is None else torch.where(blocks.bool(), 127, 7)
+        y = fused(self.x, self.order, self.norm, self.fusion, self.epsilon)
+        codes, found = quantize_groups(y, self.group_size or self.k, top)
+        scale = self.empty_scale().fill_(1.0)
+        scale[:, : len(found)] = found.t()
+        return arrange(codes, self.arrangement), scale
+
+    def launch(self, out: tuple[Tensor, Tensor]) -> None:
+        self.launch_packed(out, 0)
+
+    def launch_packed(self, out: tuple[Tensor, Tensor], packed: int) -> None:
+        """Fill codes and scales; ``packed``: 0 a byte each, 1 nibbles, 2 nibbles but for 8-bit
+        blocks.
+        """
+        x, how = self.x, (self.group_size, self.arrangement, packed)
+        source = definition(self.k, x.dtype, self.fusion, self.order is not None, *how)
+        tensors = (self.order, self.norm, self.eight_bit)
+        plan = RowPlan(source, tensors, self.k, self.epsilon, x.device)
+        plan.launch(len(x), *pointers(x, *out))
 
 
-@quantize_activation_groups.register_kernel("cuda")
-def _(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    arrangement: str,
-) -> tuple[Tensor, Tensor]:
-    k = require(x, order, norm, eight_bit, fusion, group_size, arrangement)
-    codes, scale = _outputs(x, k, group_size)
-    launch_groups(
-        x, order, norm, eight_bit, fusion, epsilon, group_size, arrangement, codes, scale, k
-    )
-    return codes, scale
-
-
-def launch_groups(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    arrangement: str,
-    codes: Tensor,
-    scale: Tensor,
-    k: int,
-    packed: int = 0,
-) -> None:
-    """Fill ``codes`` and ``scale``. All checks were made by the op."""
-    m, device = len(x), x.device
-    if m == 0:
-        return
-    with torch.cuda.device(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise QtoolError(
-                f"quantize_activation_groups: needs sm_80 or newer, {device} is sm_{major}{minor}"
-            )
-        source = definition(k, x.dtype, fusion, order is not None, group_size, arrangement, packed)
-        tensors = (x, order, norm, eight_bit, codes, scale)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        parameters = struct.pack("<6Q2if4x", *pointers, m, k, epsilon)
-        kernel = _kernel(*source[2].items(), arch=f"sm_{major}{minor}", device=device.index)
-        launch(kernel, m, source[2]["THREADS"], 0, parameters, device, overlap=major >= 9)
-
-
-@quantize_activation_groups.register_fake
-def _(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    arrangement: str,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(
-        x, require(x, order, norm, eight_bit, fusion, group_size, arrangement), group_size
-    )
-
-
-@cache
-def _kernel(*defines: tuple[str, int], arch: str, device: int) -> Any:
-    return load(cubin(SOURCE, "", dict(defines), arch), SOURCE, 0, device)
-
-
-SOURCE = "activation/quantize_activation_groups"
+quantize_activation_groups = operator(OP, QuantizeActivationGroups)
 
 
 def definition(
@@ -149,7 +133,7 @@ def definition(
     group_size: int | None,
     arrangement: str,
     packed: int = 0,
-) -> tuple[str, str, dict[str, int]]:
+) -> Source:
     """Source name, prologue and macros of one kernel."""
     defines = {"GROUP": group_size or 0, "ARRANGEMENT": ARRANGEMENTS[arrangement], "PACKED": packed}
     return SOURCE, "", row_definition(k, dtype, fusion, gather) | defines
@@ -166,52 +150,3 @@ def builds() -> Iterator[Build]:
     for arch in ("sm_80", "sm_89"):
         source = definition(4096, torch.float16, "none", False, 128, "apex4")
         yield Build(f"{SOURCE} g128", arch, source, source[2]["THREADS"], calls=True)
-
-
-def shapes(x: Tensor, k: int, group_size: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the codes and of the scales."""
-    return (x.shape[0], k), (k // (group_size or k), (x.shape[0] + 3) // 4 * 4)
-
-
-def _outputs(x: Tensor, k: int, group_size: int | None) -> tuple[Tensor, Tensor]:
-    codes, scale = shapes(x, k, group_size)
-    return x.new_empty(codes, dtype=torch.int8), x.new_empty(scale, dtype=torch.float32)
-
-
-def require(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    group_size: int | None,
-    arrangement: str,
-) -> int:
-    """Refuse what the kernel cannot do; returns K."""
-    for kind, value, accepted in (
-        ("fusion", fusion, FUSIONS),
-        ("arrangement", arrangement, ARRANGEMENTS),
-    ):
-        if value not in accepted:
-            raise QtoolError(f"{SOURCE}: unknown {kind} {value!r}: {suggest(value, accepted)}")
-    if group_size not in GROUP_SIZES:
-        raise QtoolError(f"{SOURCE}: no group size {group_size}; accepted: {GROUP_SIZES}")
-    if x.dim() != 2:
-        raise QtoolError(f"{SOURCE}: x is {x.dim()}-D; expected [M, K]")
-    m, width = x.shape
-    k = width // (2 if fusion == "silu-up" else 1)
-    step = max(SPAN, group_size or 0)
-    if k % step or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 2):
-        raise QtoolError(f"{SOURCE}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
-    expected: dict[str, Expected] = {
-        "x": (x, (m, width), tuple(DTYPES)),
-        "order": (order, None if order is None else (k,), (torch.int32,)),
-        "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
-        "eight_bit": (
-            eight_bit,
-            None if eight_bit is None else (k // (group_size or k),),
-            (torch.uint8,),
-        ),
-    }
-    require_tensors(SOURCE, x.device, expected)
-    return k

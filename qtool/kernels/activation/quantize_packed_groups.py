@@ -9,6 +9,7 @@ meet in an s4 instruction.
 
 from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,11 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import SPAN
 from qtool.kernels.activation.quantize_activation_groups import (
+    QuantizeActivationGroups,
     definition,
-    launch_groups,
-    quantize_activation_groups,
-    require,
-    shapes,
 )
 from qtool.kernels.build import Build
+from qtool.kernels.op import operator
 from qtool.schemes.fmpq import BLOCK
 
 
@@ -37,17 +36,7 @@ def builds() -> Iterator[Build]:
         )
 
 
-@torch.library.custom_op("qtool::quantize_packed_groups", mutates_args=())
-def quantize_packed_groups(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
+class QuantizePackedGroups(NamedTuple):
     """Codes uint8 ``[M, K/2]`` (:func:`pack_tokens`; with ``eight_bit`` ``[M, K]``) and scales
     float32 ``[G, M4]``.
 
@@ -60,46 +49,45 @@ def quantize_packed_groups(
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
-    _require(x, order, norm, eight_bit, fusion, group_size, layout)
-    codes, scale = quantize_activation_groups(
-        x, order, norm, eight_bit, fusion, epsilon, group_size, layout
-    )
-    return pack_tokens(codes, eight_bit), scale
+
+    x: Tensor
+    order: Tensor | None
+    norm: Tensor | None
+    eight_bit: Tensor | None
+    fusion: str
+    epsilon: float
+    group_size: int | None
+    layout: str
+
+    def require(self) -> None:
+        if self.layout == "none" or (self.eight_bit is not None and self.group_size != BLOCK):
+            raise QtoolError(
+                f"quantize_packed_groups: layout {self.layout!r} and group size "
+                f"{self.group_size}; expected a weight's layout, and {BLOCK} where some blocks "
+                "have 8 bits"
+            )
+        self.unpacked.require()
+
+    @property
+    def unpacked(self) -> QuantizeActivationGroups:
+        """The same with a byte a code."""
+        return QuantizeActivationGroups(*self)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        k = self.unpacked.k
+        width = k // 2 if self.eight_bit is None else k
+        codes = self.x.new_empty((len(self.x), width), dtype=torch.uint8)
+        return codes, self.unpacked.empty_scale()
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        codes, scale = self.unpacked.reference()
+        return pack_tokens(codes, self.eight_bit), scale
+
+    def launch(self, out: tuple[Tensor, Tensor]) -> None:
+        self.unpacked.launch_packed(out, 1 if self.eight_bit is None else 2)
 
 
-@quantize_packed_groups.register_kernel("cuda")
-def _(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
-    k = _require(x, order, norm, eight_bit, fusion, group_size, layout)
-    codes, scale = _outputs(x, k, eight_bit, group_size)
-    packed = 1 if eight_bit is None else 2
-    launch_groups(
-        x, order, norm, eight_bit, fusion, epsilon, group_size, layout, codes, scale, k, packed
-    )
-    return codes, scale
-
-
-@quantize_packed_groups.register_fake
-def _(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    epsilon: float,
-    group_size: int | None,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
-    k = _require(x, order, norm, eight_bit, fusion, group_size, layout)
-    return _outputs(x, k, eight_bit, group_size)
+quantize_packed_groups = operator("quantize_packed_groups", QuantizePackedGroups)
 
 
 def pack_tokens(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
@@ -130,28 +118,3 @@ def unpack_tokens(x: Tensor, eight_bit: Tensor | None) -> Tensor:
     return torch.where(eight_bit.bool()[:, None], blocks, codes.unflatten(1, (-1, BLOCK))).flatten(
         1
     )
-
-
-def _outputs(
-    x: Tensor, k: int, eight_bit: Tensor | None, group_size: int | None
-) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty((len(x), k // 2 if eight_bit is None else k), dtype=torch.uint8)
-    return codes, x.new_empty(shapes(x, k, group_size)[1], dtype=torch.float32)
-
-
-def _require(
-    x: Tensor,
-    order: Tensor | None,
-    norm: Tensor | None,
-    eight_bit: Tensor | None,
-    fusion: str,
-    group_size: int | None,
-    layout: str,
-) -> int:
-    """Refuse what the kernel cannot do; returns K."""
-    if layout == "none" or (eight_bit is not None and group_size != BLOCK):
-        raise QtoolError(
-            f"quantize_packed_groups: layout {layout!r} and group size {group_size}; expected a weight's layout, and"
-            f" {BLOCK} where some blocks have 8 bits"
-        )
-    return require(x, order, norm, eight_bit, fusion, group_size, layout)

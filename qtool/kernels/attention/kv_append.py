@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,22 +19,17 @@ from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import DTYPES, PackedCache, require_lengths
 from qtool.kernels.build import Build, cubin
 from qtool.kernels.checks import require_tensors
-from qtool.kernels.launch import launch, load
+from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.op import operator
 from qtool.schemes.kv import KV4
 
+OP = "kv_append"
 WARPS = 4
+#: csrc/attention/kv_append.cu
+PARAMETERS = struct.Struct("<6Q3q5i4x")
 
 
-@torch.library.custom_op("qtool::kv_append", mutates_args=("codes", "scale", "zero"))
-def kv_append(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    channel: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-) -> None:
+class KvAppend(NamedTuple):
     """Write ``x`` as the last t of the cache's tokens, in place.
 
     Args:
@@ -50,64 +45,83 @@ def kv_append(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or number of tokens; one sentence.
     """
-    cached = _require(x, codes, scale, zero, channel, tokens, lengths)
-    ends = [tokens] * x.shape[0] if lengths is None else lengths.tolist()
-    quantizer = KV4(importance=channel) if cached.bits == 4 else cached.quantizer
-    for name, new in quantizer.quantize(x).items():
-        stored = {"codes": codes, "scale": scale, "zero": zero}[name]
-        assert stored is not None
-        for row, end in enumerate(ends):
-            first, kept = max(end - x.shape[2], 0), max(min(end, cached.capacity), 0)
-            if kept > first:
-                stored[row, :, first:kept] = new[
-                    row, :, first - end + x.shape[2] : kept - end + x.shape[2]
-                ]
 
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    channel: Tensor | None
+    tokens: int
+    lengths: Tensor | None
 
-@kv_append.register_kernel("cuda")
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    channel: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-) -> None:
-    cached = _require(x, codes, scale, zero, channel, tokens, lengths)
-    batch, heads, added, dim = x.shape
-    warps, device = batch * heads * added, x.device
-    if warps == 0:
-        return
-    if any(stride % 8 for stride in x.stride()[:3]) or x.data_ptr() % 16:
-        x = x.contiguous().clone()
-    with torch.cuda.device(device):
-        major, minor = torch.cuda.get_device_capability(device)
+    @property
+    def cached(self) -> PackedCache:
+        """The tensors that are written to."""
+        static = self.codes.dtype == torch.int8
+        return PackedCache(OP, self.codes, self.channel if static else self.scale, self.zero)
+
+    def require(self) -> None:
+        x, codes, cached = self.x, self.codes, self.cached
+        if x.dim() != 4 or x.dtype not in DTYPES or x.stride(-1) != 1:
+            raise QtoolError(
+                f"{OP}: x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; expected "
+                "float32, float16 or bfloat16 [B, H, t, D] whose channels are adjacent"
+            )
+        if codes.dtype == torch.int8 and self.scale is not None:
+            raise QtoolError(
+                f"{OP}: scale is given, but kv8's are those of the channels; pass None"
+            )
+        batch, heads, added, dim = x.shape
+        cached.require(batch, heads, dim, x.device)
+        if codes.dtype == torch.uint8 and self.channel is not None:
+            expected = (self.channel, (heads, dim), (torch.float32,))
+            require_tensors(OP, x.device, {"channel": expected})
+        if not added <= self.tokens <= cached.capacity:
+            raise QtoolError(
+                f"{OP}: {self.tokens} tokens, {added} of them new; "
+                f"the cache has room for {cached.capacity}"
+            )
+        require_lengths(OP, self.lengths, batch, x.device)
+
+    def empty(self) -> None:
+        return None
+
+    def reference(self) -> None:
+        x, cached, lengths = self.x, self.cached, self.lengths
+        ends = [self.tokens] * len(x) if lengths is None else lengths.tolist()
+        quantizer = KV4(importance=self.channel) if cached.bits == 4 else cached.quantizer
+        for name, new in quantizer.quantize(x).items():
+            stored = {"codes": self.codes, "scale": self.scale, "zero": self.zero}[name]
+            assert stored is not None
+            for row, end in enumerate(ends):
+                first, kept = max(end - x.shape[2], 0), max(min(end, cached.capacity), 0)
+                if kept > first:
+                    before = end - x.shape[2]
+                    stored[row, :, first:kept] = new[row, :, first - before : kept - before]
+
+    def launch(self, out: None) -> None:
+        x, cached, device = self.x, self.cached, self.x.device
+        batch, heads, added, dim = x.shape
+        warps = batch * heads * added
+        if warps == 0:
+            return
+        if any(stride % 8 for stride in x.stride()[:3]) or x.data_ptr() % 16:
+            x = x.contiguous().clone()
+        major, minor = compute_capability(device)
         if major < 8:
-            raise QtoolError(f"kv_append: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        tensors = (x, codes, channel, scale, zero, lengths)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        numbers = (*x.stride()[:3], warps, heads, added, tokens, cached.capacity)
-        parameters = struct.pack("<6Q3q5i4x", *pointers, *numbers)
+            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        tensors = (x, self.codes, self.channel, self.scale, self.zero, self.lengths)
+        numbers = (*x.stride()[:3], warps, heads, added, self.tokens, cached.capacity)
+        parameters = PARAMETERS.pack(*pointers(*tensors), *numbers)
         kernel = _kernel(cached.bits, dim, x.dtype, f"sm_{major}{minor}", device.index)
         launch(kernel, -(-warps // WARPS), 32 * WARPS, 0, parameters, device, overlap=major >= 9)
 
 
-@kv_append.register_fake
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    channel: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-) -> None:
-    _require(x, codes, scale, zero, channel, tokens, lengths)
+kv_append = operator(OP, KvAppend, mutates=("codes", "scale", "zero"))
 
 
 @cache
-def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> Any:
+def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> int:
     return load(cubin(*definition(bits, dim, dtype), arch), "kv_append", 0, device)
 
 
@@ -121,36 +135,3 @@ def builds() -> Iterator[Build]:
     for arch, bits, dtype in product(("sm_80", "sm_89", "sm_90a"), (4, 8), DTYPES):
         name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}"
         yield Build(name, arch, definition(bits, 128, dtype), 1024, calls=True)
-
-
-def _require(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    channel: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-) -> PackedCache:
-    if x.dim() != 4 or x.dtype not in DTYPES or x.stride(-1) != 1:
-        raise QtoolError(
-            f"kv_append: x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; expected "
-            "float32, float16 or bfloat16 [B, H, t, D] whose channels are adjacent"
-        )
-    cached = PackedCache("kv_append", codes, channel if codes.dtype == torch.int8 else scale, zero)
-    if codes.dtype == torch.int8 and scale is not None:
-        raise QtoolError(
-            "kv_append: scale is given, but kv8's are those of the channels; pass None"
-        )
-    batch, heads, added, dim = x.shape
-    cached.require(batch, heads, dim, x.device)
-    if codes.dtype == torch.uint8 and channel is not None:
-        require_tensors(
-            "kv_append", x.device, {"channel": (channel, (heads, dim), (torch.float32,))}
-        )
-    if not added <= tokens <= cached.capacity:
-        raise QtoolError(
-            f"kv_append: {tokens} tokens, {added} of them new; the cache has room for {cached.capacity}"
-        )
-    require_lengths("kv_append", lengths, batch, x.device)
-    return cached

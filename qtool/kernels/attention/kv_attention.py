@@ -1,7 +1,9 @@
 """``qtool::kv_attention``: attention of a few query tokens a sequence over a packed kv4 or kv8
 cache.
 
-    out = softmax(scaling * q K'^T) V'      K', V' the values that the codes stand for (:mod:`qtool.schemes.kv`)
+    out = softmax(scaling * q K'^T) V'
+
+K' and V' are the values that the codes stand for (:mod:`qtool.schemes.kv`).
 
 The sequence is split over the GPU; the parts are added in a fixed order, so equal calls give equal
 bits. Query t of Tq stands at position ``length - Tq + t`` and sees the tokens up to itself. A query
@@ -11,9 +13,9 @@ Legend: B batch, Hq query and H kv heads, C capacity, Tq queries a sequence, D h
 """
 
 import struct
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from functools import partial as partial_of
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +25,15 @@ from qtool.kernels.attention.kv_plan import WARPS, Plan, definition
 from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
 from qtool.kernels.build import cubin
 from qtool.kernels.checks import require_tensors
-from qtool.kernels.launch import launch, load
+from qtool.kernels.launch import compute_capability, launch, load, multiprocessors, pointers
+from qtool.kernels.op import operator
+
+OP = "kv_attention"
+#: csrc/attention/kv_params.cuh
+PARAMETERS = struct.Struct("<11Q2f10i")
 
 
-@torch.library.custom_op("qtool::kv_attention", mutates_args=())
-def kv_attention(
-    query: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_zero: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    v_zero: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float,
-    window: int,
-) -> Tensor:
+class KvAttention(NamedTuple):
     """``[B, Hq, Tq, D]`` in the query's dtype.
 
     Args:
@@ -60,107 +52,14 @@ def kv_attention(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or number of tokens; one sentence.
     """
-    call = _require(
-        query,
-        k_codes,
-        k_scale,
-        k_zero,
-        v_codes,
-        v_scale,
-        v_zero,
-        tokens,
-        lengths,
-        mask,
-        scaling,
-        softcap,
-        window,
-    )
-    keys, values = (part.dequantize()[:, :, :tokens] for part in (call.keys, call.values))
-    batch, heads, queries, dim = query.shape
-    grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [B, H, group, Tq, D]
-    scores = grouped @ keys.unsqueeze(2).transpose(3, 4) * scaling  # [B, H, group, Tq, tokens]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = _seen(batch, queries, tokens, lengths, mask, window, query.device)[:, None, None]
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0.0)
-    return (weights @ values.unsqueeze(2)).reshape(batch, heads, queries, dim).to(query.dtype)
 
-
-@kv_attention.register_kernel("cuda")
-def _(query: Tensor, *how: Any) -> Tensor:
-    call = _require(query, *how)
-    (batch, heads, queries, dim), device = query.shape, query.device
-    out = torch.empty_like(query)
-    if out.numel() == 0:
-        return out
-    kv_heads = call.keys.codes.shape[1]
-    rows, masked, capped = heads // kv_heads * queries, call.mask is not None, call.softcap > 0
-    with torch.cuda.device(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise QtoolError(f"kv_attention: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        plan = Plan.of(call.keys.bits, dim, rows)
-        blocks = batch * kv_heads * plan.row_blocks(rows)
-        splits = plan.splits(blocks, call.tokens, _processors(device.index))
-        all_rows = batch * kv_heads * rows
-        partial = query.new_empty(
-            all_rows * splits * (dim + 2) if splits > 1 else 0, dtype=torch.float32
-        )
-        parts = (
-            part
-            for side in (call.keys, call.values)
-            for part in (side.codes, side.scale, side.zero)
-        )
-        tensors = (query, *parts, call.lengths, call.mask, out, partial)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        cached = (kv_heads, heads // kv_heads, queries, call.tokens, call.keys.capacity)
-        mask_tokens = 0 if call.mask is None else call.mask.shape[2]
-        work = (mask_tokens, splits, plan.row_blocks(rows), call.window, all_rows)
-        parameters = struct.pack("<11Q2f10i", *pointers, call.scaling, call.softcap, *cached, *work)
-        attend, combine = _kernels(
-            plan, query.dtype, masked, capped, f"sm_{major}{minor}", device.index
-        )
-        launch(
-            attend,
-            blocks * splits,
-            32 * WARPS,
-            plan.shared_bytes,
-            parameters,
-            device,
-            overlap=major >= 9,
-        )
-        if splits > 1:
-            launch(combine, all_rows, max(32, dim), 0, parameters, device, overlap=major >= 9)
-    return out
-
-
-@kv_attention.register_fake
-def _(query: Tensor, *how: Any) -> Tensor:
-    _require(query, *how)
-    return torch.empty_like(query)
-
-
-@cache
-def _kernels(
-    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, arch: str, device: int
-) -> tuple[Any, Any]:
-    code = cubin(*definition(plan, dtype, masked, capped), arch)
-    return load(code, "kv_attention", plan.shared_bytes, device), load(
-        code, "kv_combine", 0, device
-    )
-
-
-@cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments, checked."""
-
-    keys: PackedCache
-    values: PackedCache
+    query: Tensor
+    k_codes: Tensor
+    k_scale: Tensor
+    k_zero: Tensor | None
+    v_codes: Tensor
+    v_scale: Tensor
+    v_zero: Tensor | None
     tokens: int
     lengths: Tensor | None
     mask: Tensor | None
@@ -168,67 +67,113 @@ class _Call:
     softcap: float
     window: int
 
+    @property
+    def keys(self) -> PackedCache:
+        return PackedCache(OP, self.k_codes, self.k_scale, self.k_zero, "k_")
 
-def _require(
-    query: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_zero: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    v_zero: Tensor | None,
-    tokens: int,
-    lengths: Tensor | None,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float,
-    window: int,
-) -> _Call:
-    op = "kv_attention"
-    if query.dim() != 4:
-        raise QtoolError(f"{op}: query is {query.dim()}-D; expected [B, Hq, Tq, D]")
-    batch, heads, queries, dim = query.shape
-    require_tensors(
-        op, query.device, {"query": (query, tuple(query.shape), (torch.float16, torch.bfloat16))}
-    )
-    keys, values = (
-        PackedCache(op, k_codes, k_scale, k_zero, "k_"),
-        PackedCache(op, v_codes, v_scale, v_zero, "v_"),
-    )
-    kv_heads = k_codes.shape[1] if k_codes.dim() == 4 else 0
-    if kv_heads == 0 or heads % kv_heads:
-        raise QtoolError(f"{op}: {heads} query heads over {kv_heads} kv heads; expected a multiple")
-    for part in (keys, values):
-        part.require(batch, kv_heads, dim, query.device)
-    if (k_codes.dtype, k_codes.shape) != (v_codes.dtype, v_codes.shape):
-        raise QtoolError(
-            f"{op}: keys are {k_codes.dtype} {tuple(k_codes.shape)}, values {v_codes.dtype} {tuple(v_codes.shape)}; "
-            "both must be packed alike"
+    @property
+    def values(self) -> PackedCache:
+        return PackedCache(OP, self.v_codes, self.v_scale, self.v_zero, "v_")
+
+    def require(self) -> None:
+        query, mask, keys = self.query, self.mask, self.keys
+        if query.dim() != 4:
+            raise QtoolError(f"{OP}: query is {query.dim()}-D; expected [B, Hq, Tq, D]")
+        (batch, heads, queries, dim), device = query.shape, query.device
+        half = (torch.float16, torch.bfloat16)
+        require_tensors(OP, device, {"query": (query, tuple(query.shape), half)})
+        kv_heads = self.k_codes.shape[1] if self.k_codes.dim() == 4 else 0
+        if kv_heads == 0 or heads % kv_heads:
+            raise QtoolError(
+                f"{OP}: {heads} query heads over {kv_heads} kv heads; expected a multiple"
+            )
+        for part in (keys, self.values):
+            part.require(batch, kv_heads, dim, device)
+        k, v = self.k_codes, self.v_codes
+        if (k.dtype, k.shape) != (v.dtype, v.shape):
+            raise QtoolError(
+                f"{OP}: keys are {k.dtype} {tuple(k.shape)}, values {v.dtype} {tuple(v.shape)}; "
+                "both must be packed alike"
+            )
+        if not 0 <= self.tokens <= keys.capacity:
+            raise QtoolError(f"{OP}: {self.tokens} tokens; the cache has room for {keys.capacity}")
+        require_lengths(OP, self.lengths, batch, device)
+        if mask is not None:
+            seen = mask.shape[2] if mask.dim() == 3 else 0
+            require_tensors(OP, device, {"mask": (mask, (batch, queries, seen), (torch.bool,))})
+        if self.softcap < 0 or self.window < 0:
+            raise QtoolError(
+                f"{OP}: softcap {self.softcap} and window {self.window}; expected 0 (none) or more"
+            )
+
+    def empty(self) -> Tensor:
+        return torch.empty_like(self.query)
+
+    def reference(self) -> Tensor:
+        query, tokens = self.query, self.tokens
+        keys, values = (part.dequantize()[:, :, :tokens] for part in (self.keys, self.values))
+        batch, heads, queries, dim = query.shape
+        grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [B, H, group, Tq, D]
+        scores = grouped @ keys.unsqueeze(2).transpose(3, 4) * self.scaling  # [..., Tq, tokens]
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        hidden = ~_seen(self)[:, None, None]
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        weights = weights.masked_fill(hidden, 0.0)
+        out = weights @ values.unsqueeze(2)
+        return out.reshape(batch, heads, queries, dim).to(query.dtype)
+
+    def launch(self, out: Tensor) -> None:
+        query, keys, values, mask = self.query, self.keys, self.values, self.mask
+        (batch, heads, queries, dim), device = query.shape, query.device
+        if out.numel() == 0:
+            return
+        major, minor = compute_capability(device)
+        if major < 8:
+            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        kv_heads = self.k_codes.shape[1]
+        rows, all_rows = heads // kv_heads * queries, batch * heads * queries
+        plan = Plan.of(keys.bits, dim, rows)
+        blocks = batch * kv_heads * plan.row_blocks(rows)
+        splits = plan.splits(blocks, self.tokens, multiprocessors(device))
+        sums = all_rows * splits * (dim + 2) if splits > 1 else 0
+        partial = query.new_empty(sums, dtype=torch.float32)
+        parts = (keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero)
+        cached = (kv_heads, heads // kv_heads, queries, self.tokens, keys.capacity)
+        mask_tokens = 0 if mask is None else mask.shape[2]
+        parameters = PARAMETERS.pack(
+            *pointers(query, *parts, self.lengths, mask, out, partial),
+            *(self.scaling, self.softcap, *cached),
+            *(mask_tokens, splits, plan.row_blocks(rows), self.window, all_rows),
         )
-    if not 0 <= tokens <= keys.capacity:
-        raise QtoolError(f"{op}: {tokens} tokens; the cache has room for {keys.capacity}")
-    require_lengths(op, lengths, batch, query.device)
-    if mask is not None:
-        seen = mask.shape[2] if mask.dim() == 3 else 0
-        require_tensors(op, query.device, {"mask": (mask, (batch, queries, seen), (torch.bool,))})
-    if softcap < 0 or window < 0:
-        raise QtoolError(f"{op}: softcap {softcap} and window {window}; expected 0 (none) or more")
-    return _Call(keys, values, tokens, lengths, mask, scaling, softcap, window)
+        variant = (plan, query.dtype, mask is not None, self.softcap > 0)
+        attend, combine = _kernels(*variant, f"sm_{major}{minor}", device.index)
+        start = partial_of(launch, device=device, overlap=major >= 9)
+        start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
+        if splits > 1:
+            start(combine, all_rows, max(32, dim), 0, parameters)
 
 
-def _seen(
-    batch: int,
-    queries: int,
-    tokens: int,
-    lengths: Tensor | None,
-    mask: Tensor | None,
-    window: int,
-    device: torch.device,
-) -> Tensor:
+kv_attention = operator(OP, KvAttention)
+
+
+@cache
+def _kernels(
+    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, arch: str, device: int
+) -> tuple[int, int]:
+    code = cubin(*definition(plan, dtype, masked, capped), arch)
+    attend = load(code, "kv_attention", plan.shared_bytes, device)
+    return attend, load(code, "kv_combine", 0, device)
+
+
+def _seen(call: KvAttention) -> Tensor:
     """Which of its sequence's tokens each query sees, bool ``[B, Tq, tokens]``."""
-    ends = (
-        torch.full((batch,), tokens, device=device) if lengths is None else lengths.clamp(0, tokens)
-    )
+    batch, _, queries, _ = call.query.shape
+    tokens, mask, window, device = call.tokens, call.mask, call.window, call.query.device
+    if call.lengths is None:
+        ends = torch.full((batch,), tokens, device=device)
+    else:
+        ends = call.lengths.clamp(0, tokens)
     position = (ends[:, None] - queries + torch.arange(queries, device=device))[:, :, None]
     token = torch.arange(tokens, device=device)
     seen = token <= position

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,20 @@ from qtool.errors import QtoolError
 from qtool.kernels.build import Build, cubin
 from qtool.kernels.hopper.tiles import SHARED_PER_BLOCK, Tile
 from qtool.kernels.hopper.wgmma import wgmma_source
-from qtool.kernels.launch import launch, load, tensor_map
+from qtool.kernels.launch import (
+    byte_map,
+    compute_capability,
+    launch,
+    load,
+    multiprocessors,
+    pointers,
+    tensor_map,
+)
 
 THREADS = 384  # two consumer warpgroups and the producer's
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
+#: csrc/hopper/params.cuh
+PARAMETERS = struct.Struct("<128s128s9Q7i28x")
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ def definition(
         "OUT": KINDS[out_dtype],
         "SHARED_BYTES": SHARED_PER_BLOCK[tile.blocks_per_sm],
     }
-    prologue = "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntemplate <int N>\nstruct Wgmma;\n"
+    types = "typedef unsigned int u32;\ntypedef unsigned long long u64;\n"
+    prologue = types + "template <int N>\nstruct Wgmma;\n"
     return operand.source, prologue + wgmma_source(tile.tokens), defines
 
 
@@ -103,9 +113,60 @@ def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build
 
 
 @cache
-def _kernel(operand: Operand, tile: Tile, out_dtype: torch.dtype, device: int) -> Any:
+def _kernel(operand: Operand, tile: Tile, out_dtype: torch.dtype, device: int) -> int:
     code = cubin(*definition(operand, tile, out_dtype), "sm_90a")
     return load(code, "qtool_gemm", SHARED_PER_BLOCK[tile.blocks_per_sm], device)
+
+
+class Plan:
+    """The launch of ``Y = X W^T`` for one weight ``[N, K]`` and M tokens, epilogue fused.
+
+    Whatever is the same for every call is computed here once. Checks are the op's.
+    """
+
+    def __init__(
+        self,
+        operand: Operand,
+        tile: Tile,
+        weight: Weight,
+        bias: Tensor | None,
+        shape: tuple[int, int, int],
+        out_dtype: torch.dtype,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        m, n, self.k = shape
+        self.tensors = (weight, bias)  # whose addresses are in the parameters
+        self.device, self.overlap, self.tile = weight.scale1.device, overlap, tile
+        require_hopper(self.device)
+        self.kernel = _kernel(operand, tile, out_dtype, self.device.index)
+        token_tiles = -(-m // tile.tokens)
+        tiles = token_tiles * -(-n // tile.rows)
+        resident = multiprocessors(self.device) * tile.blocks_per_sm
+        # clusters of more than two blocks have one tile each
+        clusters = tiles if tile.split > 2 else min(tiles, resident // tile.split)
+        self.grid, self.shared_bytes = tile.split * clusters, SHARED_PER_BLOCK[tile.blocks_per_sm]
+        boxed = weight.boxed
+        self.weight_map = b"" if boxed is None else tensor_map(boxed, *weight.box)
+        level2 = (weight.qweight, weight.scale2, weight.offset2)
+        self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
+        kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
+        self.numbers = (m, n, self.k, *kinds, token_tiles, tiles)
+
+    def launch(self, x: int, sx: int, token_sum: int, out: int) -> None:
+        """Start it for the tokens, their scales and sums, and the output at these addresses."""
+        tokens = byte_map(x, self.numbers[0], self.k, self.tile.tokens)
+        addresses = (*self.weight, sx, token_sum, out)
+        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *self.numbers)
+        launch(
+            self.kernel,
+            self.grid,
+            THREADS,
+            self.shared_bytes,
+            parameters,
+            self.device,
+            overlap=self.overlap,
+        )
 
 
 def run(
@@ -120,46 +181,14 @@ def run(
     bias: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
-    """Launch ``out [M, N] = x [M, K] W^T`` with the fused epilogue. All checks were made by the op."""
-    (m, k), n = x.shape, out.shape[1]
-    device = x.device
-    require_hopper(device)
-    with torch.cuda.device(device):
-        kernel = _kernel(operand, tile, out.dtype, device.index)
-        token_tiles = -(-m // tile.tokens)
-        tiles = token_tiles * -(-n // tile.rows)
-        resident = (
-            torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks_per_sm
-        )
-        clusters = (
-            tiles if tile.split > 2 else min(tiles, resident // tile.split)
-        )  # of more than two one tile each
-        level2 = (weight.qweight, weight.scale2, weight.offset2)
-        tensors = (*level2, weight.scale1, weight.zero1, bias, sx, token_sum, out)
-        parameters = struct.pack(
-            "<128s128s9Q7i28x",
-            tensor_map(x, tile.tokens),
-            tensor_map(weight.boxed, *weight.box) if weight.boxed is not None else b"",
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(m, n, k),
-            KINDS[weight.scale1.dtype],
-            0 if bias is None else KINDS[bias.dtype],
-            *(token_tiles, tiles),
-        )
-        shared_bytes = SHARED_PER_BLOCK[tile.blocks_per_sm]
-        launch(
-            kernel,
-            tile.split * clusters,
-            THREADS,
-            shared_bytes,
-            parameters,
-            device,
-            overlap=overlap,
-        )
+    """Launch ``out [M, N] = x [M, K] W^T`` once."""
+    shape = (*out.shape, x.shape[1])
+    plan = Plan(operand, tile, weight, bias, shape, out.dtype, overlap=overlap)
+    plan.launch(*pointers(x, sx, token_sum, out))
 
 
 def require_hopper(device: torch.device) -> None:
     """Refuse a GPU without wgmma."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     if major != 9:
         raise QtoolError(f"this kernel needs a Hopper GPU (sm_90), {device} is sm_{major}{minor}")

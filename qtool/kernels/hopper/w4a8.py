@@ -12,6 +12,7 @@ level-2 parameters uint8 ``[N/64, K/g, 64]`` in the same thread order, s1 ``[N]`
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE, Tile, choose
+from qtool.kernels.op import operator
 from qtool.layouts.dual_mma import DUAL_MMA
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
@@ -59,21 +61,7 @@ def builds() -> Iterator[Build]:
         )
 
 
-@torch.library.custom_op("qtool::w4a8_gemm", mutates_args=())
-def w4a8_gemm(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W4A8Gemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
@@ -93,55 +81,84 @@ def w4a8_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, scheme or GPU; one sentence.
     """
-    n = require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    params = _params(s1, s2, offset, zero, scheme, n)
-    codes = DUAL_MMA.unpack({"qweight": qweight}, n, x.shape[1], signed=False)
-    if scheme == "w4a8-qoq":
-        assert zero is not None
-        sums = int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
-    else:
-        sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
-    if out_dtype == torch.int32:
-        return sums
-    return scaled(sums, sx[:, None], s1, bias).to(out_dtype)
+
+    x: Tensor
+    sx: Tensor
+    qweight: Tensor
+    s1: Tensor
+    s2: Tensor | None
+    offset: Tensor | None
+    zero: Tensor | None
+    token_sum: Tensor
+    bias: Tensor | None
+    scheme: str
+    group_size: int | None
+    out_dtype: torch.dtype
+
+    def require(self) -> None:
+        op, scheme, group_size = "w4a8_gemm", self.scheme, self.group_size
+        require_scheme(op, scheme, group_size, self.out_dtype)
+        if self.x.dim() != 2 or self.qweight.dim() != 3:
+            raise QtoolError(
+                f"{op}: x is {self.x.dim()}-D and qweight {self.qweight.dim()}-D; "
+                "expected [M, K] and [N/64, K/64, 2048]"
+            )
+        (m, k), n = self.x.shape, self.qweight.shape[0] * 64
+        if k > MOST_CHANNELS:
+            raise QtoolError(
+                f"{op}: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
+            )
+        if k % 64 or (group_size and k % group_size):
+            raise QtoolError(f"{op}: K = {k} is not a multiple of {max(64, group_size or 0)}")
+        level2 = None if group_size is None else (n // 64, k // group_size, 64)
+        zero = {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme]
+        expected: dict[str, Expected] = {
+            "x": (self.x, (m, k), (torch.int8,)),
+            "sx": (self.sx, (m,), (torch.float32,)),
+            "qweight": (self.qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
+            "s1": (self.s1, (n,), SCALES),
+            "s2": (self.s2, level2, (torch.uint8,)),
+            "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
+            "zero": (self.zero, zero, (torch.uint8,)),
+            "token_sum": (self.token_sum, (m,), (torch.int32,)),
+            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+        }
+        require_tensors(op, self.x.device, expected)
+
+    def empty(self) -> Tensor:
+        n = self.qweight.shape[0] * 64
+        return self.x.new_empty((len(self.x), n), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        x, n = self.x, self.qweight.shape[0] * 64
+        codes = DUAL_MMA.unpack({"qweight": self.qweight}, n, x.shape[1], signed=False)
+        groups = {"s2": self.s2, "offset": self.offset, "zero": self.zero}
+        if self.scheme == "w4a8-qoq":
+            sums = channel_sums(x, codes, self.zero, self.token_sum)
+        else:
+            params = {"s1": self.s1} | {
+                name: DUAL_MMA.unpack_group(t, n) for name, t in groups.items() if t is not None
+            }
+            scheme: Any = schemes.get(self.scheme, self.group_size)
+            sums = int_matmul(x, scheme.level2(codes, params))
+        if self.out_dtype == torch.int32:
+            return sums
+        return scaled(sums, self.sx[:, None], self.s1, self.bias).to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        if len(out):
+            weight = packed_weight(
+                self.scheme, self.qweight, self.s1, self.s2, self.offset, self.zero
+            )
+            tile, kernel = (
+                choose(*out.shape, self.x.shape[1]),
+                operand(self.scheme, self.group_size),
+            )
+            given = (kernel, tile, self.x, self.sx, weight, out)
+            run(*given, token_sum=self.token_sum, bias=self.bias)
 
 
-def _params(
-    s1: Tensor, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None, scheme: str, n: int
-) -> schemes.Params:
-    groups = {"s2": s2, "offset": offset, "zero": zero if scheme != "w4a8-qoq" else None}
-    return {"s1": s1} | {
-        name: DUAL_MMA.unpack_group(t, n) for name, t in groups.items() if t is not None
-    }
-
-
-@w4a8_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n = require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
-    if len(x) == 0:
-        return out
-    weight = packed_weight(scheme, qweight, s1, s2, offset, zero)
-    tile = choose(x.shape[0], n, x.shape[1])
-    run(operand(scheme, group_size), tile, x, sx, weight, out, token_sum=token_sum, bias=bias)
-    return out
+w4a8_gemm = operator("w4a8_gemm", W4A8Gemm)
 
 
 def packed_weight(
@@ -158,77 +175,18 @@ def packed_weight(
     return Weight(s1, qweight=qweight, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
 
 
-@w4a8_gemm.register_fake
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n = require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+def channel_sums(x: Tensor, codes: Tensor, zero: Tensor | None, token_sum: Tensor) -> Tensor:
+    """QoQ's int32 sums ``[M, N]`` with a zero point per output channel (QServe 4.2.2)."""
+    assert zero is not None
+    return int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
 
 
-def require(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> int:
-    """Refuse what the kernel cannot do; returns N."""
+def require_scheme(op: str, scheme: str, group_size: int | None, out_dtype: torch.dtype) -> None:
+    """Refuse a scheme, group size or output that no W4A8 kernel has."""
     if scheme not in SCHEMES:
-        raise QtoolError(f"w4a8_gemm: unknown scheme {scheme!r}: {suggest(scheme, SCHEMES)}")
+        raise QtoolError(f"{op}: unknown scheme {scheme!r}: {suggest(scheme, SCHEMES)}")
     sizes: tuple[int | None, ...] = (None,) if scheme == "w4a8-qoq" else (32, 64, 128)
     if group_size not in sizes:
-        raise QtoolError(f"w4a8_gemm: {scheme} has no group size {group_size}; accepted: {sizes}")
+        raise QtoolError(f"{op}: {scheme} has no group size {group_size}; accepted: {sizes}")
     if out_dtype not in KINDS:
-        raise QtoolError(
-            f"w4a8_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}"
-        )
-    if x.dim() != 2 or qweight.dim() != 3:
-        raise QtoolError(
-            f"w4a8_gemm: x is {x.dim()}-D and qweight {qweight.dim()}-D; expected [M, K] and [N/64, K/64, 2048]"
-        )
-    (m, k), n = x.shape, qweight.shape[0] * 64
-    if k > MOST_CHANNELS:
-        raise QtoolError(
-            f"w4a8_gemm: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
-        )
-    if k % 64 or (group_size and k % group_size):
-        raise QtoolError(f"w4a8_gemm: K = {k} is not a multiple of {max(64, group_size or 0)}")
-    level2 = None if group_size is None else (n // 64, k // group_size, 64)
-    expected: dict[str, Expected] = {
-        "x": (x, (m, k), (torch.int8,)),
-        "sx": (sx, (m,), (torch.float32,)),
-        "qweight": (qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
-        "s1": (s1, (n,), SCALES),
-        "s2": (s2, level2, (torch.uint8,)),
-        "offset": (offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
-        "zero": (
-            zero,
-            {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme],
-            (torch.uint8,),
-        ),
-        "token_sum": (token_sum, (m,), (torch.int32,)),
-        "bias": (bias, None if bias is None else (n,), SCALES),
-    }
-    require_tensors("w4a8_gemm", x.device, expected)
-    return n
+        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")

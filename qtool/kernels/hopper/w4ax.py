@@ -1,7 +1,8 @@
 """``qtool::w4ax_gemm``: s4 weights by s4 or s8 tokens, scaled by channel (APEX4) or by group
 (APEX4, COMET).
 
-    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
+    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]                int32
+    y = sum_G v * sx[m, G] * sw[n, G] + bias[n]                float32
 
 Hopper has no s4 tensor cores: codes are multiplied as s8, so that a block of 8-bit tokens
 (w4ax-fmpq) takes the time of a 4-bit one. A group's sum is exact; the groups are added in float32,
@@ -14,6 +15,7 @@ w4ax-interleaved ``[N, K/2]``, scale ``[G, N]``.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE_S4, Tile, choose_s4
+from qtool.kernels.op import operator
 from qtool.kernels.order import in_order
 from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 
@@ -64,17 +67,7 @@ def builds() -> Iterator[Build]:
     yield from gemm.builds("apex4 channel", operand("apex4", None, torch.float32), TABLE_S4)
 
 
-@torch.library.custom_op("qtool::w4ax_gemm", mutates_args=())
-def w4ax_gemm(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W4AxGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
@@ -87,38 +80,66 @@ def w4ax_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, layout or GPU; one sentence.
     """
-    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
-    codes = layouts.get(layout).unpack({"qweight": qweight}, n, x.shape[1], signed=True)
-    natural = disarrange(x, layout)
-    if out_dtype == torch.int32:
-        return int_matmul(natural, codes)
-    return group_matmul(
-        natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias
-    ).to(out_dtype)
+
+    x: Tensor
+    sx: Tensor
+    qweight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    layout: str
+    group_size: int | None
+    out_dtype: torch.dtype
+
+    def require(self) -> None:
+        op, layout, group_size = "w4ax_gemm", self.layout, self.group_size
+        require_layout(op, layout, group_size, GROUP_SIZES, self.out_dtype)
+        if self.x.dim() != 2 or self.scale.dim() != 2:
+            raise QtoolError(
+                f"{op}: x is {self.x.dim()}-D and scale {self.scale.dim()}-D; "
+                "expected [M, K] and [G, N]"
+            )
+        (m, k), n = self.x.shape, self.scale.shape[1]
+        if n % 64 or k % 64 or (group_size and k % group_size) or k > MOST_CHANNELS:
+            raise QtoolError(
+                f"{op}: N = {n} and K = {k} must be multiples of 64, K of the group size "
+                f"{group_size} too, and at most {MOST_CHANNELS}"
+            )
+        groups = k // (group_size or k)
+        qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
+        expected: dict[str, Expected] = {
+            "x": (self.x, (m, k), (torch.int8,)),
+            "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+            "qweight": (self.qweight, qweight, (torch.uint8,)),
+            "scale": (self.scale, (groups, n), SCALES),
+            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+        }
+        require_tensors(op, self.x.device, expected)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), self.scale.shape[1]), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        (m, k), n = self.x.shape, self.scale.shape[1]
+        codes = layouts.get(self.layout).unpack({"qweight": self.qweight}, n, k, signed=True)
+        natural = disarrange(self.x, self.layout)
+        if self.out_dtype == torch.int32:
+            return int_matmul(natural, codes)
+        sx, scale = self.sx[:, :m].t(), self.scale.float().t()
+        product = group_matmul(natural, sx, codes, scale, self.group_size, self.bias)
+        return product.to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        if len(out) == 0:
+            return
+        group_size = None if out.dtype == torch.int32 else self.group_size
+        whole = group_size is not None and in_order()
+        tile = choose_s4(*out.shape, self.x.shape[1], group_size, whole=whole)
+        kernel = operand(self.layout, group_size, self.scale.dtype)
+        weight = packed_weight(self.layout, self.qweight, self.scale)
+        run(kernel, tile, self.x, self.sx, weight, out, bias=self.bias)
 
 
-@w4ax_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
-    m, k = x.shape
-    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    if m == 0:
-        return out
-    if out_dtype == torch.int32:
-        group_size = None
-    tile = choose_s4(m, n, k, group_size, whole=group_size is not None and in_order())
-    kernel = operand(layout, group_size, scale.dtype)
-    run(kernel, tile, x, sx, packed_weight(layout, qweight, scale), out, bias=bias)
-    return out
+w4ax_gemm = operator("w4ax_gemm", W4AxGemm)
 
 
 def packed_weight(layout: str, qweight: Tensor, scale: Tensor) -> Weight:
@@ -128,61 +149,17 @@ def packed_weight(layout: str, qweight: Tensor, scale: Tensor) -> Weight:
     return Weight(scale, boxed=qweight, box=(64, 64))
 
 
-@w4ax_gemm.register_fake
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
+def require_layout(
+    op: str,
     layout: str,
     group_size: int | None,
+    group_sizes: tuple[int | None, ...],
     out_dtype: torch.dtype,
-) -> Tensor:
-    n = _require(x, sx, qweight, scale, bias, layout, group_size, out_dtype)
-    return x.new_empty((x.shape[0], n), dtype=out_dtype)
-
-
-def _require(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> int:
-    """Refuse what the kernel cannot do; returns N."""
+) -> None:
+    """Refuse a layout, group size or output that no kernel of s4 weights and tokens has."""
     if layout not in LAYOUTS:
-        raise QtoolError(f"w4ax_gemm: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
-    if group_size not in GROUP_SIZES:
-        raise QtoolError(f"w4ax_gemm: no group size {group_size}; accepted: {GROUP_SIZES}")
+        raise QtoolError(f"{op}: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
+    if group_size not in group_sizes:
+        raise QtoolError(f"{op}: no group size {group_size}; accepted: {group_sizes}")
     if out_dtype not in KINDS:
-        raise QtoolError(
-            f"w4ax_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}"
-        )
-    if x.dim() != 2 or scale.dim() != 2:
-        raise QtoolError(
-            f"w4ax_gemm: x is {x.dim()}-D and scale {scale.dim()}-D; expected [M, K] and [G, N]"
-        )
-    (m, k), n = x.shape, scale.shape[1]
-    if n % 64 or k % 64 or (group_size and k % group_size) or k > MOST_CHANNELS:
-        raise QtoolError(
-            f"w4ax_gemm: N = {n} and K = {k} must be multiples of 64, K of the group size {group_size} too,"
-            f" and at most {MOST_CHANNELS}"
-        )
-    groups = k // (group_size or k)
-    expected: dict[str, Expected] = {
-        "x": (x, (m, k), (torch.int8,)),
-        "sx": (sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
-        "qweight": (
-            qweight,
-            (k // 32, n, 16) if layout == "apex4" else (n, k // 2),
-            (torch.uint8,),
-        ),
-        "scale": (scale, (groups, n), SCALES),
-        "bias": (bias, None if bias is None else (n,), SCALES),
-    }
-    require_tensors("w4ax_gemm", x.device, expected)
-    return n
+        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")

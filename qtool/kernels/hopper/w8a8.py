@@ -5,6 +5,7 @@ v[m, n] = sum_k x[m, k] * weight[n, k]      int32      y = v * sx[m] * scale[n] 
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.hopper.tiles import Tile, choose
+from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
 OPERAND = Operand("hopper/w8a8_gemm", (), 128 * 128)
@@ -25,15 +27,7 @@ def builds() -> Iterator[Build]:
     return gemm.builds("w8a8", OPERAND, (Tile(256), Tile(128, 256, 2), Tile(8, split=8)))
 
 
-@torch.library.custom_op("qtool::w8a8_gemm", mutates_args=())
-def w8a8_gemm(
-    x: Tensor,
-    sx: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W8A8Gemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and an int8 weight.
 
     Args:
@@ -46,70 +40,60 @@ def w8a8_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.
     """
-    _require(x, sx, weight, scale, bias, out_dtype)
-    sums = int_matmul(x, weight)
-    if out_dtype == torch.int32:
-        return sums
-    return scaled(sums, sx[:, None], scale, bias).to(out_dtype)
+
+    x: Tensor
+    sx: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+
+    def require(self) -> None:
+        op = "w8a8_gemm"
+        if self.out_dtype not in KINDS:
+            raise QtoolError(
+                f"{op}: out_dtype is {self.out_dtype}; accepted: {', '.join(map(str, KINDS))}"
+            )
+        if self.x.dim() != 2 or self.weight.dim() != 2:
+            raise QtoolError(
+                f"{op}: x is {self.x.dim()}-D and weight {self.weight.dim()}-D; "
+                "expected [M, K] and [N, K]"
+            )
+        (m, k), n = self.x.shape, self.weight.shape[0]
+        if n % 64 or k % 64:
+            raise QtoolError(
+                f"{op}: the weight is {tuple(self.weight.shape)}; N and K must be multiples of 64"
+            )
+        expected: dict[str, Expected] = {
+            "x": (self.x, (m, k), (torch.int8,)),
+            "sx": (self.sx, (m,), (torch.float32,)),
+            "weight": (self.weight, (n, k), (torch.int8,)),
+            "scale": (self.scale, (n,), SCALES),
+            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+        }
+        require_tensors(op, self.x.device, expected)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), len(self.weight)), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        sums = int_matmul(self.x, self.weight)
+        if self.out_dtype == torch.int32:
+            return sums
+        return scaled(sums, self.sx[:, None], self.scale, self.bias).to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        if len(out):
+            tile, weight = (
+                choose(*out.shape, self.x.shape[1]),
+                packed_weight(self.weight, self.scale),
+            )
+            run(OPERAND, tile, self.x, self.sx, weight, out, bias=self.bias)
 
 
-@w8a8_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    sx: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    _require(x, sx, weight, scale, bias, out_dtype)
-    (m, k), n = x.shape, weight.shape[0]
-    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    if m == 0:
-        return out
-    run(OPERAND, choose(m, n, k), x, sx, Weight(scale, boxed=weight), out, bias=bias)
-    return out
+w8a8_gemm = operator("w8a8_gemm", W8A8Gemm)
 
 
-@w8a8_gemm.register_fake
-def _(
-    x: Tensor,
-    sx: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    _require(x, sx, weight, scale, bias, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-
-
-def _require(
-    x: Tensor,
-    sx: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if out_dtype not in KINDS:
-        raise QtoolError(
-            f"w8a8_gemm: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}"
-        )
-    if x.dim() != 2 or weight.dim() != 2:
-        raise QtoolError(
-            f"w8a8_gemm: x is {x.dim()}-D and weight {weight.dim()}-D; expected [M, K] and [N, K]"
-        )
-    (m, k), n = x.shape, weight.shape[0]
-    if n % 64 or k % 64:
-        raise QtoolError(
-            f"w8a8_gemm: the weight is {tuple(weight.shape)}; N and K must be multiples of 64"
-        )
-    expected: dict[str, Expected] = {
-        "x": (x, (m, k), (torch.int8,)),
-        "sx": (sx, (m,), (torch.float32,)),
-        "weight": (weight, (n, k), (torch.int8,)),
-        "scale": (scale, (n,), SCALES),
-        "bias": (bias, None if bias is None else (n,), SCALES),
-    }
-    require_tensors("w8a8_gemm", x.device, expected)
+def packed_weight(weight: Tensor, scale: Tensor) -> Weight:
+    """The op's tensors as the kernel takes them, unchecked."""
+    return Weight(scale, boxed=weight)

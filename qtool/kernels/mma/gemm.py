@@ -8,7 +8,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,17 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Build, cubin
 from qtool.kernels.hopper.gemm import KINDS
-from qtool.kernels.launch import launch, load, resident_blocks
+from qtool.kernels.launch import (
+    compute_capability,
+    launch,
+    load,
+    multiprocessors,
+    pointers,
+    resident_blocks,
+)
 
+#: csrc/mma/mma_params.cuh
+PARAMETERS = struct.Struct("<13Q7i4x")
 #: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM
 #: hide it
 NARROW = 49152
@@ -141,24 +149,19 @@ def builds(
 
 @cache
 def _kernel(
-    operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: int
-) -> tuple[Any, int, int]:
+    operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int]:
     """The loaded kernel, its bytes of shared memory, and how many blocks the device holds at once."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    if capability not in ARCHITECTURES:
+    found = compute_capability(device)
+    if found not in ARCHITECTURES:
         names = ", ".join(name for name, _ in ARCHITECTURES.values())
-        raise QtoolError(
-            f"this kernel runs on {names}; cuda:{device} is sm_{properties.major}{properties.minor}"
-        )
-    source = definition(operand, tile, out_dtype, capability)
+        raise QtoolError(f"this kernel runs on {names}; {device} is sm_{found[0]}{found[1]}")
+    source = definition(operand, tile, out_dtype, found)
     shared = source[2]["SHARED_BYTES"]
-    kernel = load(cubin(*source, ARCHITECTURES[capability][0]), "qtool_mma_gemm", shared, device)
-    return (
-        kernel,
-        shared,
-        properties.multi_processor_count * resident_blocks(kernel, tile.threads, shared),
-    )
+    code = cubin(*source, ARCHITECTURES[found][0])
+    kernel = load(code, "qtool_mma_gemm", shared, device.index)
+    resident = resident_blocks(kernel, tile.threads, shared, device)
+    return kernel, shared, multiprocessors(device) * resident
 
 
 def run(
@@ -181,45 +184,20 @@ def run(
     """
     (m, n), device = out.shape, x.device
     if tile is None:
-        tile = choose(
-            operand.tiles, m, n, torch.cuda.get_device_properties(device).multi_processor_count
-        )
-    with torch.cuda.device(device):
-        kernel, shared, resident = _kernel(operand, tile, out.dtype, device.index)
-        token_tiles = -(-m // tile.tokens)
-        tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
-        grid = tiles if whole else max(1, min(resident, tiles * steps // LEAST_STEPS))
-        partial = torch.empty(
-            0 if whole else grid * tile.rows * tile.tokens, dtype=torch.int32, device=device
-        )
-        ready = torch.zeros(grid, dtype=torch.int32, device=device)
-        level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)
-        tensors = (
-            x,
-            weight.qweight,
-            *level2,
-            bias,
-            sx,
-            token_sum,
-            weight.eight_bit,
-            out,
-            partial,
-            ready,
-        )
-        parameters = struct.pack(
-            "<13Q7i4x",
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(m, n, k),
-            KINDS[weight.scale1.dtype],
-            0 if bias is None else KINDS[bias.dtype],
-            *(token_tiles, tiles),
-        )
-        launch(
-            kernel,
-            grid,
-            tile.threads,
-            shared,
-            parameters,
-            device,
-            overlap=torch.cuda.get_device_capability(device)[0] >= 9,
-        )
+        tile = choose(operand.tiles, m, n, multiprocessors(device))
+    kernel, shared, resident = _kernel(operand, tile, out.dtype, device)
+    token_tiles = -(-m // tile.tokens)
+    tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
+    grid = tiles if whole else max(1, min(resident, tiles * steps // LEAST_STEPS))
+    sums = 0 if whole else grid * tile.rows * tile.tokens
+    partial = torch.empty(sums, dtype=torch.int32, device=device)
+    ready = torch.zeros(grid, dtype=torch.int32, device=device)
+    level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)
+    tokens = (bias, sx, token_sum, weight.eight_bit, out)
+    kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
+    parameters = PARAMETERS.pack(
+        *pointers(x, weight.qweight, *level2, *tokens, partial, ready),
+        *(m, n, k, *kinds, token_tiles, tiles),
+    )
+    overlap = compute_capability(device)[0] >= 9
+    launch(kernel, grid, tile.threads, shared, parameters, device, overlap=overlap)

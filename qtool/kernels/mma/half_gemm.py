@@ -6,7 +6,6 @@ Legend: M tokens, N output channels, K input channels, G groups of a channel.
 import struct
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,12 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, cubin
 from qtool.kernels.hopper.gemm import KINDS
-from qtool.kernels.launch import item_map, launch, load
+from qtool.kernels.launch import compute_capability, item_map, launch, load, pointers
 from qtool.kernels.mma.half_tiles import HalfTile
 
 ADD_THREADS = 256
+#: csrc/mma/half_shape.cuh, after the four maps
+PARAMETERS = struct.Struct("<7Q5i52x")
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,17 @@ def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
 
 @cache
 def _kernels(
-    variant: Variant, tile: HalfTile, capability: tuple[int, int], hopper: bool, device: int
-) -> tuple[Any, Any]:
-    source = definition(variant, tile, capability, hopper=hopper)
-    code = cubin(*source, ARCHITECTURES[capability][0])
-    main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device)
-    return main, None if hopper or tile.split == 1 else load(code, "qtool_add_splits", 0, device)
+    variant: Variant, tile: HalfTile, device: torch.device, hopper: bool
+) -> tuple[int, int | None]:
+    found = compute_capability(device)
+    if found not in ARCHITECTURES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
+        raise QtoolError(f"this kernel is written for {known}, {device} is sm_{found[0]}{found[1]}")
+    source = definition(variant, tile, found, hopper=hopper)
+    code = cubin(*source, ARCHITECTURES[found][0])
+    main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device.index)
+    alone = hopper or tile.split == 1
+    return main, None if alone else load(code, "qtool_add_splits", 0, device.index)
 
 
 def run(
@@ -144,48 +150,19 @@ def run(
     Args:
         hopper: see :func:`definition`; by default on Hopper.
     """
-    device = x.device
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in ARCHITECTURES:
-        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
-        raise QtoolError(
-            f"this kernel is written for {known}, {device} is sm_{capability[0]}{capability[1]}"
-        )
-    overlap = capability[0] >= 9
+    device, (m, k), n = x.device, x.shape, out.shape[1]
+    overlap = compute_capability(device)[0] >= 9
     hopper = overlap if hopper is None else hopper
-    (m, k), n = x.shape, out.shape[1]
-    with torch.cuda.device(device):
-        main, add = _kernels(
-            Variant.of(x, weight, out.dtype), tile, capability, hopper, device.index
-        )
-        token_tiles = -(-m // tile.block_tokens)
-        grid = tile.split * token_tiles * -(-n // tile.columns)
-        workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
-        tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
-        parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
-        parameters += struct.pack(
-            "<7Q5i52x",
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(m, n, k),
-            0 if bias is None else KINDS[bias.dtype],
-            token_tiles,
-        )
-        launch(
-            main,
-            grid,
-            tile.threads,
-            shared_bytes(tile, capability),
-            parameters,
-            device,
-            overlap=overlap,
-        )
-        if add is not None:
-            launch(
-                add,
-                -(-m * n // (4 * ADD_THREADS)),
-                ADD_THREADS,
-                0,
-                parameters,
-                device,
-                overlap=overlap,
-            )
+    main, add = _kernels(Variant.of(x, weight, out.dtype), tile, device, hopper)
+    token_tiles = -(-m // tile.block_tokens)
+    grid = tile.split * token_tiles * -(-n // tile.columns)
+    workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
+    tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
+    kind = 0 if bias is None else KINDS[bias.dtype]
+    parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
+    parameters += PARAMETERS.pack(*pointers(*tensors), m, n, k, kind, token_tiles)
+    shared = shared_bytes(tile, compute_capability(device))
+    launch(main, grid, tile.threads, shared, parameters, device, overlap=overlap)
+    if add is not None:
+        blocks = -(-m * n // (4 * ADD_THREADS))
+        launch(add, blocks, ADD_THREADS, 0, parameters, device, overlap=overlap)

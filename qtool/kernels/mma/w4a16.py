@@ -13,6 +13,7 @@ its layout's order.
 
 from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +22,17 @@ from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.launch import compute_capability
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import TABLE, choose
+from qtool.kernels.op import operator
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-@torch.library.custom_op("qtool::w4a16_gemm", mutates_args=())
-def w4a16_gemm(
-    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+class W4A16Gemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for a weight in the marlin layout.
 
     Args:
@@ -45,109 +45,88 @@ def w4a16_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.
     """
-    weight = _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype)
-    n, k = weight.shape
-    codes = MARLIN.unpack({"qweight": qweight}, n, k, signed=False)
-    return _reference("w4a16", x, codes, MARLIN.unpack_group(scale, n), weight, bias, out_dtype)
+
+    x: Tensor
+    qweight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+
+    @property
+    def weight(self) -> HalfWeight:
+        return HalfWeight(self.qweight, self.scale)
+
+    def require(self) -> None:
+        _require("w4a16_gemm", self.x, self.weight, self.bias, self.out_dtype)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), self.weight.shape[0]), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        n, k = self.weight.shape
+        codes = MARLIN.unpack({"qweight": self.qweight}, n, k, signed=False)
+        params = {"scale": MARLIN.unpack_group(self.scale, n)}
+        scheme = schemes.get("w4a16", self.weight.group or None)
+        return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        _launch(self.x, self.weight, self.bias, out)
 
 
-@torch.library.custom_op("qtool::w4a16_24_gemm", mutates_args=())
-def w4a16_24_gemm(
-    x: Tensor,
-    qweight: Tensor,
-    metadata: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W4A16SparseGemm(NamedTuple):
     """The same for a 2:4 sparse weight in the marlin-24 layout.
 
     Args:
         qweight: the kept codes, int32 ``[K/32, 2 N]``, N a multiple of 128. metadata: their
             positions, int16.
     """
-    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
-    n, k = weight.shape
-    codes = MARLIN_24.unpack({"qweight": qweight, "metadata": metadata}, n, k, signed=False)
-    return _reference(
-        "w4a16-24", x, codes, MARLIN_24.unpack_group(scale, n), weight, bias, out_dtype
-    )
+
+    x: Tensor
+    qweight: Tensor
+    metadata: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+
+    @property
+    def weight(self) -> HalfWeight:
+        return HalfWeight(self.qweight, self.scale, self.metadata)
+
+    def require(self) -> None:
+        _require("w4a16_24_gemm", self.x, self.weight, self.bias, self.out_dtype)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), self.weight.shape[0]), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        n, k = self.weight.shape
+        packed = {"qweight": self.qweight, "metadata": self.metadata}
+        codes = MARLIN_24.unpack(packed, n, k, signed=False)
+        params = {"scale": MARLIN_24.unpack_group(self.scale, n)}
+        scheme = schemes.get("w4a16-24", self.weight.group or None)
+        return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        _launch(self.x, self.weight, self.bias, out)
 
 
-def _reference(
-    scheme: str,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    weight: HalfWeight,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return (
-        schemes.get(scheme, weight.group or None)
-        .matmul(x, codes, {"scale": scale}, bias)
-        .to(out_dtype)
-    )
+w4a16_gemm = operator("w4a16_gemm", W4A16Gemm)
+w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm)
 
 
-@w4a16_gemm.register_kernel("cuda")
-def _(
-    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    return _launch(
-        x, _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype), bias, out_dtype
-    )
-
-
-@w4a16_24_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    qweight: Tensor,
-    metadata: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
-    return _launch(x, weight, bias, out_dtype)
-
-
-def _launch(x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    m, n = x.shape[0], weight.shape[0]
-    out = x.new_empty((m, n), dtype=out_dtype)
-    if m:
-        run(choose(m, n, torch.cuda.get_device_capability(x.device)), x, weight, out, bias)
-    return out
-
-
-@w4a16_gemm.register_fake
-def _(
-    x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    weight = _require("w4a16_gemm", x, HalfWeight(qweight, scale), bias, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-
-
-@w4a16_24_gemm.register_fake
-def _(
-    x: Tensor,
-    qweight: Tensor,
-    metadata: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    weight = _require("w4a16_24_gemm", x, HalfWeight(qweight, scale, metadata), bias, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+def _launch(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) -> None:
+    if len(out):
+        run(choose(*out.shape, compute_capability(x.device)), x, weight, out, bias)
 
 
 def _require(
     op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype
-) -> HalfWeight:
-    """Refuse what the kernel cannot do; returns ``weight``."""
+) -> None:
+    """Refuse what the kernel cannot do."""
     if out_dtype not in (*HALF, torch.float32):
         raise QtoolError(
-            f"{op}: out_dtype is {out_dtype}; accepted: torch.float16, torch.bfloat16, torch.float32"
+            f"{op}: out_dtype is {out_dtype}; "
+            "accepted: torch.float16, torch.bfloat16, torch.float32"
         )
     for name, tensor in (("x", x), ("qweight", weight.qweight), ("scale", weight.scale)):
         if tensor.dim() != 2:
@@ -161,7 +140,8 @@ def _require(
         )
     if groups != 1 and k / max(groups, 1) not in (32, 64, 128):
         raise QtoolError(
-            f"{op}: scale has {groups} rows for K = {k}; expected 1, or one for every 32, 64 or 128 inputs"
+            f"{op}: scale has {groups} rows for K = {k}; "
+            "expected 1, or one for every 32, 64 or 128 inputs"
         )
     stored = (k // (32 if sparse else 16), 2 * n)
     expected: dict[str, Expected] = {
@@ -172,7 +152,6 @@ def _require(
         "bias": (bias, None if bias is None else (n,), SCALES),
     }
     require_tensors(op, x.device, expected)
-    return weight
 
 
 def builds() -> Iterator[Build]:
@@ -188,7 +167,8 @@ def builds() -> Iterator[Build]:
         ):
             variants.append((Variant(sparse, group, x, scale, torch.float32), tiles[-1]))
         for variant, tile in variants:
-            name = f"w4a16{'-24' if sparse else ''} g{variant.group} {variant.x} {variant.scale} {tile}"
+            kind = f"w4a16{'-24' if sparse else ''} g{variant.group}"
+            name = f"{kind} {variant.x} {variant.scale} {tile}"
             source = definition(variant, tile, capability, hopper=hopper)
             instruction = ("HMMA.SP.16832.F32" if sparse else "HMMA.16816.F32") + (
                 ".BF16" if variant.x == bf16 else ""

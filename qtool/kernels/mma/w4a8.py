@@ -9,18 +9,19 @@ parameters uint8 ``[K/g, N]`` in the layout's order, s1 ``[N]``, zero uint8 ``[N
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtool import schemes
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
 from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
-from qtool.kernels.hopper.gemm import KINDS
-from qtool.kernels.hopper.w4a8 import MOST_CHANNELS, SCHEMES
+from qtool.kernels.hopper.w4a8 import MOST_CHANNELS, SCHEMES, channel_sums, require_scheme
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
+from qtool.kernels.op import operator
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
@@ -50,21 +51,7 @@ def builds() -> Iterator[Build]:
         )
 
 
-@torch.library.custom_op("qtool::w4a8_mma_gemm", mutates_args=())
-def w4a8_mma_gemm(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W4A8MmaGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
@@ -82,52 +69,84 @@ def w4a8_mma_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, scheme or GPU; one sentence.
     """
-    n = _require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    codes = COMPUTE_AWARE.unpack({"qweight": qweight}, n, x.shape[1], signed=False)
-    if scheme == "w4a8-qoq":
-        assert zero is not None
-        sums = int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
-    else:
-        level2 = {"s2": s2, "offset": offset, "zero": zero}
-        params = {"s1": s1} | {
-            name: COMPUTE_AWARE.unpack_group(t, n) for name, t in level2.items() if t is not None
+
+    x: Tensor
+    sx: Tensor
+    qweight: Tensor
+    s1: Tensor
+    s2: Tensor | None
+    offset: Tensor | None
+    zero: Tensor | None
+    token_sum: Tensor
+    bias: Tensor | None
+    scheme: str
+    group_size: int | None
+    out_dtype: torch.dtype
+
+    def require(self) -> None:
+        op, scheme, group_size = "w4a8_mma_gemm", self.scheme, self.group_size
+        require_scheme(op, scheme, group_size, self.out_dtype)
+        if self.x.dim() != 2 or self.qweight.dim() != 2:
+            raise QtoolError(
+                f"{op}: x is {self.x.dim()}-D and qweight {self.qweight.dim()}-D; "
+                "expected [M, K] and [N, K/2]"
+            )
+        (m, k), n = self.x.shape, len(self.qweight)
+        if k > MOST_CHANNELS:
+            raise QtoolError(
+                f"{op}: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
+            )
+        if n % 32 or k % max(32, group_size or 0):
+            raise QtoolError(
+                f"{op}: N = {n} and K = {k} must be multiples of 32 and {max(32, group_size or 0)}"
+            )
+        level2 = None if group_size is None else (k // group_size, n)
+        zero = {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme]
+        expected: dict[str, Expected] = {
+            "x": (self.x, (m, k), (torch.int8,)),
+            "sx": (self.sx, (m,), (torch.float32,)),
+            "qweight": (self.qweight, (n, k // 2), (torch.int8,)),
+            "s1": (self.s1, (n,), SCALES),
+            "s2": (self.s2, level2, (torch.uint8,)),
+            "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
+            "zero": (self.zero, zero, (torch.uint8,)),
+            "token_sum": (self.token_sum, (m,), (torch.int32,)),
+            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
         }
-        sums = int_matmul(x, schemes.get(scheme, group_size).level2(codes, params))  # type: ignore[attr-defined]
-    if out_dtype == torch.int32:
-        return sums
-    return scaled(sums, sx[:, None], s1, bias).to(out_dtype)
+        require_tensors(op, self.x.device, expected)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), len(self.qweight)), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        x, n = self.x, len(self.qweight)
+        codes = COMPUTE_AWARE.unpack({"qweight": self.qweight}, n, x.shape[1], signed=False)
+        groups = {"s2": self.s2, "offset": self.offset, "zero": self.zero}
+        if self.scheme == "w4a8-qoq":
+            sums = channel_sums(x, codes, self.zero, self.token_sum)
+        else:
+            params = {"s1": self.s1} | {
+                name: COMPUTE_AWARE.unpack_group(t, n)
+                for name, t in groups.items()
+                if t is not None
+            }
+            scheme: Any = schemes.get(self.scheme, self.group_size)
+            sums = int_matmul(x, scheme.level2(codes, params))
+        if self.out_dtype == torch.int32:
+            return sums
+        return scaled(sums, self.sx[:, None], self.s1, self.bias).to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        if len(out):
+            weight = packed_weight(
+                self.scheme, self.qweight, self.s1, self.s2, self.offset, self.zero
+            )
+            kernel, k = operand(self.scheme, self.group_size), self.x.shape[1]
+            given = (kernel, self.x, self.sx, weight, out, k)
+            mma.run(*given, token_sum=self.token_sum, bias=self.bias)
 
 
-@w4a8_mma_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n = _require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    m, k = x.shape
-    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    if m == 0:
-        return out
-    weight, kernel = (
-        packed_weight(scheme, qweight, s1, s2, offset, zero),
-        operand(scheme, group_size),
-    )
-    mma.run(kernel, x, sx, weight, out, k, token_sum=token_sum, bias=bias)
-    return out
+w4a8_mma_gemm = operator("w4a8_mma_gemm", W4A8MmaGemm)
 
 
 def packed_weight(
@@ -142,80 +161,3 @@ def packed_weight(
     if scheme == "w4a8-qoq":
         return MmaWeight(qweight, s1, zero1=zero)
     return MmaWeight(qweight, s1, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
-
-
-@w4a8_mma_gemm.register_fake
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n = _require(
-        x, sx, qweight, s1, s2, offset, zero, token_sum, bias, scheme, group_size, out_dtype
-    )
-    return x.new_empty((x.shape[0], n), dtype=out_dtype)
-
-
-def _require(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-    token_sum: Tensor,
-    bias: Tensor | None,
-    scheme: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> int:
-    """Refuse what the kernel cannot do; returns N."""
-    op = "w4a8_mma_gemm"
-    if scheme not in SCHEMES:
-        raise QtoolError(f"{op}: unknown scheme {scheme!r}: {suggest(scheme, SCHEMES)}")
-    sizes: tuple[int | None, ...] = (None,) if scheme == "w4a8-qoq" else (32, 64, 128)
-    if group_size not in sizes:
-        raise QtoolError(f"{op}: {scheme} has no group size {group_size}; accepted: {sizes}")
-    if out_dtype not in KINDS:
-        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
-    if x.dim() != 2 or qweight.dim() != 2:
-        raise QtoolError(
-            f"{op}: x is {x.dim()}-D and qweight {qweight.dim()}-D; expected [M, K] and [N, K/2]"
-        )
-    (m, k), n = x.shape, qweight.shape[0]
-    if k > MOST_CHANNELS:
-        raise QtoolError(
-            f"{op}: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
-        )
-    if n % 32 or k % max(32, group_size or 0):
-        raise QtoolError(
-            f"{op}: N = {n} and K = {k} must be multiples of 32 and {max(32, group_size or 0)}"
-        )
-    level2 = None if group_size is None else (k // group_size, n)
-    expected: dict[str, Expected] = {
-        "x": (x, (m, k), (torch.int8,)),
-        "sx": (sx, (m,), (torch.float32,)),
-        "qweight": (qweight, (n, k // 2), (torch.int8,)),
-        "s1": (s1, (n,), SCALES),
-        "s2": (s2, level2, (torch.uint8,)),
-        "offset": (offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
-        "zero": (
-            zero,
-            {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme],
-            (torch.uint8,),
-        ),
-        "token_sum": (token_sum, (m,), (torch.int32,)),
-        "bias": (bias, None if bias is None else (n,), SCALES),
-    }
-    require_tensors(op, x.device, expected)
-    return n

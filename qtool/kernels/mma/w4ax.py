@@ -1,7 +1,8 @@
 """``qtool::w4ax_mma_gemm``: s4 weights by s4 tokens on the s4 tensor cores of Ampere and Ada; s8
 tokens by block.
 
-    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]     int32     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]     float32
+    v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]                int32
+    y = sum_G v * sx[m, G] * sw[n, G] + bias[n]                float32
 
 The arithmetic of :mod:`qtool.kernels.hopper.w4ax`. Tokens of 4 bits are nibbles
 (:mod:`qtool.kernels.activation.quantize_packed_groups`), multiplied by ``mma.sync.m16n8k64`` s4;
@@ -14,20 +15,22 @@ scale ``[G, N]``, eight_bit uint8 ``[K/128]``.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtool import layouts
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import disarrange
 from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
 from qtool.kernels.hopper.gemm import KINDS
-from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS
+from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS, require_layout
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
+from qtool.kernels.op import operator
 from qtool.kernels.order import in_order
 from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
@@ -66,18 +69,7 @@ def builds() -> Iterator[Build]:
         )
 
 
-@torch.library.custom_op("qtool::w4ax_mma_gemm", mutates_args=())
-def w4ax_mma_gemm(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    eight_bit: Tensor | None,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+class W4AxMmaGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
@@ -92,98 +84,71 @@ def w4ax_mma_gemm(
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, layout or GPU; one sentence.
     """
-    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
-    codes = layouts.get(layout).unpack({"qweight": qweight}, n, k, signed=True)
-    natural = disarrange(unpack_tokens(x, eight_bit), layout)
-    if out_dtype == torch.int32:
-        return int_matmul(natural, codes)
-    return group_matmul(
-        natural, sx[:, : len(x)].t(), codes, scale.float().t(), group_size, bias
-    ).to(out_dtype)
+
+    x: Tensor
+    sx: Tensor
+    qweight: Tensor
+    scale: Tensor
+    eight_bit: Tensor | None
+    bias: Tensor | None
+    layout: str
+    group_size: int | None
+    out_dtype: torch.dtype
+
+    @property
+    def k(self) -> int:
+        """Input channels."""
+        return self.x.shape[1] * (2 if self.eight_bit is None else 1)
+
+    def require(self) -> None:
+        op, layout, group_size = "w4ax_mma_gemm", self.layout, self.group_size
+        sizes = GROUP_SIZES if self.eight_bit is None else (BLOCK,)
+        require_layout(op, layout, group_size, sizes, self.out_dtype)
+        if self.x.dim() != 2 or self.scale.dim() != 2:
+            raise QtoolError(
+                f"{op}: x is {self.x.dim()}-D and scale {self.scale.dim()}-D; "
+                "expected [M, K/2] and [G, N]"
+            )
+        m, n, k = len(self.x), self.scale.shape[1], self.k
+        if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
+            raise QtoolError(
+                f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size "
+                f"{group_size}, at most {MOST_CHANNELS}"
+            )
+        groups = k // (group_size or k)
+        qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
+        blocks = None if self.eight_bit is None else (k // BLOCK,)
+        expected: dict[str, Expected] = {
+            "x": (self.x, tuple(self.x.shape), (torch.uint8,)),
+            "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+            "qweight": (self.qweight, qweight, (torch.uint8,)),
+            "scale": (self.scale, (groups, n), SCALES),
+            "eight_bit": (self.eight_bit, blocks, (torch.uint8,)),
+            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+        }
+        require_tensors(op, self.x.device, expected)
+
+    def empty(self) -> Tensor:
+        return self.x.new_empty((len(self.x), self.scale.shape[1]), dtype=self.out_dtype)
+
+    def reference(self) -> Tensor:
+        m, n = len(self.x), self.scale.shape[1]
+        codes = layouts.get(self.layout).unpack({"qweight": self.qweight}, n, self.k, signed=True)
+        natural = disarrange(unpack_tokens(self.x, self.eight_bit), self.layout)
+        if self.out_dtype == torch.int32:
+            return int_matmul(natural, codes)
+        sx, scale = self.sx[:, :m].t(), self.scale.float().t()
+        product = group_matmul(natural, sx, codes, scale, self.group_size, self.bias)
+        return product.to(self.out_dtype)
+
+    def launch(self, out: Tensor) -> None:
+        if len(out) == 0:
+            return
+        group_size = None if out.dtype == torch.int32 else self.group_size
+        kernel = operand(self.layout, group_size, self.scale.dtype, self.eight_bit is not None)
+        weight = MmaWeight(self.qweight, self.scale, eight_bit=self.eight_bit)
+        whole = group_size is not None and in_order()
+        mma.run(kernel, self.x, self.sx, weight, out, self.k, bias=self.bias, whole=whole)
 
 
-@w4ax_mma_gemm.register_kernel("cuda")
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    eight_bit: Tensor | None,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n, k = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
-    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
-    if len(x) == 0:
-        return out
-    whole = None if out_dtype == torch.int32 else group_size
-    kernel = operand(layout, whole, scale.dtype, eight_bit is not None)
-    weight = MmaWeight(qweight, scale, eight_bit=eight_bit)
-    mma.run(kernel, x, sx, weight, out, k, bias=bias, whole=whole is not None and in_order())
-    return out
-
-
-@w4ax_mma_gemm.register_fake
-def _(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    eight_bit: Tensor | None,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    n, _ = _require(x, sx, qweight, scale, eight_bit, bias, layout, group_size, out_dtype)
-    return x.new_empty((x.shape[0], n), dtype=out_dtype)
-
-
-def _require(
-    x: Tensor,
-    sx: Tensor,
-    qweight: Tensor,
-    scale: Tensor,
-    eight_bit: Tensor | None,
-    bias: Tensor | None,
-    layout: str,
-    group_size: int | None,
-    out_dtype: torch.dtype,
-) -> tuple[int, int]:
-    """Refuse what the kernel cannot do; returns N and K."""
-    op = "w4ax_mma_gemm"
-    if layout not in LAYOUTS:
-        raise QtoolError(f"{op}: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
-    sizes = GROUP_SIZES if eight_bit is None else (BLOCK,)
-    if group_size not in sizes:
-        raise QtoolError(f"{op}: no group size {group_size}; accepted: {sizes}")
-    if out_dtype not in KINDS:
-        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
-    if x.dim() != 2 or scale.dim() != 2:
-        raise QtoolError(
-            f"{op}: x is {x.dim()}-D and scale {scale.dim()}-D; expected [M, K/2] and [G, N]"
-        )
-    m, n = x.shape[0], scale.shape[1]
-    k = x.shape[1] * (2 if eight_bit is None else 1)
-    if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
-        raise QtoolError(
-            f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size {group_size},"
-            f" at most {MOST_CHANNELS}"
-        )
-    groups = k // (group_size or k)
-    expected: dict[str, Expected] = {
-        "x": (x, tuple(x.shape), (torch.uint8,)),
-        "sx": (sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
-        "qweight": (
-            qweight,
-            (k // 32, n, 16) if layout == "apex4" else (n, k // 2),
-            (torch.uint8,),
-        ),
-        "scale": (scale, (groups, n), SCALES),
-        "eight_bit": (eight_bit, None if eight_bit is None else (k // BLOCK,), (torch.uint8,)),
-        "bias": (bias, None if bias is None else (n,), SCALES),
-    }
-    require_tensors(op, x.device, expected)
-    return n, k
+w4ax_mma_gemm = operator("w4ax_mma_gemm", W4AxMmaGemm)

@@ -1,0 +1,289 @@
+"""Decoding by CUDA graphs: a step of one token a sequence is recorded once, then replayed.
+
+A step of an 8B model is a thousand small launches, each of which takes the host longer than the
+GPU. :func:`graph_decoding` makes transformers' static cache the default of ``generate``, whose
+tensors stay where they are, and gives the model a ``forward`` that records its second step over
+such a cache and replays it from then on. Nothing is compiled, and a replay launches what the model
+itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
+
+Attention of one token reads a range of each sequence's tokens, in a kernel that splits long ranges
+over the GPU: transformers' own path repeats the keys of grouped queries in memory.
+
+Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
+"""
+
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qtool.models import family_of
+from qtool.models.parts import Heads
+
+NAME = "qtool_static"
+HALF = (torch.float16, torch.bfloat16)
+#: arguments of a forward that are tensors and change from step to step
+INPUTS = ("input_ids", "position_ids", "attention_mask")
+#: what attention may be asked for beside the softmax over a range
+UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
+
+#: of each sequence: where its first token lies among B * C (and B * C), and how many there are
+Ranges = tuple[Tensor, Tensor]
+
+
+class StaticTokens(StaticLayer):
+    """A layer of a static cache whose memory is ``[B, C, H, D]``, as attention over ranges reads it.
+
+    To everyone else the tensors are ``[B, H, C, D]``, as of any layer. A sliding window is in the
+    mask.
+    """
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = _tokens_first(self.keys), _tokens_first(self.values)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None or key_states.shape[2] > 1:
+            return super().update(key_states, value_states, *args, **kwargs)
+        position = self.cumulative_length.view(1)
+        self.keys.index_copy_(2, position, key_states)
+        self.values.index_copy_(2, position, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values
+
+
+def _tokens_first(x: Any) -> Tensor:
+    """``x [B, H, C, D]``, with C before H in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    key_ranges: Ranges | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function: output ``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]``.
+
+    Without ``key_ranges`` it is the one of torch's SDPA, for any number of queries.
+    """
+    if key_ranges is None or any(kwargs.get(name) is not None for name in UNKNOWN_TO_RANGES):
+        return sdpa_attention_forward(  # type: ignore[return-value]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    return attention_over_ranges(query, key, value, key_ranges, scaling), None
+
+
+def attention_over_ranges(
+    query: Tensor, key: Tensor, value: Tensor, ranges: Ranges, scaling: float | None
+) -> Tensor:
+    """``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]`` over its range of ``key``, ``value [B, H, C,
+    D]``.
+    """
+    batch, capacity = len(query), key.shape[2]
+    starts, used = ranges
+    tokens = [t.transpose(1, 2).flatten(0, 1) for t in (key, value)]  # [B * C, H, D]
+    each = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    out = torch.ops.aten._flash_attention_forward(
+        query.squeeze(2),
+        *tokens,
+        *(each, starts, 1, capacity, 0.0, False, False),
+        scale=scaling,
+        seqused_k=used,
+    )[0]
+    return out.unsqueeze(1)
+
+
+def ranges_of(mask: Tensor) -> Ranges:
+    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: int32 ``[B + 1]`` and ``[B]``."""
+    shown = mask[:, 0, 0]  # [B, C]
+    batch, capacity = shown.shape
+    first = shown.int().argmax(-1)
+    base = torch.arange(batch, device=mask.device) * capacity
+    starts = nn.functional.pad(first + base, (0, 1), value=batch * capacity)
+    return starts.int(), shown.sum(-1).int()
+
+
+def is_of_ranges(mask: Tensor) -> bool:
+    """Whether what ``mask``, bool ``[B, 1, 1, C]``, shows of each sequence is one range."""
+    shown = mask[:, 0, 0].int()
+    begins = (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0]
+    return bool((begins == 1).all())
+
+
+def graph_decoding(model: PreTrainedModel) -> bool:
+    """Let ``model``, on a CUDA device, decode by graphs; whether its architecture can.
+
+    Not if a step does something that depends on data (mixtures of experts), attends to more than a
+    range of tokens or otherwise than by a plain softmax, or keeps its KV cache quantized.
+    """
+    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    plain = (
+        family_of(config.model_type).experts is None
+        and getattr(model, "_can_compile_fullgraph", False)
+        and getattr(decoder, "_supports_attention_backend", False)
+        and decoder.config._attn_implementation == "sdpa"
+        and not hasattr(decoder, "kv_quantizer")
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and not getattr(config, "attn_logit_softcapping", None)
+        and Heads.of(config).dim % 8 == 0
+        and Heads.of(config).dim <= 256
+        and model.dtype in HALF
+        and hasattr(StaticLayer(1), "cumulative_length")  # a length on the device
+    )
+    if not plain:
+        return False
+    decoder.config._attn_implementation = NAME
+    if model.generation_config is not None:
+        model.generation_config.cache_implementation = "static"
+    model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
+    own = type(model).forward
+
+    @wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache: Any = kwargs.get("past_key_values")
+        if args or type(cache) is not StaticCache or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        if not cache.is_initialized:
+            layers: Any = cache.layers
+            cache.layers = [StaticTokens(layer.max_cache_len) for layer in layers]
+        return self.decode_graphs(MethodType(own, self), cache, kwargs)
+
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    return True
+
+
+def one_kernel_norms(model: nn.Module) -> None:
+    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of eight.
+
+    It rounds once, at the end. Where operators are intercepted (deterministic evaluation), the
+    model's own arithmetic stays.
+    """
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+            norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
+
+
+def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    if torch._C._len_torch_dispatch_stack():
+        return type(norm).forward(norm, hidden)
+    weight = norm.weight
+    return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+
+
+class DecodeGraphs:
+    """The recorded steps of one model, by cache."""
+
+    def __init__(self) -> None:
+        self.steps: WeakKeyDictionary[StaticCache, Step] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeGraphs":
+        return DecodeGraphs()
+
+    def __call__(self, forward: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
+        """``forward(**kwargs)``, replayed where that can be."""
+        masks = kwargs.get("attention_mask")
+        if isinstance(masks, dict) and list(masks) == ["full_attention"]:  # by kind of layer
+            kwargs = kwargs | {"attention_mask": masks["full_attention"]}
+        if not _is_step(cache, kwargs):
+            return forward(**kwargs)
+        step = self.steps.get(cache)
+        if step is None or not step.is_of(cache, kwargs):
+            step = self.steps[cache] = Step(cache, kwargs)
+            return step.run(forward, cache)
+        if step.graph is None:
+            step.record(forward, cache)
+        return step.replay(cache, kwargs)
+
+
+class Step:
+    """One token of each sequence over one cache: its inputs, and once recorded its graph."""
+
+    def __init__(self, cache: Any, kwargs: dict[str, Any]) -> None:
+        self.inputs = {name: kwargs[name].clone() for name in INPUTS if name in kwargs}
+        self.settings = _settings(kwargs)
+        self.keys = cache.layers[0].keys
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def is_of(self, cache: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a call differs from this one in the numbers of its inputs alone."""
+        return (
+            cache.layers[0].keys is self.keys
+            and _settings(kwargs) == self.settings
+            and {name: kwargs[name].shape for name in INPUTS if name in kwargs}
+            == {name: tensor.shape for name, tensor in self.inputs.items()}
+        )
+
+    def run(self, forward: Any, cache: StaticCache) -> Any:
+        """The forward of :attr:`inputs`."""
+        ranges = ranges_of(self.inputs["attention_mask"])
+        known = dict(self.settings)
+        return forward(**self.inputs, **known, past_key_values=cache, key_ranges=ranges)
+
+    def record(self, forward: Any, cache: StaticCache) -> None:
+        """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.out = self.run(forward, cache)
+        self.out.past_key_values = None  # the cache's steps end with the cache
+
+    def replay(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
+        """The output for the inputs in ``kwargs``; its logits are the caller's."""
+        assert self.graph is not None
+        for name, tensor in self.inputs.items():
+            tensor.copy_(kwargs[name])
+        self.graph.replay()
+        return type(self.out)(logits=self.out.logits.clone(), past_key_values=cache)
+
+
+def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward is one that a graph may hold: a token each, masked to ranges, nothing else
+    asked.
+    """
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    return (
+        cache.is_initialized
+        and isinstance(ids, Tensor)
+        and _has_graphs(ids.device)
+        and ids.shape[1] == 1
+        and isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and mask.shape == (len(ids), 1, 1, cache.layers[0].max_cache_len)
+        and not any(isinstance(kwargs[name], Tensor) for name in kwargs if name not in INPUTS)
+        and not kwargs.get("output_attentions")
+        and not kwargs.get("output_hidden_states")
+        and kwargs.get("return_dict") is not False
+        and not torch.is_grad_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and is_of_ranges(mask)
+    )
+
+
+def _has_graphs(device: torch.device) -> bool:
+    """Whether a graph may be recorded there now; not within somebody else's."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def _settings(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments that are no inputs, as they are."""
+    return tuple(
+        (name, value) for name, value in kwargs.items() if name not in (*INPUTS, "past_key_values")
+    )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

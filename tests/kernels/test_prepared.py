@@ -1,0 +1,163 @@
+"""The direct launches of a linear, without a GPU: the parameter blocks are those of the ops.
+
+Kernels are not loaded, and a launch is noted instead: its kernel, grid, block and parameters.
+"""
+
+import ctypes
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.format import LinearFormat
+from qtool.kernels import launch as launching
+from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
+from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
+from qtool.kernels.op import launched
+from qtool.runtime.dispatch import KERNELS, Call
+from tests.runtime.test_linear import quantized
+
+#: kernel, blocks, threads, shared bytes, parameters
+Launch = tuple[int, int, int, int, bytes]
+FORMATS = [("w4a8-lqq", "dual-mma"), ("w4a8-qoq", "dual-mma"), ("w8a8", "row-major-8")]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Every launch, on a Hopper GPU that is not there."""
+    noted: list[Launch] = []
+
+    def note(*launch: Any, overlap: bool) -> None:
+        noted.append(launch[:5])
+
+    def handle(code: str, entry: str, *_: Any) -> int:
+        return hash((code, entry))
+
+    def tensor_map(*matrix: int) -> bytes:
+        return struct.pack("<7q", *matrix)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "launch": note,
+        "load": handle,
+        "cubin": lambda *source: repr(source),
+        "compute_capability": lambda device: (9, 0),
+        "multiprocessors": lambda device: 132,
+        "_tensor_map": tensor_map,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("qtool.kernels"):
+            for function, stand_in in replaced.items():
+                if callable(getattr(module, function, None)) and function in vars(module):
+                    monkeypatch.setattr(module, function, stand_in)
+            if hasattr(getattr(module, "_kernel", None), "cache_clear"):
+                module._kernel.cache_clear()
+    yield noted
+    for name, module in list(sys.modules.items()):
+        if name.startswith("qtool.kernels") and hasattr(module, "_kernel"):
+            module._kernel.cache_clear()
+
+
+def case(scheme: str, layout: str, m: int) -> Call:
+    """A call of a packed linear with bias and permutation."""
+    torch.manual_seed(0)
+    linear = quantized(scheme, layout, torch.randn(192, 256), permuted=True)
+    linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
+    x = torch.randn(m, 256).bfloat16()
+    return linear._call(x, torch.bfloat16)
+
+
+@pytest.mark.parametrize("m", [1, 16, 200])
+@pytest.mark.parametrize(("scheme", "layout"), FORMATS)
+def test_direct_launches_are_those_of_the_ops(
+    scheme: str, layout: str, m: int, launches: list[Launch]
+) -> None:
+    call = case(scheme, layout, m)
+    kernel = KERNELS[scheme, layout][0]
+    assert kernel.prepare is not None
+    prepared = kernel.prepare(call)
+    out = prepared(call.x)
+    assert out.shape == (m, 192) and out.dtype == torch.bfloat16
+    direct = list(launches)
+    launches.clear()
+    through_ops(call)
+    assert [launch[:4] for launch in direct] == [launch[:4] for launch in launches]
+    (rows, gemm), (rows_of_op, gemm_of_op) = (
+        [each[4] for each in both] for both in (direct, launches)
+    )
+    # pointers of outputs differ; what is read, and every number, does not
+    read, written = slice(0, 3), slice(3, 6)
+    found, expected = ROW.unpack(rows), ROW.unpack(rows_of_op)
+    assert found[read] == expected[read] and found[6:] == expected[6:] == (m, 256, 0.0)
+    codes, scale, total = found[written]
+    found, expected = GEMM.unpack(gemm), GEMM.unpack(gemm_of_op)
+    assert found[1:8] == expected[1:8] and found[11:] == expected[11:]
+    assert found[8] == scale and found[9] in (total, 0) and found[10] == out.data_ptr()
+    assert struct.unpack_from("<7q", found[0])[0] == codes
+    assert struct.unpack_from("<7q", found[0])[1:] == struct.unpack_from("<7q", expected[0])[1:]
+    assert codes % 16 == scale % 16 == total % 16 == 0 and codes + m * 256 <= scale
+    assert scale + 4 * m <= total
+
+
+def through_ops(call: Call) -> Tensor:
+    """The same linear by the ops' CUDA implementations."""
+    from qtool.kernels.hopper.w4a8 import w4a8_gemm
+    from qtool.kernels.hopper.w8a8 import w8a8_gemm
+    from qtool.runtime.dispatch import _w4a8_tensors
+
+    codes, scale, total = launched(quantize_activation, call.x, call.permutation, None, "none", 0.0)
+    if call.format.scheme == "w8a8":
+        weight, channel = call.stored["qweight"].view(torch.int8), call.stored["scale"][:, 0]
+        return launched(w8a8_gemm, codes, scale, weight, channel, call.bias, call.out_dtype)
+    tensors = _w4a8_tensors(call)
+    how = (call.format.scheme, call.format.group_size, call.out_dtype)
+    return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *how)
+
+
+def test_plans_are_kept_by_number_of_tokens(launches: list[Launch]) -> None:
+    call = case(*FORMATS[0], 4)
+    assert KERNELS[FORMATS[0]][0].prepare is not None
+    prepared = KERNELS[FORMATS[0]][0].prepare(call)
+    for m in (1, 4, 1, 4, 0):
+        prepared(call.x[:m])
+    assert set(prepared.plans) == {1, 4} and len(launches) == 8
+
+
+def test_a_launch_is_what_the_driver_documents() -> None:
+    """CUlaunchConfig and CUlaunchAttribute, as cuda.bindings lays them out."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    expected = driver.CUlaunchConfig()
+    expected.gridDimX, expected.gridDimY, expected.gridDimZ = 3, 1, 1
+    expected.blockDimX, expected.blockDimY, expected.blockDimZ = 384, 1, 1
+    expected.sharedMemBytes, expected.hStream = 4096, 77
+    attribute = driver.CUlaunchAttribute()
+    ids = driver.CUlaunchAttributeID
+    attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    expected.attrs, expected.numAttrs = [attribute], 1
+    config = launching._config(3, 384, 4096, 77, True)._obj
+    size, pointer = ctypes.sizeof(config), slice(40, 48)
+    found, wanted = (
+        bytearray(b) for b in (bytes(config), ctypes.string_at(expected.getPtr(), size))
+    )
+    found[pointer] = wanted[pointer] = b""
+    assert found == wanted
+    flag = ctypes.string_at(config.attributes, 72)
+    assert flag == ctypes.string_at(attribute.getPtr(), 72)
+    assert launching._config(3, 384, 4096, 77, False)._obj.attribute_count == 0
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    named = [f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * item}" for item in launching._ITEMS]
+    assert [int(getattr(types, name)) for name in named] == list(launching._ITEMS.values())
+    named = ["NONE", "64B", "128B"]
+    numbers = [int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{name}")) for name in named]
+    assert numbers == list(launching._SWIZZLES.values())
+
+
+def test_group_formats_have_no_direct_launch() -> None:
+    """Their ops are called; the table says so."""
+    linear_format = LinearFormat("w4a4", 128, "apex4")
+    assert KERNELS[linear_format.scheme, linear_format.layout][0].prepare is None
