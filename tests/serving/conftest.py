@@ -16,6 +16,8 @@ from qtool.runtime.dispatch import KERNELS
 from qtool.schemes import get
 from tests.conftest import save_model
 
+collect_ignore = ["models.py"]  # no test, and it needs vLLM
+
 #: a rank of four has rows of 64 at least and columns of 128
 SHAPES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8,
                           "num_key_value_heads": 4, "num_hidden_layers": 1, "moe_intermediate_size": 512}  # fmt: skip
