@@ -72,14 +72,17 @@ def verify_in_vllm(
     native_format(checkpoint.config)
     prompts = prompts or random_prompts(int(checkpoint.config["vocab_size"]))
     ours = our_answer(directory, prompts, tokens)
-    settings = {
+    fixed = {
         "max_model_len": len(prompts[0]) + tokens + 1,
-        "gpu_memory_utilization": 0.5,
-    } | options
-    llm = engine(directory, enforce_eager=not compiled, max_num_seqs=len(prompts), **settings)
-    if (
-        settings.get("tensor_parallel_size", 1) == 1
-    ):  # a rank's layers have no counterpart in our runtime
+        "max_num_seqs": len(prompts),
+        "enforce_eager": not compiled,
+        "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.02,  # asked for at the start only: the cache's size is given
+    }
+    settings = fixed | options
+    llm = engine(directory, **settings)
+    # with several ranks a layer of theirs is not a layer of ours
+    if settings.get("tensor_parallel_size", 1) == 1:
         yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
     found = answers(llm, prompts, greedy(tokens, prompt_scores=True))
     yield perplexity(_scores(found), ours)
