@@ -82,13 +82,13 @@ def require_shares(
         return
     if permuted:
         raise QtoolError(
-            f"{name}: its input channels are permuted across {ranks} ranks; use tensor-parallel size 1, "
-            "or quantize without reordering this layer"
+            f"{name}: its input channels are permuted across {ranks} ranks; use tensor-parallel "
+            "size 1, or quantize without reordering this layer"
         )
     if not cuts_inputs(linear_format, k * ranks, ranks):
         raise QtoolError(
-            f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input channels among "
-            f"{ranks} ranks; use tensor-parallel size 1, or `qtool repack` it to another layout"
+            f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input "
+            f"channels among {ranks} ranks; use tensor-parallel size 1, or `qtool repack` it to another layout"
         )
 
 

@@ -12,7 +12,7 @@ only where the two best logits are within twice the noise, perplexities by no mo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def verify_in_vllm(
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
     owners = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "gemms")]
-    gemms: list[Gemm] = [gemm for owner in owners for gemm in owner.quant_method.gemms(owner)]  # type: ignore
+    gemms = [gemm for owner in owners for gemm in cast(Any, owner.quant_method).gemms(owner)]
     if not gemms:
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
     yield from (_row(gemm, checkpoint) for gemm in gemms)

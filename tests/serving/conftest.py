@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.io.source import Checkpoint
@@ -40,6 +41,25 @@ def rule(scheme: str, layout: str, match: str = ".*") -> dict[str, Any]:
         "group_size": get(scheme).group_size or "channel",
         "layout": layout,
     }
+
+
+def rewritten(
+    directory: Path, out: Path, tensors: dict[str, torch.Tensor], *, drop: str = "", **more: Any
+) -> Path:
+    """``directory`` with ``tensors`` added or replaced and one dropped, in one file at ``out``.
+
+    ``more`` goes into its quantization_config.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= more
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        stored |= load_file(file)
+    stored.pop(drop, None)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(stored | tensors, out / "model.safetensors")
+    return out
 
 
 @pytest.fixture(scope="session")

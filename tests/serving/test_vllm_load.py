@@ -1,12 +1,10 @@
 """What vLLM's own loaders put into the layers of every rank: the integers and parameters of the checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
@@ -18,7 +16,7 @@ from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.pipeline.verify import load_linear
 from qtool.serving.verify import layers
-from tests.serving.conftest import FORMATS, Native, rule
+from tests.serving.conftest import FORMATS, Native, rewritten, rule
 from tests.serving.models import as_rank, configured, loaded
 
 FAMILIES = (
@@ -160,22 +158,15 @@ def test_different_permutations_are_applied_linear_by_linear(
     native: Native, tmp_path: Path
 ) -> None:
     """q, k and v whose inputs are gathered in different orders are three GEMMs; alike, one."""
-    alike = native("w4a4", "apex4", "llama-biases")
-    config = json.loads((alike / "config.json").read_text())
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    config["quantization_config"]["permuted"] = names
     for pieces in (1, 3):
-        directory = tmp_path / str(pieces)
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(config))
-        tensors = {}
-        for file in sorted(alike.glob("*.safetensors")):
-            tensors |= load_file(file)
-        for seed, name in enumerate(names):
-            random = torch.Generator().manual_seed(seed if pieces > 1 else 0)
-            order = torch.randperm(512, generator=random).int()
-            tensors[f"model.layers.0.{name}.permutation"] = order
-        save_file(tensors, directory / "model.safetensors")
+        seeds = [torch.Generator().manual_seed(seed if pieces > 1 else 0) for seed in range(3)]
+        orders = {
+            f"model.layers.0.{name}.permutation": torch.randperm(512, generator=seed).int()
+            for name, seed in zip(names, seeds, strict=True)
+        }
+        alike = native("w4a4", "apex4", "llama-biases")
+        directory = rewritten(alike, tmp_path / str(pieces), orders, permuted=names)
         model = loaded(directory)
         layer = next(iter(packed_layers(model).values()))
         assert len(layer.quant_method.pieces) == pieces
@@ -187,7 +178,7 @@ def test_rules_must_not_part_what_vllm_joins(native: Native) -> None:
         rules=[rule("w8a8", "row-major-8", r"\.q_proj$"), rule("w4a8-lqq", "dual-mma")]
     )
     with pytest.raises(
-        QtoolError, match=r"qkv_proj: vLLM joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"
+        QtoolError, match=r"qkv_proj: the engine joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"
     ):
         loaded(directory)
 
@@ -226,8 +217,11 @@ def test_a_tensor_that_never_came_is_named(native: Native, monkeypatch: pytest.M
         loaded(native())
 
 
-def test_what_a_kv_cache_stores_is_not_loaded(native: Native) -> None:
-    assert packed_layers(loaded(native("w4a8-lqq", kv="kv4-channel")))
+def test_what_a_kv_cache_stores_is_not_loaded(native: Native, tmp_path: Path) -> None:
+    each = torch.ones(4, 64)
+    for kv, names in {"kv8": ("k_scale", "v_scale"), "kv4": ("k_offset", "k_importance")}.items():
+        scales = {f"model.layers.0.self_attn.{name}": each.clone() for name in names}
+        assert packed_layers(loaded(rewritten(native(), tmp_path / kv, scales, kv=kv)))
 
 
 def test_the_compile_cache_sees_our_version(native: Native) -> None:

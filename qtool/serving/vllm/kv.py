@@ -1,4 +1,4 @@
-"""The KV cache of a native checkpoint in vLLM: for now vLLM's own, in the dtype that it is asked for.
+"""The KV cache of a native checkpoint in vLLM: for now vLLM's own, in the dtype asked for.
 
 What a checkpoint stores for its quantized cache (kv8's scales, kv4's key offsets and importances)
 is left in the files.
@@ -17,8 +17,8 @@ logger = init_logger(__name__)
 def say_unused(quantizer: str) -> None:
     """Tell, once, that keys and values are not kept as the checkpoint was evaluated."""
     logger.warning_once(
-        "The checkpoint's %s cache is not served yet: keys and values are kept as --kv-cache-dtype says, in 16 bits "
-        "by default.",
+        "The checkpoint's %s cache is not served yet: keys and values are kept as --kv-cache-dtype "
+        "says, in 16 bits by default.",
         quantizer,
     )
 
