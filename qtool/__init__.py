@@ -1,23 +1,72 @@
 """qtool: an offline quantization toolkit and checkpoint converter for large language models.
 
-After ``import qtool``, transformers' ``from_pretrained`` loads qtool checkpoints.
+The functions are those of :mod:`qtool.api`, and :mod:`qtool.register` adds to it from outside;
+nothing heavy is imported before one of them runs. ``import qtool.transformers`` makes
+transformers' own ``from_pretrained`` load native checkpoints.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from qtool.registration import register
+if TYPE_CHECKING:
+    from qtool.api import (
+        evaluate,
+        export,
+        import_,
+        inspect,
+        load,
+        load_tokenizer,
+        plan,
+        quantize,
+        verify,
+        write_report,
+    )
+    from qtool.exchange.as_export import load_as_export
+    from qtool.recipes import Recipe
+    from qtool.register import (
+        register_export,
+        register_family,
+        register_kernel,
+        register_layout,
+        register_method,
+        register_recipe,
+        register_scheme,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["load", "load_as_export", "load_tokenizer"]
+__all__ = [
+    "Recipe",
+    "evaluate",
+    "export",
+    "import_",
+    "inspect",
+    "load",
+    "load_as_export",
+    "load_tokenizer",
+    "plan",
+    "quantize",
+    "register_export",
+    "register_family",
+    "register_kernel",
+    "register_layout",
+    "register_method",
+    "register_recipe",
+    "register_scheme",
+    "verify",
+    "write_report",
+]
 
-register()
+#: where a public name comes from, if not from :mod:`qtool.api`
+_ELSEWHERE = {"Recipe": "qtool.recipes", "load_as_export": "qtool.exchange.as_export"}
 
 
 def __getattr__(name: str) -> Any:
-    """``qtool.load`` without paying for transformers at ``import qtool``."""
-    if name in __all__:
-        from importlib import import_module
+    """A public name, imported when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'qtool' has no attribute {name!r}")
+    room = "qtool.register" if name.startswith("register_") else "qtool.api"
+    return getattr(import_module(_ELSEWHERE.get(name, room)), name)
 
-        module = "qtool.exchange.as_export" if name == "load_as_export" else "qtool.runtime.load"
-        return getattr(import_module(module), name)
-    raise AttributeError(f"module 'qtool' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,13 +1,20 @@
-"""Kinds of command-line arguments that click does not know: a device that is there, a directory to
-be made.
-"""
+"""What several commands take: kinds of arguments that click does not know, and shared options."""
 
+import json
+import logging
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from qtool import progress
+from qtool.recipes import VARIANTS
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+F = TypeVar("F", bound=Callable[..., Any])
 POSITIVE, NOT_NEGATIVE, TWO_OR_MORE = (click.IntRange(min=least) for least in (1, 0, 2))
 GIGABYTES = click.FloatRange(min=0, min_open=True)
 
@@ -48,3 +55,255 @@ class NewPath(click.Path):
         if path.name in ("", ".."):
             self.fail(f"{str(value)!r} names nothing that could be made", param, ctx)
         return path
+
+
+class Name(click.ParamType):
+    """A name that the shell can complete; the command that gets it judges it.
+
+    Args:
+        names: all of them, asked for only when a shell completes. or_file: a path will do too.
+    """
+
+    name = "text"
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, or_file: bool = False) -> None:
+        self.names, self.or_file = names, or_file
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        known = [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
+        return known + ([CompletionItem(incomplete, type="file")] if self.or_file else [])
+
+
+def _schemes() -> Iterable[str]:
+    from qtool import recipes
+
+    return (name for name, *_ in recipes.overview())
+
+
+def _kv_quantizers() -> Iterable[str]:
+    from qtool.schemes.kv import KV_QUANTIZERS
+
+    return KV_QUANTIZERS
+
+
+def _formats() -> Iterable[str]:
+    from qtool.api import export_formats
+
+    return (name for name, _ in export_formats())
+
+
+def _be_quiet(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
+    if quiet:
+        progress.silence(True)
+        logging.getLogger("qtool").setLevel(logging.ERROR)
+
+
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order in which help lists them."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+FORMAT = Name(_formats)
+KV_NAME = Name(_kv_quantizers)
+MODEL = click.argument("model")
+SCHEME = click.option(
+    "--scheme",
+    type=Name(_schemes),
+    help="What to quantize to; `qtool schemes` lists them. A --recipe file may say it instead.",
+)
+RECIPE_NAME = Name(lambda: VARIANTS, or_file=True)
+RECIPE = click.option(
+    "--recipe", type=RECIPE_NAME, help="fast, paper, best, or a YAML file. Default: fast."
+)
+GROUP = click.option(
+    "--group-size", help="Input channels a group, or 'channel'; the recipe's by default."
+)
+TARGET = click.option(
+    "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford."
+)
+BLOCKS = click.option(
+    "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: at most so many 8-bit blocks a layer."
+)
+LAYOUT = click.option(
+    "--layout", help="Packed layout of every quantized layer; the recipe's by default."
+)
+KV = click.option("--kv", type=KV_NAME, help="KV-cache quantizer: kv8, kv4, kv4-channel.")
+DATA_DIR = click.option(
+    "--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+SAMPLES = click.option(
+    "--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows."
+)
+SEQLEN = click.option(
+    "--seqlen",
+    type=TWO_OR_MORE,
+    default=2048,
+    show_default=True,
+    help="Tokens a window, at most the model's context.",
+)
+WINDOWS = click.option(
+    "--windows",
+    type=click.Choice(["given", "continued"]),
+    help="Calibration windows are all of the text, or begun by it and continued by the model;"
+    " the recipe's by default.",
+)
+ACTIVATIONS = click.option(
+    "--activations",
+    type=click.Choice(["auto", "device", "host", "disk"]),
+    default="auto",
+    show_default=True,
+    help="Where calibration activations are between blocks; auto: the first with room.",
+)
+DEVICE = click.option(
+    "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
+)
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line a linear.")
+
+
+QUIET = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_be_quiet,
+    help="No progress and no notes.",
+)
+QUANTIZE = _together(
+    SCHEME,
+    click.option(
+        "--recipe",
+        type=RECIPE_NAME,
+        help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
+    ),
+    TARGET,
+    GROUP,
+    LAYOUT,
+    BLOCKS,
+    KV,
+    click.option(
+        "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
+    ),
+    click.option(
+        "--calib",
+        "calibration",
+        help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file."
+        " Default: wikitext2, for the demo its own, where the recipe looks at activations.",
+    ),
+    DATA_DIR,
+    SAMPLES,
+    SEQLEN,
+    WINDOWS,
+    click.option(
+        "--seed", default=0, show_default=True, help="Of the choice of calibration windows."
+    ),
+    ACTIVATIONS,
+    DEVICE,
+    click.option(
+        "--dtype",
+        type=click.Choice(["bfloat16", "float16", "float32"]),
+        help="Cast what is not packed; by default it stays as it is.",
+    ),
+    click.option("--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."),
+    click.option("--resume", is_flag=True, help="Continue an unfinished run."),
+    click.option(
+        "--format",
+        "export_format",
+        type=FORMAT,
+        help="Export the result too, to OUT-FORMAT; `qtool export -h` lists the formats.",
+    ),
+)
+PLAN = _together(
+    SCHEME,
+    RECIPE,
+    TARGET,
+    GROUP,
+    LAYOUT,
+    BLOCKS,
+    KV,
+    SAMPLES,
+    SEQLEN,
+    WINDOWS,
+    click.option(
+        "--device-memory",
+        type=GIGABYTES,
+        help="Of the GPU of a calibrated run, in GB; an H200's by default.",
+    ),
+    click.option(
+        "--gpus", type=POSITIVE, default=1, show_default=True, help="Of a calibrated run."
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cuda", "cpu"]),
+        default="cuda",
+        show_default=True,
+        help="Of a calibrated run: cuda is an H200, cpu two cores.",
+    ),
+)
+EVALUATE = _together(
+    click.argument("tasks", nargs=-1),
+    click.option("--list", "lists", is_flag=True, help="List every task and corpus instead."),
+    click.option(
+        "--model", default="demo", show_default=True, help="A quantized or plain model directory."
+    ),
+    click.option("--compare", help="A baseline model; prints the change against it."),
+    DATA_DIR,
+    SEQLEN,
+    click.option("--limit", type=POSITIVE, help="At most this many windows or items a task."),
+    click.option("--batch-size", type=POSITIVE, default=8, show_default=True),
+    click.option(
+        "--kv",
+        type=KV_NAME,
+        help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.",
+    ),
+    click.option(
+        "--as-export",
+        type=FORMAT,
+        metavar="FORMAT",
+        help="Run --model as transformers runs its export in FORMAT.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["bfloat16", "float16", "float32"]),
+        help="Of all that is not quantized.",
+    ),
+    click.option(
+        "--deterministic", is_flag=True, help="The same bits on every device, not what is served."
+    ),
+    click.option(
+        "--save",
+        is_flag=True,
+        help="Keep each finished task in MODEL's eval.json; use again what is there.",
+    ),
+    DEVICE,
+)
+
+
+def command(
+    group: click.Group, example: str, **options: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of ``group`` whose help ends with an example."""
+    return group.command(context_settings=CONTEXT, epilog=f"Example: {example}", **options)
+
+
+def print_json(value: Any) -> None:
+    """``value`` on stdout, for programs."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def comma_separated(names: Iterable[str]) -> list[str]:
+    """Every name of ``names``, each of which may be several with commas between; a file is one."""
+    return [
+        part
+        for name in names
+        for part in ([name] if Path(name).exists() else name.split(","))
+        if part
+    ]

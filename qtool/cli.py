@@ -1,29 +1,70 @@
-"""The command line: parse, call, print. No logic."""
+"""The command line: parse, call the API, print. No logic."""
 
-import json
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 import qtool
-from qtool.arguments import GIGABYTES, NOT_NEGATIVE, POSITIVE, TWO_OR_MORE, Device, NewPath
+from qtool import progress
+from qtool.arguments import (
+    CONTEXT,
+    DATA_DIR,
+    DEVICE,
+    EVALUATE,
+    FORMAT,
+    JSON,
+    MODEL,
+    PLAN,
+    POSITIVE,
+    QUANTIZE,
+    QUIET,
+    VERBOSE,
+    NewPath,
+    comma_separated,
+    command,
+    print_json,
+)
+from qtool.cli_bench import bench
 from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError
-from qtool.text_table import render
+from qtool.table import render
 
-CONTEXT = {"help_option_names": ["-h", "--help"]}
+#: what can be done after Ctrl-C, by command
+INTERRUPTED = {
+    "quantize": "; what is written is kept: the same command with --resume goes on",
+    "export": "; what is written is kept: the same command goes on",
+    "import": "; what is written is kept: the same command goes on",
+    "eval": "; with --save each finished task is kept",
+}
+log = logging.getLogger("qtool")
 
 
-@click.group(context_settings=CONTEXT)
+class _Stderr(logging.Handler):
+    """What the library has to say, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(record.getMessage(), err=True)
+
+
+@click.group(
+    context_settings=CONTEXT,
+    epilog="Shell completion of commands, schemes, recipes and formats, a line for ~/.bashrc"
+    " (zsh_source for zsh, fish_source for fish):\n\n\b\n"
+    'eval "$(_QTOOL_COMPLETE=bash_source qtool)"',
+)
 @click.version_option(qtool.__version__)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
     """Quantize large language models and prove that they still are the same models."""
+    log.handlers, log.propagate = [_Stderr()], False
+    log.setLevel(logging.INFO)
+    progress.silence(not _is_first_rank())
 
 
 def main() -> None:
@@ -31,40 +72,25 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if not sys.stderr.isatty():  # bars are for terminals
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    )  # a GPU's memory is not cut into odd pieces
+    # a GPU's memory is not cut into odd pieces
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         cli(standalone_mode=False)
-    except QtoolError as error:
+    except (QtoolError, OSError) as error:
+        # an OSError: no permission, no space, no such path; nothing a traceback would explain
         if watch.fail():
             if debug:
                 traceback.print_exc()
-            click.echo(f"qtool: {error}", err=True)
+            click.echo(f"qtool: {_sentence(error)}", err=True)
         watch.leave(1 if isinstance(error, CheckFailed) else 2)
-    except (
-        OSError
-    ) as error:  # no permission, no space, a path that is none: nothing a traceback would explain
-        if watch.fail():
-            if debug:
-                traceback.print_exc()
-            click.echo(
-                f"qtool: {error.filename}: {error.strerror}"
-                if error.filename
-                else f"qtool: {error}",
-                err=True,
-            )
-        watch.leave(2)
     except click.ClickException as error:
         if watch.fail():
             error.show()
         watch.leave(2)
     except (click.Abort, KeyboardInterrupt):
         if watch.fail():
-            click.echo(
-                "qtool: interrupted; an unfinished `qtool quantize` can be continued with --resume",
-                err=True,
-            )
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            click.echo(f"qtool: interrupted{INTERRUPTED.get(command, '')}", err=True)
         watch.leave(130)
     except Exception:
         if watch.fail():
@@ -72,237 +98,172 @@ def main() -> None:
         watch.leave(1)
 
 
-def _command(example: str, **options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """A subcommand whose help ends with an example."""
-    return cli.command(context_settings=CONTEXT, epilog=f"Example: {example}", **options)
+def _sentence(error: QtoolError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _ListsFormats(click.Command):
     """A command whose help lists the export formats; they are looked up only then."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from qtool.exchange.targets import TARGETS
+        from qtool.api import export_formats
 
         with formatter.section("Formats"):
-            formatter.write_dl([(target.name, target.about) for target in TARGETS.values()])
+            formatter.write_dl(export_formats())
         super().format_epilog(ctx, formatter)
 
 
-MODEL = click.argument("model")
-SCHEME = click.option(
-    "--scheme", required=True, help="What to quantize to; `qtool schemes` lists them."
-)
-RECIPE = click.option(
-    "--recipe", help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib."
-)
-GROUP = click.option(
-    "--group-size", help="Input channels a group, or 'channel'; the recipe's by default."
-)
-TARGET = click.option(
-    "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford."
-)
-BLOCKS = click.option(
-    "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: at most so many 8-bit blocks a layer."
-)
-LAYOUT = click.option(
-    "--layout", help="Packed layout of every quantized layer; the recipe's by default."
-)
-KV = click.option("--kv", help="KV-cache quantizer: kv8, kv4, kv4-channel.")
-DATA_DIR = click.option(
-    "--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks."
-)
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
-SAMPLES = click.option(
-    "--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows."
-)
-SEQLEN = click.option(
-    "--seqlen",
-    type=TWO_OR_MORE,
-    default=2048,
-    show_default=True,
-    help="Tokens a window, at most the model's context.",
-)
-WINDOWS = click.option(
-    "--windows",
-    type=click.Choice(["given", "continued"]),
-    help="Calibration windows all of the text, or begun by it and continued by the model; the recipe's by default.",
-)
-ACTIVATIONS = click.option(
-    "--activations",
-    type=click.Choice(["auto", "device", "host", "disk"]),
-    default="auto",
-    show_default=True,
-    help="Where calibration activations are between blocks; auto: the first with room.",
-)
-DEVICE = click.option(
-    "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
-)
+def _print_errors(errors: dict[str, float]) -> None:
+    click.echo(render(("linear", "error"), [(name, f"{e:.2e}") for name, e in errors.items()]))
 
 
-@_command("qtool quantize demo --scheme w4a8-lqq --out demo-lqq")
+@command(cli, "qtool quantize demo --scheme w4a8-lqq --out demo-lqq")
 @MODEL
-@SCHEME
-@RECIPE
-@TARGET
-@GROUP
-@LAYOUT
-@BLOCKS
-@KV
-@click.option("--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL.")
-@click.option(
-    "--calib",
-    help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file.",
-)
-@DATA_DIR
-@SAMPLES
-@SEQLEN
-@WINDOWS
-@click.option("--seed", default=0, show_default=True, help="Of the choice of calibration windows.")
-@ACTIVATIONS
-@DEVICE
-@click.option("--resume", is_flag=True, help="Continue an unfinished run.")
-@click.option(
-    "--format",
-    "export_format",
-    help="Export the result too, to OUT-FORMAT; `qtool export -h` lists the formats.",
-)
+@QUANTIZE
+@QUIET
+@VERBOSE
+@JSON
 def quantize(
-    model: str, scheme: str, out: Path | None, resume: bool, device: str, **options: Any
+    model: str, export_format: str | None, verbose: bool, as_json: bool, **options: Any
 ) -> None:
     """Quantize MODEL: a local directory, a hub id, or `demo`."""
-    from qtool.distributed import ranks
-    from qtool.pipeline import commands
-    from qtool.pipeline.progress import Progress
+    from qtool import api
+    from qtool.pipeline.summary import shard_facts
 
-    with ranks.process_group(device) as own, Progress(silent=ranks.rank() > 0) as progress:
-        done = commands.quantize(
-            model, scheme, out, resume=resume, device=own, progress=progress, **options
-        )
-        if ranks.rank() == 0:
-            click.echo(done)
-            if options["export_format"]:
-                click.echo(commands.export_beside(done, options["export_format"]))
+    with progress.Shown("quantize", "shard", shard_facts) as shown:
+        done = api.quantize(model, export_format=export_format, progress=shown, **options)
+    if not _is_first_rank():
+        return
+    exported = None
+    if export_format:
+        beside = done.directory.with_name(f"{done.directory.name}-{export_format}")
+        with progress.Shown("export", "shard") as shown:
+            exported = api.export(done.directory, export_format, beside, progress=shown)
+    if as_json:
+        print_json(done.as_dict() | ({"export": exported.as_dict()} if exported else {}))
+        return
+    if verbose:
+        _print_errors(done.errors)
+    click.echo(done)
+    if exported:
+        click.echo(exported)
 
 
-@_command("qtool plan meta-llama/Llama-2-70b-hf --scheme w4a8-lqq")
+@command(cli, "qtool plan meta-llama/Llama-2-70b-hf --scheme w4a8-lqq")
 @MODEL
-@SCHEME
-@RECIPE
-@TARGET
-@GROUP
-@LAYOUT
-@BLOCKS
-@KV
-@SAMPLES
-@SEQLEN
-@WINDOWS
-@click.option(
-    "--device-memory",
-    type=GIGABYTES,
-    help="Of the GPU of a calibrated run, in GB; an H200's by default.",
-)
+@PLAN
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
-    """What quantizing MODEL (a directory or a config.json) will do: bits, bytes, memory, time."""
-    from qtool.pipeline import commands
+    """Say what quantizing MODEL will take: bits, memory, time.
+
+    MODEL is a directory, a hub id or a config.json; no weight is read.
+    """
+    from qtool import api
     from qtool.pipeline.planning.plan import as_dict, as_text
 
-    planned = commands.plan(model, **options)
-    click.echo(json.dumps(as_dict(planned), indent=2) if as_json else as_text(planned))
+    planned = api.plan(model, **options)
+    print_json(as_dict(planned)) if as_json else click.echo(as_text(planned))
 
 
-@_command("qtool eval wikitext2 --model demo-lqq --compare demo")
-@click.argument("tasks", nargs=-1, required=True)
-@click.option(
-    "--model", default="demo", show_default=True, help="A quantized or plain model directory."
-)
-@click.option("--compare", help="A baseline model; prints the change against it.")
-@DATA_DIR
-@SEQLEN
-@click.option("--limit", type=POSITIVE, help="At most this many windows or items a task.")
-@click.option("--batch-size", type=POSITIVE, default=8, show_default=True)
-@click.option(
-    "--kv", help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own."
-)
-@click.option(
-    "--as-export", metavar="FORMAT", help="Run --model as transformers runs its export in FORMAT."
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Of all that is not quantized.",
-)
-@click.option(
-    "--save",
-    is_flag=True,
-    help="Keep each finished task in MODEL's eval.json; use again what is there.",
-)
-@DEVICE
+@command(cli, "qtool eval wikitext2 piqa --model demo-lqq --compare demo", name="eval")
+@EVALUATE
+@QUIET
 @JSON
-def eval(
-    tasks: tuple[str, ...], model: str, compare: str | None, as_json: bool, **options: Any
+def evaluate(
+    tasks: tuple[str, ...],
+    lists: bool,
+    model: str,
+    compare: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Perplexity on wikitext2, c4, demo or a text file; zero-shot accuracy on any lm-eval task.
+    """Measure perplexity and zero-shot accuracy.
+
+    TASKS are wikitext2, c4, pile, demo or a text file for perplexity, and any lm-eval task for
+    accuracy, with spaces or commas between.
 
     With --save an interrupted evaluation goes on where it was, and `qtool report` shows what is
     kept. The baseline's results are kept in MODEL's file too.
     """
+    from qtool import api
+
+    if lists:
+        click.echo("\n".join(api.all_tasks(options["data_dir"])))
+        return
+    if not (names := comma_separated(tasks)):
+        raise click.UsageError("no task: name one, or list them with --list")
     from qtool.eval.compare import as_json as results_json
     from qtool.eval.compare import table
-    from qtool.pipeline import commands
 
-    results, baseline = commands.evaluate(list(tasks), model, compare, **options)
+    results, baseline = api.evaluate(names, model, compare, **options)
     click.echo(results_json(results, baseline) if as_json else table(results, baseline))
 
 
-@_command("qtool verify demo-lqq")
-@DIRECTORY
+@command(cli, "qtool verify demo-lqq")
+@MODEL
+@click.option("--engine", type=click.Choice(["vllm"]), help="Check what this engine makes of it.")
 @DEVICE
-@click.option("--verbose", is_flag=True, help="One line a linear.")
-def verify(directory: Path, device: str, verbose: bool) -> None:
-    """Check every packed linear: integrity, invariants, packed bytes, arithmetic. Exit 1 on a
-    mismatch.
-    """
-    from qtool.pipeline.verify import verify as verified
-
-    rows = list(verified(directory, device=device))
-    bad = [row for row in rows if row.problem]
-    if verbose:
-        click.echo(
-            render(
-                ("linear", "ran", "error"),
-                [(r.name, r.ran, f"{r.error:.1e}") for r in rows if r.ran],
-            )
-        )
-    for row in bad:
-        click.echo(f"{row.name}: {row.problem}")
-    good = [row for row in rows if not row.problem]
-    for ran in sorted({row.ran for row in good}):
-        same = [row for row in good if row.ran == ran]
-        click.echo(
-            f"{len(same)} linears verified: {ran}; largest distance {max(r.error for r in same):.1e}"
-        )
-    if bad:
-        raise CheckFailed(f"{directory}: {len(bad)} of {len(rows)} checks failed")
-
-
-@_command("qtool inspect demo-lqq")
-@DIRECTORY
+@QUIET
+@VERBOSE
 @JSON
-def inspect(directory: Path, as_json: bool) -> None:
-    """Schemes, layouts, bytes and bits a weight of a quantized model, from its headers."""
+def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
+    """Check every packed linear of a quantized MODEL.
+
+    Its bytes are what was written, the scheme's invariants hold, packing is exact, and the output
+    is the reference's. Exit code 1 where a check fails.
+    """
+    from qtool import api
+
+    with progress.Shown("verify", "linear", lines=10) as shown:
+        rows = api.verify(model, progress=shown, **options)
+    bad = [row for row in rows if row.problem]
+    if as_json:
+        print_json({"checks": [vars(row) for row in rows], "failed": len(bad)})
+    else:
+        _print_checks(rows, verbose)
+    if bad:
+        raise CheckFailed(f"{model}: {len(bad)} of {len(rows)} checks failed")
+
+
+def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
+    """Problems, and one line for all linears that ran alike; with ``verbose`` each linear first."""
+    ran = [row for row in rows if row.ran]
+    if verbose:
+        lines = [(row.name, row.ran, f"{row.error:.1e}") for row in ran]
+        click.echo(render(("linear", "ran", "error"), lines))
+    for row in rows:
+        if row.problem:
+            click.echo(f"{row.name}: {row.problem}")
+    good = [row for row in rows if not row.problem]
+    for kind in sorted({row.ran for row in good}):
+        errors = [row.error for row in good if row.ran == kind]
+        click.echo(f"{len(errors)} linears verified: {kind}; largest distance {max(errors):.1e}")
+
+
+@command(cli, "qtool inspect demo-lqq")
+@MODEL
+@JSON
+def inspect(model: str, as_json: bool) -> None:
+    """List the linears of a quantized MODEL: scheme, layout, bits."""
+    from qtool import api
     from qtool.pipeline.inspect import as_dicts, as_text
-    from qtool.pipeline.inspect import inspect as inspected
 
-    rows = inspected(directory)
-    click.echo(json.dumps(as_dicts(rows), indent=2) if as_json else as_text(rows))
+    rows = api.inspect(model)
+    print_json(as_dicts(rows)) if as_json else click.echo(as_text(rows))
 
 
-@_command("qtool export demo-w4a16 --format compressed-tensors --out demo-ct", cls=_ListsFormats)
-@DIRECTORY
-@click.option("--format", "target", required=True, help="One of the formats below.")
-@click.option("--out", required=True, type=NewPath(), help="Output directory.")
+@command(
+    cli, "qtool export demo-w4a16 --format compressed-tensors --out demo-ct", cls=_ListsFormats
+)
+@MODEL
+@click.option("--format", "target", required=True, type=FORMAT, help="One of the formats below.")
+@click.option("--out", type=NewPath(), help="Output directory. Default: MODEL-FORMAT beside MODEL.")
 @click.option(
     "--tensor-parallel",
     type=POSITIVE,
@@ -310,135 +271,89 @@ def inspect(directory: Path, as_json: bool) -> None:
     show_default=True,
     help="Refuse what N GPUs cannot share.",
 )
-def export(directory: Path, target: str, out: Path, tensor_parallel: int) -> None:
-    """Write a quantized model in the format of a serving stack; says what changed, if anything."""
-    from qtool.exchange.export import export as exported
+@QUIET
+@VERBOSE
+@JSON
+def export(
+    model: str,
+    target: str,
+    out: Path | None,
+    tensor_parallel: int,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Write a quantized MODEL in the format of a serving stack.
 
-    click.echo(exported(directory, target, out, tensor_parallel=tensor_parallel))
+    The result says what changed, if anything.
+    """
+    from qtool import api
+
+    with progress.Shown("export", "shard") as shown:
+        done = api.export(model, target, out, tensor_parallel=tensor_parallel, progress=shown)
+    if as_json:
+        print_json(done.as_dict())
+        return
+    if verbose:
+        _print_errors(done.errors)
+    click.echo(done)
 
 
-@_command("qtool import TheBloke/Llama-2-7B-GPTQ --out llama-w4a16", name="import")
+@command(cli, "qtool import TheBloke/Llama-2-7B-GPTQ --out llama-w4a16", name="import")
 @MODEL
 @click.option("--out", required=True, type=NewPath(), help="Output directory.")
 @click.option(
     "--layout",
     help="Packed layout of every linear; by default w4a16's, row-major where it does not fit.",
 )
-def import_model(model: str, out: Path, layout: str | None) -> None:
-    """Repack a symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model as a native one,
-    code for code.
+@QUIET
+@JSON
+def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> None:
+    """Repack a 4-bit GPTQ, AWQ or AutoRound model.
+
+    A symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native one, code
+    for code.
     """
-    from qtool.pipeline import commands
+    from qtool import api
 
-    click.echo(commands.repack(model, out, layout))
+    with progress.Shown("import", "shard") as shown:
+        done = api.import_(model, out, layout=layout, progress=shown)
+    print_json(done.as_dict()) if as_json else click.echo(done)
 
 
-@_command("qtool report demo-lqq --compare demo --tasks demo,demo_choice")
-@DIRECTORY
+@command(cli, "qtool report demo-lqq --compare demo --tasks demo,demo_choice")
+@MODEL
 @click.option("--compare", help="The model it was made from; fills what needs both.")
 @click.option(
     "--tasks",
     default="",
     help="Evaluate first, as `qtool eval --save` would: names, separated by commas.",
 )
-@click.option("--out", type=NewPath(), help="Default: report.html in DIRECTORY.")
+@click.option("--out", type=NewPath(), help="Default: report.html in MODEL.")
 @DATA_DIR
 @DEVICE
-def report(directory: Path, compare: str | None, tasks: str, **options: Any) -> None:
-    """Write one HTML file: sizes, results, errors by layer, activation ranges, checks, how to
-    reproduce.
+@QUIET
+def report(model: str, compare: str | None, tasks: str, **options: Any) -> None:
+    """Write one HTML file on a quantized MODEL.
+
+    It shows sizes, results, errors by layer, activation ranges, checks, and how to reproduce them.
     """
-    from qtool.report.build import report as reported
+    from qtool import api
 
-    click.echo(reported(directory, compare, [name for name in tasks.split(",") if name], **options))
-
-
-@_command("qtool schemes")
-def schemes() -> None:
-    """List the schemes, their recipes and what they are."""
-    from qtool import recipes
-
-    click.echo(render(("scheme", "recipes", "what it is"), recipes.overview()))
+    click.echo(api.write_report(model, compare, comma_separated([tasks]), **options))
 
 
-@cli.group(
-    context_settings=CONTEXT,
-    epilog="Example: qtool bench quantize llama-3-8b --layers 4 --device cuda",
-)
-def bench() -> None:
-    """Measure: the kernels' GEMMs and attention, or a whole run of the quantizer."""
-
-
-@bench.command(
-    "gemm",
-    context_settings=CONTEXT,
-    epilog="Example: qtool bench gemm --models llama-3-8b --tokens 1,16,64",
-)
-@click.option(
-    "--models",
-    default="llama-3-8b",
-    show_default=True,
-    help="Layer shapes: llama-2-7b, llama-3-8b, ...",
-)
-@click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M of a call.")
-@click.option(
-    "--schemes",
-    help="Columns: w4a8-lqq-g64, w4a4-g128, w4ax-fmpq, ...; else the W4A8 ones and w8a8.",
-)
-def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
-    """Time the packed GEMMs on this GPU beside their floor and torch's own matmuls."""
-    from qtool.pipeline import commands
-
-    chosen = schemes.split(",") if schemes else None
-    click.echo(commands.bench_gemm(models.split(","), tokens.split(","), chosen))
-
-
-@bench.command(
-    "kv", context_settings=CONTEXT, epilog="Example: qtool bench kv --shapes 64x4096x8x32x128"
-)
-@click.option(
-    "--shapes",
-    help="Sequences x tokens x kv heads x query heads x head dimension, separated by commas.",
-)
-def bench_kv(shapes: str | None) -> None:
-    """Time decode attention over a packed kv4 and kv8 cache on this GPU beside torch's SDPA on a
-    16-bit one.
-    """
-    from qtool.pipeline import commands
-
-    click.echo(commands.bench_kv(shapes.split(",") if shapes else None))
-
-
-@bench.command(
-    "quantize",
-    context_settings=CONTEXT,
-    epilog="Example: qtool bench quantize llama-3-8b --layers 4 --scheme w4a8-lqq --recipe paper --device cuda",
-)
-@MODEL
-@SCHEME
-@RECIPE
-@click.option(
-    "--layers", type=POSITIVE, help="Blocks of a random checkpoint; the shape's own by default."
-)
-@SAMPLES
-@SEQLEN
-@ACTIVATIONS
-@click.option(
-    "--work", type=NewPath(), default="bench", show_default=True, help="Directory for files."
-)
-@click.option("--keep", is_flag=True, help="Keep the result; a random checkpoint is kept anyway.")
-@DEVICE
+@command(cli, "qtool schemes")
 @JSON
-def bench_quantize(as_json: bool, **options: Any) -> None:
-    """Quantize MODEL, or a random checkpoint of a known shape (llama-3-8b, llama-2-70b, ...), and
-    time every stage.
+def schemes(as_json: bool) -> None:
+    """List the schemes, their recipes and what they are."""
+    from qtool import api
 
-    Calibration is on random tokens. The table sets each stage beside its floor: bytes by the disk's
-    rate, operations by the measured rates of this device.
-    """
-    from qtool.pipeline import commands
-    from qtool.pipeline.progress import Progress
+    found, header = api.schemes(), ("scheme", "recipes", "what it is")
+    if as_json:
+        keys = ("scheme", "recipes", "about")
+        print_json([dict(zip(keys, row, strict=True)) for row in found])
+    else:
+        click.echo(render(header, found))
 
-    with Progress() as progress:
-        measured = commands.bench_quantize(progress=progress, **options)
-    click.echo(json.dumps(measured.as_dict(), indent=2) if as_json else measured.table())
+
+cli.add_command(bench)

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import qtool.cli
+from qtool import recipes
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO
+from qtool.io.source import DEMO, Checkpoint
+from qtool.pipeline.quantize import quantize
 from qtool.pipeline.streaming.embedding_and_head import all_finite
 from tests.conftest import MakeModel
 
@@ -216,7 +218,7 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
     refused("did you mean kv4?", model, "--kv", "kv-4")
     refused("neither a file nor one of fast, paper, best", model, "--recipe", "bst")
     edit_config(model, model_type="gpt_neox")
-    refused("unsupported architecture 'gpt_neox'; supported: llama", model)
+    refused("unsupported architecture 'gpt_neox': a decoder that nobody declared yet", model)
 
 
 def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -254,7 +256,7 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
         "- 1": "a mapping expected",
     }.items():
         path.write_text(text)
-        refused(message, model, "--recipe", path)
+        refused(message, model, "--recipe", path, scheme="w8a8" if "w8a8" in text else "w4a8-lqq")
 
 
 def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -307,12 +309,12 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
     import errno
 
     from qtool.io import safetensors
-    from qtool.pipeline import quantize
+    from qtool.pipeline import quantize as main_job
 
     model = make_model()
     usage = shutil.disk_usage(model)
     with monkeypatch.context() as patch:
-        patch.setattr(quantize.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        patch.setattr(main_job.shutil, "disk_usage", lambda _: usage._replace(free=1000))
         refused("no space left", model)
     shutil.rmtree(model.parent / "refused.partial")
 
@@ -321,6 +323,41 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
 
     monkeypatch.setattr(safetensors.os, "fsync", full)
     refused("no space left on the disk", model)
+
+
+def test_the_output_is_not_the_model(refused, make_model: MakeModel, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(name="models/tiny")
+    for out in (model, model.parent, model.parent / ".." / "models"):
+        with pytest.raises(QtoolError, match="the model that is read lies there") as error:
+            quantize(Checkpoint(model), recipes.load("w8a8"), out)
+        assert "remove" not in str(error.value)
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+def test_a_billion_blocks(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model, out = make_model(), tmp_path / "q"
+    quantize(Checkpoint(model), recipes.load("w8a8"), out)
+    for directory in (model, out):
+        edit_config(directory, num_hidden_layers=10**9)
+    for command in (
+        ("quantize", model, "--scheme", "w8a8", "--out", tmp_path / "again"),
+        ("plan", model, "--scheme", "w8a8"),
+        ("verify", out),
+        ("inspect", out),
+        ("export", out, "--format", "compressed-tensors", "--out", tmp_path / "ct"),
+    ):
+        code, message = qtool_run(monkeypatch, capsys, *command)
+        assert code == 2 and "1000000000" in message, message
+        assert "Traceback" not in message
+
+
+def test_a_checkpoint_without_packed_linears_is_not_verified(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    none = recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, "none")
+    out = quantize(Checkpoint(make_model()), none, tmp_path / "q")
+    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    assert code == 1 and "no linear is packed, so nothing was verified" in message
 
 
 def test_foreign_and_damaged_checkpoints(

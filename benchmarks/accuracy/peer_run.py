@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from qtool.exchange.foreign import describe
 from schemes import evaluated
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import qtool
 from qtool.data import corpora
 from qtool.data.windows import windows
-from qtool.exchange.foreign import describe
 from qtool.io.source import Checkpoint, resolve
-from qtool.pipeline import commands
 from qtool.runtime.load import load
 
 Run = Callable[[argparse.Namespace, Path], None]
@@ -112,19 +112,15 @@ def full(arguments: argparse.Namespace, out: Path) -> None:
 
 
 def ours(scheme: str, variant: str, arguments: argparse.Namespace, out: Path) -> None:
-    commands.quantize(
+    qtool.quantize(
         arguments.model,
         scheme,
-        out,
+        out=out,
         recipe=variant,
-        calib=arguments.calib,
-        data_dir=None,
+        calibration=arguments.calib,
         samples=arguments.samples,
         seqlen=arguments.seqlen,
         seed=SEED,
-        device="cpu",
-        resume=False,
-        progress=None,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qtool.io.source import Checkpoint, resolve
-from qtool.pipeline.commands import Wishes
+from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 
@@ -78,7 +78,8 @@ def main() -> None:
             first = None
             for kv in arguments.kv.split(","):
                 with tempfile.TemporaryDirectory() as directory:
-                    chosen = Wishes(recipe=recipe, kv=None if kv == "none" else kv).of(scheme)
+                    overrides = RecipeOverrides(kv=None if kv == "none" else kv)
+                    chosen = overrides.recipe(scheme, recipe)
                     out, batches = (
                         Path(directory, "model"),
                         Calibration(list(calibration.cpu().split(4))),

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import qtool
 from qtool import recipes
 from qtool.data import corpora
-from qtool.eval.perplexity import context_length, cut_windows, perplexity, standard_error
+from qtool.eval.perplexity import context_length, cut_windows, perplexity
+from qtool.eval.results import standard_error
 from qtool.io.source import resolve
-from qtool.pipeline import commands
 from qtool.pipeline.inspect import inspect, total
 from qtool.runtime.load import load, load_tokenizer
 
@@ -64,21 +65,19 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         return dict(json.loads(record.read_text()))
     started = time.perf_counter()
     if not out.exists():
-        commands.quantize(
+        qtool.quantize(
             arguments.model,
             scheme,
-            out,
+            out=out,
             recipe=variant,
-            calib=arguments.calib,
-            data_dir=None,
+            calibration=arguments.calib,
+            kv=arguments.kv,
+            device=arguments.device,
             samples=arguments.samples,
             seqlen=arguments.seqlen,
             seed=arguments.seed,
-            device=arguments.device,
-            resume=True,
-            progress=None,
-            kv=arguments.kv,
             windows=arguments.windows,
+            resume=True,
         )
     seconds = time.perf_counter() - started
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
@@ -97,7 +96,14 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     """Perplexity, and the divergence from ``base`` if there is one."""
     tokenizer = load_tokenizer(resolve(arguments.model))
     text = corpora.load(arguments.text, split="test").text
-    result = perplexity(text, model, tokenizer, seqlen=arguments.seqlen, limit=arguments.limit)
+    result = perplexity(
+        text,
+        model,
+        tokenizer,
+        seqlen=arguments.seqlen,
+        limit=arguments.limit,
+        deterministic=True,  # one table for every device
+    )
     found = {
         "perplexity": result.perplexity,
         "stderr": result.stderr,

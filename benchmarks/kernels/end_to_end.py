@@ -6,13 +6,13 @@ generate.
     --given DIR
 
 (kv8 calibrates on the demo text. DIR/SCHEME is a checkpoint, DIR/SCHEME.json what `qtool eval TEXT
---model DIR/SCHEME --json` said on a CPU, where that takes long.)
+--model DIR/SCHEME --deterministic --json` said on a CPU, where that takes long.)
 
 Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over
 1e-3 (relative) from the CPU reference's, if decoding through the packed cache leaves the logits of
 one forward, or did not use the kernel.
 
-Models with quantized activations have the same hidden states on both (qtool/eval/deterministic.py):
+With --deterministic quantized activations are the same on both (qtool/eval/deterministic.py):
 what is left comes from the head. The largest difference of a window's log-perplexity is printed
 beside. Decoded logits may leave one forward's by half more than they do without the kernel: two
 roundings that know nothing of each other are 1.4 times as far apart as one of them is from none.
@@ -60,7 +60,8 @@ def windows(printed: str) -> Tensor:
 def evaluate(text: str, directory: Path, device: str, dtype: str) -> Tensor:
     return windows(
         qtool(
-            "eval", text, "--model", str(directory), "--device", device, "--dtype", dtype, "--json"
+            *("eval", text, "--model", str(directory), "--device", device, "--dtype", dtype),
+            *("--deterministic", "--json"),
         )
     )
 

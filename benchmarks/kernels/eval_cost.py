@@ -1,5 +1,4 @@
-"""What one perplexity on every device costs: a forward as `qtool eval` makes it beside the plain
-one.
+"""The cost of `qtool eval --deterministic`: a forward in that arithmetic beside the plain one.
 
     python benchmarks/kernels/eval_cost.py MODEL [--device cuda] [--tokens 2048] [--batch 4] [--runs
     5]
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qtool.eval.deterministic import deterministic
+from qtool.eval.deterministic import deterministic_decoder
 from qtool.runtime.load import load
 
 
@@ -35,7 +34,7 @@ def main() -> None:
     for run in range(args.runs + 1):
         for name, context in (
             ("plain", nullcontext()),
-            ("the same everywhere", deterministic(model)),
+            ("the same everywhere", deterministic_decoder(model)),
         ):
             with context:
                 start = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Where the time of search and rounding goes, method by method, on one rank or several; and whether
-the results agree.
+"""Where the time of search and rounding goes, method by method, and whether ranks agree.
 
     python benchmarks/quantize/detail.py DIR [--layers 6]
     torchrun --nproc-per-node 2 benchmarks/quantize/detail.py DIR [--layers 6]
@@ -25,7 +24,7 @@ from ranks import differences
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
-from qtool.calibration.rounding.gptq import gptq, hessian
+from qtool.calibration.rounding.gptq import gptq, hessian, rounding
 from qtool.calibration.timing import Stages, stage
 from qtool.calibration.transforms import clip, smooth
 from qtool.distributed import ranks
@@ -40,9 +39,10 @@ NAMED = (
     *((smooth, name) for name in ("collect", "search", "fold_factor", "output_error")),
     *((clip, name) for name in ("collect", "search", "block_error", "subset")),
     *((gptq, name) for name in ("sweep", "fit_groups")),
-    *((gptq.Gptq, "observe"), (hessian.Factor, "__init__")),
-    *((hessian.Hessian, name) for name in ("power", "turn", "complete")),
-    *((ranks, name) for name in ("every", "add_up")),
+    *((rounding.Gptq, name) for name in ("moments", "moments_of_experts")),
+    (gptq.Factor, "__init__"),
+    *((hessian.Hessian, name) for name in ("power", "step", "complete")),
+    *((ranks, name) for name in ("all_gather", "all_reduce")),
     *((blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),
     *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check")),
 )
@@ -51,8 +51,9 @@ made: list[Stages] = []
 
 
 def named(owner: Any, attribute: str) -> None:
-    """Let ``owner.attribute`` be a stage of its own, one of ``ranks`` one for each function that
-    asks for it.
+    """Let ``owner.attribute`` be a stage of its own.
+
+    A function of ``ranks`` is one for each function that asks for it.
     """
     function: Callable[..., Any] = getattr(owner, attribute)
     label = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
@@ -125,9 +126,7 @@ def main() -> None:
 
 
 def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
-    """Print the stages, of ``others`` beside the first rank's, and what differs from other results
-    beside ``out``.
-    """
+    """Print the stages of this rank and of ``others``, and what differs from results beside it."""
     record = json.loads(beside(out).read_text())
     print(
         f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
@@ -149,14 +148,15 @@ def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str,
         first, second = json.loads(one.read_text()), json.loads(two.read_text())
         four = more_ranks(first["stages"], second["stages"], 4)
         print(
-            f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by their stages: "
-            f"{four:.1f} s, {first['seconds'] / four:.2f} times"
+            f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by "
+            f"their stages: {four:.1f} s, {first['seconds'] / four:.2f} times"
         )
 
 
 def more_ranks(one: Mapping[str, float], two: Mapping[str, float], count: int) -> float:
-    """Seconds of ``count`` ranks: of each stage of 1 and 2 the part that was halved is shared out,
-    the rest stays.
+    """Seconds of ``count`` ranks from the stages of one and of two.
+
+    What two ranks halved is shared out, the rest stays.
     """
     total = 0.0
     for name in {*one, *two}:

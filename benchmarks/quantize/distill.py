@@ -34,7 +34,7 @@ from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.io.source import Checkpoint
-from qtool.text_table import render
+from qtool.table import render
 
 TOOLS = {"qtool": "w4a16", "qtool-lqq": "w4a8-lqq", "auto-round": "W4A16"}
 #: of AutoRound by default

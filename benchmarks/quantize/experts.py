@@ -14,13 +14,12 @@ import time
 
 import torch
 
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.problem import Rows, Solution
 from qtool.schemes import get
 
 
-def experts(count: int, n: int, k: int, scheme: str, device: torch.device) -> list[Rows]:
+def experts(count: int, n: int, k: int, scheme: str, device: torch.device) -> list[Problem]:
     """Random problems of one shape."""
     random = torch.Generator(device=device).manual_seed(0)
     mixing = torch.eye(k, device=device) + 0.02 * torch.randn(k, k, generator=random, device=device)
@@ -32,7 +31,7 @@ def experts(count: int, n: int, k: int, scheme: str, device: torch.device) -> li
             (torch.randn(2048, k, generator=random, device=device) @ mixing * size).bfloat16()
         )
         weight = 0.02 * torch.randn(n, k, generator=random, device=device)
-        found.append(Rows(get(scheme), weight, hessian.complete()))
+        found.append(Problem(get(scheme), weight, hessian.complete()))
     return found
 
 
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--together", default="1,4,16,32")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    device, method = torch.device(arguments.device), Gptq()
+    device, options = torch.device(arguments.device), GptqOptions()
     cuda = device.type == "cuda"
     for shape in arguments.shape.split(","):
         for scheme in arguments.schemes.split(","):
@@ -67,7 +66,7 @@ def main() -> None:
                         torch.cuda.synchronize()
                     started, found = time.perf_counter(), []
                     for start in range(0, len(problems), size):
-                        found += method.solve_all(problems[start : start + size])
+                        found += solve(problems[start : start + size], options)
                     if cuda:
                         torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - started)

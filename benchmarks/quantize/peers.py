@@ -19,16 +19,16 @@ import time
 from pathlib import Path
 
 import torch
+from qtool.exchange.foreign import describe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
-from qtool.exchange.foreign import describe
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
-from qtool.text_table import render
+from qtool.table import render
 
 TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8

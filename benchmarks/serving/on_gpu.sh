@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|two|bench [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -77,6 +77,18 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
+mixture_code='
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.manual_seed(0)
+sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+             num_key_value_heads=4, head_dim=64, num_local_experts=8, vocab_size=4096,
+             max_position_embeddings=512, tie_word_embeddings=False)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes))
+model.to(torch.bfloat16).save_pretrained(sys.argv[1])
+'
+
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
 step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
@@ -91,6 +103,11 @@ check) # every scheme at once, on the demo and on a model that is sure of every 
         step "sure-$scheme" 400 bash -c "check sure $scheme $CHECK" &
     done
     wait
+    ;;
+mixture) # of experts; needs moe.tar.xz
+    step mixture-model 60 python3 -c "$mixture_code" "$DATA/mixtral"
+    step mixture 300 bash -c "quantize mixtral w4a8-lqq &&
+        python3 benchmarks/serving/check_vllm.py $DATA/mixtral-w4a8-lqq $CHECK"
     ;;
 two) # two GPUs
     memorize

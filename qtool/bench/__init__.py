@@ -1,3 +1,131 @@
-"""Measurements that `qtool bench` makes: GEMMs, attention and whole quantization runs beside their
-floors.
-"""
+"""What ``qtool bench`` measures: kernels on this GPU, a run of the quantizer, a server."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.errors import QtoolError, suggest
+
+if TYPE_CHECKING:
+    from qtool.bench.quantize import Measured
+
+
+def bench_quantize(
+    model: str,
+    scheme: str | None,
+    *,
+    recipe: str | None = None,
+    layers: int | None = None,
+    work: Path,
+    keep: bool = False,
+    **options: Any,
+) -> "Measured":
+    """One measured run of ``model``, or of a random checkpoint if it names a known shape.
+
+    Args:
+        layers: blocks of a random checkpoint; by default the shape's own.
+        work: directory for files. keep: the result; a random checkpoint is kept anyway.
+        options: of :func:`qtool.bench.quantize.run`.
+
+    Raises:
+        QtoolError: neither a model nor a shape.
+    """
+    from qtool.bench import quantize, random_checkpoint
+    from qtool.io.source import resolve
+    from qtool.pipeline.options import RecipeOverrides
+
+    work.mkdir(parents=True, exist_ok=True)
+    if model in random_checkpoint.SHAPES:
+        config = random_checkpoint.config_of(model, layers)
+        source = work / f"{model}-{config['num_hidden_layers']}"
+        if not (source / "config.json").exists():
+            random_checkpoint.make(config, source)
+    else:
+        source = resolve(model)
+    chosen = RecipeOverrides().recipe(scheme, recipe)
+    out = work / f"{source.name}-{scheme or Path(chosen.scheme).stem}"
+    measured = quantize.run(source, chosen, out, **options)
+    if not keep:
+        shutil.rmtree(out)
+    return measured
+
+
+def bench_gemm(
+    models: Sequence[str], tokens: Sequence[str], schemes: Sequence[str] | None = None
+) -> str:
+    """The table of GEMM times on this GPU.
+
+    Args:
+        models: names of layer shapes. tokens: M of a call, as texts.
+        schemes: its columns; by default the W4A8 ones and w8a8.
+
+    Raises:
+        QtoolError: no CUDA device, an unknown model's shapes or scheme, or token counts that are no
+            numbers.
+    """
+    _require_gpu("gemm", "9.0")
+    from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
+
+    for model in models:
+        if model not in MODELS:
+            raise QtoolError(f"bench gemm: unknown model {model!r}: {suggest(model, MODELS)}")
+    for scheme in schemes or ():
+        if scheme not in COLUMNS:
+            raise QtoolError(f"bench gemm: unknown scheme {scheme!r}: {suggest(scheme, COLUMNS)}")
+    if not all(count.isdigit() and int(count) for count in tokens):
+        raise QtoolError(
+            f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are"
+            " expected"
+        )
+    return markdown(
+        gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS)
+    )
+
+
+def bench_kv(shapes: Sequence[str] | None = None) -> str:
+    """The table of attention times over a packed cache on this GPU.
+
+    Raises:
+        QtoolError: no CUDA device, or a shape that is none.
+    """
+    _require_gpu("kv", "8.0 or more")
+    from qtool.bench.kv import SHAPES, kv_table
+
+    return kv_table(shapes or SHAPES)
+
+
+def bench_serve(
+    model: str, *, against: Sequence[str], batches: Sequence[str], **options: Any
+) -> tuple[list[dict[str, Any]], str]:
+    """Times of a native checkpoint in vLLM and of each of ``against``: as data, and as a table.
+
+    Raises:
+        QtoolError: serving is not installed, or what :func:`qtool.serving.bench.bench_serve`
+            raises.
+    """
+    from qtool import plugins
+    from qtool.io.source import resolve
+
+    serve, as_dicts, table = (
+        plugins.optional("qtool.serving.bench", name, "bench serve")
+        for name in ("bench_serve", "as_dicts", "table")
+    )
+    if not all(batch.isdigit() and int(batch) for batch in batches):
+        raise QtoolError(
+            f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
+            " are expected"
+        )
+    sizes = [int(batch) for batch in batches]
+    rows = list(serve(resolve(model), against=list(against), batches=sizes, **options))
+    return as_dicts(rows), table(rows)
+
+
+def _require_gpu(what: str, capability: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QtoolError(
+            f"bench {what}: no CUDA device here; the kernels need an NVIDIA GPU of compute"
+            f" capability {capability}"
+        )

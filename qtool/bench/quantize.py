@@ -20,7 +20,7 @@ from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_d
 from qtool.pipeline.run_record import beside
 from qtool.pipeline.streaming.shards import Progress
 from qtool.recipes import Recipe
-from qtool.text_table import render
+from qtool.table import render
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,24 @@
-"""Calibration: one file a method; recipes name them by these tables."""
+"""Calibration: one file a method; recipes name them by these tables.
+
+Three methods on plain tensors, as the pipeline calls them: :func:`gptq`, :func:`smooth_factors` and
+:func:`rotation`.
+"""
 
 from qtool.calibration.method import Rounding, Transform
 from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.transforms.clip import Clip
+from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
 from qtool.calibration.transforms.rotate import Rotate
-from qtool.calibration.transforms.smooth import Smooth
+from qtool.calibration.transforms.smooth import Smooth, smooth_factors
 from qtool.calibration.transforms.smooth_attention import SmoothAttention
 from qtool.calibration.transforms.value_basis import ValueBasis
+
+__all__ = ["ROUNDINGS", "TRANSFORMS", "GptqOptions", "gptq", "rotation", "smooth_factors"]
 
 TRANSFORMS: dict[str, type[Transform]] = {
     t.name: t

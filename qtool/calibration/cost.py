@@ -30,7 +30,7 @@ class Work:
             whatever its size.
         rounding_flops: of factors, sweeps and errors, float32.
         rounding_weights: weights looked at by the rounding's own search.
-        rounding_steps: blocks of columns swept one after another, launches again.
+        rounding_panels: panels of columns swept one after another, launches again.
         packed_weights: weights packed, and unpacked again to compute the next block's inputs.
     """
 
@@ -44,7 +44,7 @@ class Work:
     search_tries: float = 0
     rounding_flops: float = 0
     rounding_weights: float = 0
-    rounding_steps: float = 0
+    rounding_panels: float = 0
     packed_weights: float = 0
 
     def __add__(self, other: "Work") -> "Work":

@@ -81,7 +81,8 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
             else ""
         )
         raise QtoolError(
-            f"block {block.index}: NaN or Inf in its output on the calibration text, in {dtype}{hint}"
+            f"block {block.index}: NaN or Inf in its output on the calibration text, "
+            f"in {dtype}{hint}"
         )
 
 
@@ -126,7 +127,8 @@ def _attempt(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
         if len(batch.hidden) == 1:
             tokens = batch.hidden.shape[1]
             raise QtoolError(
-                f"block {block.index}: one sequence of {tokens} tokens does not fit the memory of {block.device}; "
+                f"block {block.index}: one sequence of {tokens} tokens does not fit the memory of "
+                f"{block.device}; "
                 "use a shorter --seqlen"
             ) from None
     halved = "batches halved for lack of memory"

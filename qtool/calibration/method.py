@@ -118,8 +118,8 @@ class Transform(Method):
 class Rounding(Method):
     """Turns every linear of ``block.schemes`` into codes."""
 
-    #: what is a batch matters to the result (a batch is a step)
-    steps: ClassVar[bool] = False
+    #: each batch is one iteration of an optimizer, so that the size of a batch changes the result
+    iterates: ClassVar[bool] = False
 
     @property
     def compares(self) -> bool:
@@ -130,7 +130,7 @@ class Rounding(Method):
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        """Codes and parameters of every linear in ``block.schemes``; may install them as it goes."""
+        """Codes and parameters of all linears in ``block.schemes``; may install them as it goes."""
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

@@ -69,7 +69,7 @@ class _Collector:
         self.waiting, self.seen = [], self.seen + sum(tokens)
 
     def found(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
-        """What goes to the other ranks: largest inputs, what was kept, and how many of each turn."""
+        """What goes to other ranks: largest inputs, what was kept, and how many of each turn."""
         return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
 
 
@@ -144,7 +144,7 @@ def count_tokens(batches: Sequence[Batch]) -> int:
 
 
 def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
-    """``(B, S)`` of every batch of all ranks, in order: known of :class:`Batches`, else asked for."""
+    """``(B, S)`` of all ranks' batches, in order: known of :class:`Batches`, else asked for."""
     if isinstance(batches, Batches):
         return batches.shapes
     return ranks.all_gather_batches(

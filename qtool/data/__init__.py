@@ -1,1 +1,1 @@
-"""Text for calibration and evaluation: named corpora, files, and the token windows cut from them."""
+"""Text for calibration and evaluation: corpora, files, and the token windows cut from them."""

@@ -1,4 +1,4 @@
-"""Calibration windows that the model writes itself: each begins with a few tokens of a text.
+"""Calibration windows that the model continues itself, after a few tokens of a text.
 
 A text found elsewhere is rarely what a model has learned from, and what is fitted to it (Hessians,
 scales, clipping) is fitted to inputs that come up less often than they seem to. Sampled at
@@ -25,10 +25,14 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @torch.no_grad()
 def continued(
-    model: "PreTrainedModel", begun: Tensor, length: int, *, seed: int, at_once: int | None = None
+    model: "PreTrainedModel",
+    beginnings: Tensor,
+    length: int,
+    *,
+    seed: int,
+    at_once: int | None = None,
 ) -> Tensor:
-    """Windows ``[B, length]`` on the CPU that begin with the tokens ``begun [B, S]``; the model
-    writes the others.
+    """Windows ``[B, length]`` on the CPU: ``beginnings [B, S]`` and what the model samples next.
 
     Nothing ends a window early: a token that ends a document is followed by what the model takes to
     come next.
@@ -40,16 +44,14 @@ def continued(
         QtoolError: NaN or Inf in the model's logits.
     """
     random, parts = torch.Generator(model.device).manual_seed(seed), []
-    for part in begun.split(at_once or len(begun)):
+    for part in beginnings.split(at_once or len(beginnings)):
         tokens, cache = [part.to(model.device)], _cache(model, length)
         finite = torch.ones((), dtype=torch.bool, device=model.device)
-        for _ in range(length - begun.shape[1]):
+        for _ in range(length - beginnings.shape[1]):
             with sdpa_kernel(ATTENTION):
                 out = model(tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1].float()
-            finite &= torch.isfinite(
-                logits
-            ).all()  # looked at once, at the end: nothing waits for a GPU here
+            finite &= torch.isfinite(logits).all()  # looked at after the loop: no wait for a GPU
             tokens.append(
                 torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random)
             )
@@ -62,8 +64,9 @@ def continued(
 
 
 def _cache(model: "PreTrainedModel", length: int) -> Cache:
-    """The model's cache with room for ``length`` tokens where its layers would copy all they have
-    for each token.
+    """The model's cache with room for ``length`` tokens.
+
+    Without it some layers copy all they have for each token.
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [

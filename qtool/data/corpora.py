@@ -1,22 +1,27 @@
 """Where text comes from: a named corpus or a file, local copies before the network.
 
 A corpus has two roles, so that nothing is measured on the text it was fitted to: ``train``
-(calibration) and ``test`` (perplexity). A local copy is looked for in ``data_dir``, else in the
-directory ``QTOOL_DATA_DIR`` names:
+(calibration) and ``test`` (perplexity). A local copy of a role is looked for in ``data_dir``, else
+in the directory ``QTOOL_DATA_DIR`` names:
 
-| corpus      | local copy of a role (``{split}`` is train or test)      | hub data set                            |
-|-------------|-----------------------------------------------------------|-----------------------------------------|
-| ``wikitext2`` | wikitext2/wiki.{split}.raw, wikitext-2-raw/wiki.{split}.raw, wikitext-2-raw-v1/{split}-*.parquet, wikitext2/{split}.* | Salesforce/wikitext, wikitext-2-raw-v1, split of that name |
-| ``c4``      | c4/c4-{train,validation}.*.json.gz (also under c4/en/), c4/{split}.*, c4.*, calibration/c4.utf8 | allenai/c4: first 10,000 documents of train shard 0, first 1,100 of validation shard 0 |
-| ``pile``    | pile/{split}.*, pile.*, calibration/pile.utf8             | NeelNanda/pile-10k: rows 0-8,999, rows 9,000-9,999 |
-| ``demo``    | ships with qtool: calibration.txt (train), heldout.txt (test) | never                               |
+- ``wikitext2``: wikitext2/wiki.{split}.raw, wikitext-2-raw/wiki.{split}.raw,
+  wikitext-2-raw-v1/{split}-*.parquet, wikitext2/{split}.*; on the hub Salesforce/wikitext,
+  wikitext-2-raw-v1, the split of that name.
+- ``c4``: c4/c4-{train,validation}.*.json.gz (also under c4/en/), c4/{split}.*, c4.*,
+  calibration/c4.utf8; on the hub allenai/c4, the first 10,000 documents of train shard 0 and the
+  first 1,100 of validation shard 0.
+- ``pile``: pile/{split}.*, pile.*, calibration/pile.utf8; on the hub NeelNanda/pile-10k, rows 0 to
+  8,999 and 9,000 to 9,999.
+- ``demo``: ships with qtool, calibration.txt (train) and heldout.txt (test).
 
-``.*`` stands for .jsonl, .parquet or .txt. A local copy is used whole, except the published C4
-shards, of which the same documents are taken as from the hub. ``c4.*``, ``pile.*`` and
-``calibration/*.utf8`` have no split: they serve both roles."""
+``{split}`` is train or test, ``.*`` is .jsonl, .parquet or .txt. A local copy is used whole, except
+the published C4 shards, of which the same documents are taken as from the hub. ``c4.*``, ``pile.*``
+and ``calibration/*.utf8`` have no split: they serve both roles.
+"""
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,9 +39,7 @@ DEMO = Path(__file__).parents[1] / "demo"
 
 @dataclass(frozen=True)
 class Source:
-    """One role of one corpus: local file patterns with the rows to take of each, and the hub's data
-    set.
-    """
+    """One role of one corpus: local file patterns, the rows to take, and the hub's data set."""
 
     local: tuple[tuple[str, Rows], ...]
     hub: dict[str, Any] = field(default_factory=dict)  # arguments of datasets.load_dataset
@@ -112,13 +115,18 @@ class Corpus:
 
     @property
     def text(self) -> str:
-        """The documents joined by blank lines: the text that is tokenized."""
-        return "\n\n".join(self.documents)
+        """The text that is tokenized."""
+        return joined(self.documents)
 
     @property
     def sha256(self) -> str:
         """Hex digest of :attr:`text` in UTF-8."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def joined(documents: Iterable[str]) -> str:
+    """``documents`` as one text, with blank lines between them."""
+    return "\n\n".join(documents)
 
 
 def is_corpus(source: str) -> bool:
@@ -130,18 +138,13 @@ def is_corpus(source: str) -> bool:
 
 
 def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corpus:
-    """The ``split`` (train or test) of a named corpus, or the whole of the file ``source`` whatever
-    the split.
+    """The ``split`` (train or test) of a named corpus, or the whole of the file ``source``.
 
     Raises :class:`QtoolError` for an unknown name, an unreadable file, or a corpus neither local
     nor reachable.
     """
     if source not in SOURCES:
-        if not is_corpus(source):
-            raise QtoolError(
-                f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}"
-            )
-        return Corpus(Path(source).name, source, text_files.read(Path(source)))
+        return Corpus(Path(source).name, source, text_files.read(require_file(source)))
     wanted = SOURCES[source][split]
     directory = DEMO if source == "demo" else data_directory(data_dir)
     if directory:
@@ -155,9 +158,22 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
     return Corpus(source, f"hub:{wanted.hub['path']}", _download(source, split, wanted))
 
 
+def require_file(source: str) -> Path:
+    """The path that ``source`` is, whether or not there is such a file.
+
+    Raises:
+        QtoolError: it looks like the name of a corpus, and none has it.
+    """
+    if not is_corpus(source):
+        raise QtoolError(f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}")
+    return Path(source)
+
+
 def data_directory(data_dir: str | Path | None) -> Path | None:
-    """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None. QtoolError
-    if it is missing.
+    """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None.
+
+    Raises:
+        QtoolError: it is missing.
     """
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")
     if named and not Path(named).is_dir():
@@ -180,7 +196,7 @@ def _download(source: str, split: str, wanted: Source) -> list[str]:
             else f"{type(error).__name__}: {error}"
         )
         raise QtoolError(
-            f"the {split} text of {source} is not here and cannot be downloaded from {wanted.hub['path']} "
-            f"({state}): put it at {first} in a directory given by --data-dir or QTOOL_DATA_DIR, "
-            "or name a text file instead"
+            f"the {split} text of {source} is not here and cannot be downloaded from "
+            f"{wanted.hub['path']} ({state}): put it at {first} in a directory given by --data-dir "
+            "or QTOOL_DATA_DIR, or name a text file instead"
         ) from error

@@ -1,20 +1,21 @@
-"""Documents out of a file: plain text, WikiText raw, JSON lines or parquet, plain or compressed
-(.gz, .zst).
+"""Documents and chats out of a file, plain or compressed (.gz, .zst).
 
-| ending             | documents                                                                |
-|--------------------|--------------------------------------------------------------------------|
-| .raw               | one a line, a blank line being an empty one: the rows of the hub's WikiText |
-| .jsonl .json       | one a line, its "text" key                                               |
-| .parquet           | one a row, its "text" column                                             |
-| .txt, anything else | the whole file is one                                                   |
+| ending              | rows                                                                |
+|---------------------|---------------------------------------------------------------------|
+| .raw                | one a line, blank ones empty: the rows of the hub's WikiText        |
+| .jsonl .json        | one a line: its "text", or the chat that is its "messages"          |
+| .parquet            | one a row: its column "text", or "messages"                         |
+| .txt, anything else | the whole file is one                                               |
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
+from qtool.data.chat import Row
 from qtool.errors import QtoolError
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
@@ -28,33 +29,68 @@ ENDINGS = {
     ".md",
     *COMPRESSION,
 }  # what a file's name looks like
+#: where a row's content is, and what it is: a document, or a chat
+COLUMNS = {"text": str, "messages": list}
 
 
-def read(path: Path, rows: tuple[int, int | None] = (0, None)) -> list[str]:
-    """The documents of ``path``, only ``rows`` (first, one past the last) of them; reading stops
-    after the last.
+def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
+    """The documents of ``path``, only ``part`` (first, one past the last) of them.
 
-    Raises :class:`QtoolError` if the file is missing, is a directory, is empty, is not UTF-8 or
-    lacks "text".
+    Reading stops after the last.
+
+    Raises:
+        QtoolError: the file is missing, is a directory, is empty, is not UTF-8, lacks "text" or
+            holds chats.
     """
-    if path.is_dir():
-        raise QtoolError(f"{path} is a directory, expected a text, .jsonl or .parquet file")
-    if not path.is_file():
-        raise QtoolError(f"{path} does not exist, expected a text, .jsonl or .parquet file")
+    found = rows(path, part)
+    if not all(isinstance(row, str) for row in found):
+        raise QtoolError(f'{path} holds chats (messages), documents under "text" are expected')
+    return found  # type: ignore[return-value]
+
+
+def rows(path: Path, part: tuple[int, int | None] = (0, None)) -> list[Row]:
+    """As :func:`read`, but a row may be a chat, under ``messages``."""
+    require(path)
     try:
-        documents = list(islice(_documents(path), *rows))
+        found = list(islice(_rows(path), *part))
     except UnicodeDecodeError as error:
         raise QtoolError(
             f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None
     except (OSError, EOFError) as error:
         raise QtoolError(f"{path} cannot be read: {error}") from None
-    if not any(document.strip() for document in documents):
+    if not any(row.strip() if isinstance(row, str) else row for row in found):
         raise QtoolError(f"{path} holds no text")
-    return documents
+    return found
 
 
-def _documents(path: Path) -> Iterator[str]:
+def require(path: Path) -> None:
+    """Refuse a path that is no file.
+
+    Raises:
+        QtoolError: it is missing or a directory.
+    """
+    if path.is_dir():
+        raise QtoolError(f"{path} is a directory, expected a text, .jsonl or .parquet file")
+    if not path.is_file():
+        raise QtoolError(f"{path} does not exist, expected a text, .jsonl or .parquet file")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of the file's bytes.
+
+    Raises:
+        QtoolError: it is missing or cannot be read.
+    """
+    require(path)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise QtoolError(f"{path} cannot be read: {error}") from None
+
+
+def _rows(path: Path) -> Iterator[Row]:
     compressed = path.suffix in COMPRESSION
     ending = Path(path.stem).suffix if compressed else path.suffix
     if ending == ".parquet":
@@ -62,13 +98,13 @@ def _documents(path: Path) -> Iterator[str]:
     return _lines_or_whole(path, ending, COMPRESSION.get(path.suffix))
 
 
-def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterator[str]:
+def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterator[Row]:
     with _open(path, compression) as file:
         if ending == ".raw":
             yield from (line if line.strip() else "" for line in file)
         elif ending in (".jsonl", ".json"):
             yield from (
-                _text_of(line, path, number) for number, line in enumerate(file, 1) if line.strip()
+                _row_of(line, path, number) for number, line in enumerate(file, 1) if line.strip()
             )
         else:
             yield file.read()
@@ -87,33 +123,39 @@ def _open(path: Path, compression: str | None) -> TextIO:
     )
 
 
-def _text_of(line: str, path: Path, number: int) -> str:
+def _row_of(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise QtoolError(
             f"{path} line {number} is not JSON: {error.msg} at column {error.colno}"
         ) from None
-    if isinstance(row, dict) and isinstance(row.get("text"), str):
-        return row["text"]
-    found = (
-        f"the keys {', '.join(sorted(row)) or '(none)'}"
-        if isinstance(row, dict)
-        else f"a {type(row).__name__}"
+    if isinstance(row, dict):
+        for name, kind in COLUMNS.items():
+            if isinstance(row.get(name), kind):
+                return row[name]  # type: ignore[no-any-return]
+        found = f"the keys {', '.join(sorted(row)) or '(none)'}"
+    else:
+        found = f"a {type(row).__name__}"
+    raise QtoolError(
+        f'{path} line {number} has {found}, expected an object with a string "text" or a list '
+        '"messages"'
     )
-    raise QtoolError(f'{path} line {number} has {found}, expected an object with a string "text"')
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if "text" not in names:
-                raise QtoolError(f'{path} has the columns {", ".join(names)}, expected "text"')
-            for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-                yield from (text or "" for text in batch.column(0).to_pylist())
-    except pyarrow.ArrowInvalid as error:
+            column = next((name for name in COLUMNS if name in names), None)
+            if column is None:
+                raise QtoolError(
+                    f'{path} has the columns {", ".join(names)}, expected "text" or "messages"'
+                )
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                yield from (row or "" for row in batch.column(0).to_pylist())
+    except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

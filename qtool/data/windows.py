@@ -1,4 +1,4 @@
-"""Calibration tokens: windows cut from a text.
+"""Calibration windows: token ids of a text, cut into pieces of one length.
 
 The documents are joined by blank lines, tokenized at once and cut into consecutive windows of
 ``seqlen`` tokens; of these, ``samples`` are drawn with a seed, without replacement. The same text,
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qtool.data.corpora import joined
 from qtool.errors import QtoolError
 
 
@@ -23,20 +24,37 @@ def windows(
     vocabulary: int,
     seed: int = 0,
 ) -> Tensor:
-    """Token ids ``[at most samples, seqlen]``.
+    """Token ids ``[at most samples, seqlen]`` of ``documents``.
 
     Raises:
         QtoolError: the text is shorter than one window, or the tokenizer is not the model's.
     """
-    ids = tokenizer("\n\n".join(documents), return_tensors="pt", verbose=False)["input_ids"][0]
-    if len(ids) < seqlen:
+    ids = tokenizer(joined(documents), return_tensors="pt", verbose=False)["input_ids"][0]
+    if len(ids) and int(ids.max()) >= vocabulary:
         raise QtoolError(
-            f"the calibration text has {len(ids)} tokens, fewer than one window of {seqlen}"
+            f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "
+            f"{vocabulary - 1}"
         )
-    if int(ids.max()) >= vocabulary:
+    return cut(ids, samples=samples, seqlen=seqlen, vocabulary=vocabulary, seed=seed)
+
+
+def cut(ids: Tensor, *, samples: int, seqlen: int, vocabulary: int, seed: int = 0) -> Tensor:
+    """Windows ``[at most samples, seqlen]`` of token ids ``[tokens]`` or ``[rows, tokens]``.
+
+    Rows are cut one by one; what is left of a row is dropped.
+
+    Raises:
+        QtoolError: fewer tokens than one window, or an id that the model does not have.
+    """
+    if ids.shape[-1] < seqlen:
         raise QtoolError(
-            f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at {vocabulary - 1}"
+            f"the calibration text has {ids.shape[-1]} tokens, fewer than one window of {seqlen}"
         )
-    all_windows = ids[: len(ids) // seqlen * seqlen].reshape(-1, seqlen)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise QtoolError(
+            f"calibration data: token ids from {int(ids.min())} to {int(ids.max())} found, the "
+            f"model has 0 to {vocabulary - 1}"
+        )
+    all_windows = ids[..., : ids.shape[-1] // seqlen * seqlen].reshape(-1, seqlen)
     order = torch.randperm(len(all_windows), generator=torch.Generator().manual_seed(seed))
     return all_windows[order[:samples].sort().values]

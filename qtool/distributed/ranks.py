@@ -7,6 +7,7 @@ depend on R. A process alone is rank 0 of 1: nothing here then costs anything.
 Legend: R ranks.
 """
 
+import logging
 import os
 import pickle
 import time
@@ -56,6 +57,12 @@ def rank() -> int:
 def size() -> int:
     """How many processes there are."""
     return _world.size
+
+
+def log(line: str) -> None:
+    """Log a line for the user, once for all ranks."""
+    if _world.rank == 0:
+        logging.getLogger("qtool").warning(line)
 
 
 @contextmanager

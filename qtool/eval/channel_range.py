@@ -1,5 +1,4 @@
-"""Activation ranges: the largest input of every channel of chosen linears, on a few windows of
-text.
+"""Activation ranges: the largest input of every channel of chosen linears, on a few windows.
 
 The picture of outliers: what a transform does to the channels that would set the scale for all
 others. Of each group of linears that read the same input one is shown, in the block where the
@@ -21,8 +20,9 @@ from qtool.models import family_of
 
 @dataclass(frozen=True)
 class ChannelRange:
-    """``before`` and ``after`` ``[K]``: max|X| of each input channel of linear ``name``, baseline
-    and quantized.
+    """max|X| ``[K]`` of the input channels of linear ``name``.
+
+    ``before`` is the baseline's, ``after`` the quantized model's.
     """
 
     name: str
@@ -37,8 +37,9 @@ def outlier(amax: Tensor) -> float:
 
 @torch.no_grad()
 def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
-    """max|X| ``[K]`` of the first linear of every group in every block, over ``windows [b, s]``, by
-    full name.
+    """max|X| ``[K]`` over ``windows [b, s]``, by the full name of a linear.
+
+    Of each group of linears with the same input, in every block, it is the first.
     """
     found: dict[str, Tensor] = {}
     with _watching(model, found):
@@ -48,7 +49,7 @@ def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
 
 
 def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[ChannelRange]:
-    """One linear of each kind, in the order of the model: where ``before`` has the largest outlier."""
+    """One linear of each kind, where ``before`` has the largest outlier, in the model's order."""
     chosen: dict[str, str] = {}
     for name in before:
         kind = role(name)

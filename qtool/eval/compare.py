@@ -1,10 +1,10 @@
-"""A model beside its baseline, on the same tasks: differences with their standard errors, and the
-table of both.
+"""A model beside its baseline on the same tasks: the changes, their standard errors, the table.
 
-Perplexity: the rise of log-perplexity in nats a token (on text sampled from the baseline itself it
-is the KL divergence to it) and the ratio. Its standard error is that of the mean difference over
-windows, the same for both. Other metrics: the difference, with the errors of both combined,
-sqrt(a^2 + b^2): an upper estimate, since both models answer the same questions and mostly agree.
+A perplexity's change is the rise of log-perplexity in nats a token (on text sampled from the
+baseline itself it is the KL divergence to it); any other metric's is the difference. Where both
+models saw the same items (windows or questions) the standard error is that of the mean difference
+over items, which leaves out what is hard for both. Where they did not, or the metric is no mean
+over items, the errors of both are combined, sqrt(a^2 + b^2), and the change is marked as unpaired.
 """
 
 import json
@@ -12,17 +12,20 @@ import math
 from dataclasses import asdict, dataclass
 
 from qtool.errors import QtoolError
-from qtool.eval.perplexity import standard_error
-from qtool.eval.results import Metric, Results, TaskResult, finite
-from qtool.text_table import render
+from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, finite, standard_error
+from qtool.table import render
 
 SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
 
 
 @dataclass(frozen=True)
 class Delta:
-    """``change`` is log(value / baseline) in nats for a perplexity of text, value - baseline for
-    anything else.
+    """The change of one metric.
+
+    Attributes:
+        change: value - baseline; where ``is_log``, the rise of the log-perplexity in nats.
+        stderr: the standard error of ``change``; None where there is none.
+        paired: ``stderr`` is of the differences item by item.
     """
 
     task: str
@@ -32,17 +35,27 @@ class Delta:
     change: float
     stderr: float | None
     is_log: bool
+    paired: bool
 
     @property
     def ratio(self) -> float:
+        """Of the perplexities, where the change is that of a logarithm; else of the values."""
+        if self.is_log:
+            return math.exp(self.change) if self.change < 700 else math.inf
         return self.value / self.baseline if self.baseline else math.nan
+
+    @property
+    def interval(self) -> float | None:
+        """The half-width of the 95 % interval of ``change``."""
+        return None if self.stderr is None else INTERVAL * self.stderr
 
 
 def compare(results: Results, baseline: Results) -> list[Delta]:
-    """A delta for each metric of each task both have.
+    """The change of each metric of each task that both have.
 
-    Raises :class:`QtoolError` where a task was not the same for both: other text, window length or
-    question count.
+    Raises:
+        QtoolError: a task was not the same for both: another text, window length or number of
+            questions.
     """
     known = {result.task: result for result in baseline.tasks}
     return [
@@ -57,21 +70,26 @@ def compare(results: Results, baseline: Results) -> list[Delta]:
 def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
     _check_same(result, base)
     new, old = result.metrics[metric], base.metrics[metric]
+    is_log = result.kind == "perplexity" or metric.startswith("log_")
+    change = new.value - old.value
     if result.kind == "perplexity":
-        rises = [
-            a - b
-            for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)
-        ]
         change = (result.details["nll"] - base.details["nll"]) / result.details["tokens"]
-        return Delta(
-            result.task, metric, new.value, old.value, change, standard_error(rises), is_log=True
-        )
-    stderr = (
-        None if new.stderr is None or old.stderr is None else math.hypot(new.stderr, old.stderr)
-    )
+    changes = item_changes(result, base, metric)
+    stderr = standard_error(changes)
+    if not changes and new.stderr is not None and old.stderr is not None:
+        stderr = math.hypot(new.stderr, old.stderr)
     return Delta(
-        result.task, metric, new.value, old.value, new.value - old.value, stderr, is_log=False
+        result.task, metric, new.value, old.value, change, stderr, is_log, paired=bool(changes)
     )
+
+
+def item_changes(result: TaskResult, base: TaskResult, metric: str) -> list[float]:
+    """The change of ``metric`` item by item; empty where the two did not see the same items."""
+    mine, other = result.items(metric), base.items(metric)
+    same = result.details.get("questions") == base.details.get("questions")
+    if not same or len(mine) != len(other):
+        return []
+    return [a - b for a, b in zip(mine, other, strict=True)]
 
 
 def _check_same(result: TaskResult, base: TaskResult) -> None:
@@ -80,14 +98,16 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
     for key, value in mine.items():
         if value != other[key]:
             raise QtoolError(
-                f"{result.task} cannot be compared: {key} is {value}, the baseline's is {other[key]}"
+                f"{result.task} cannot be compared: {key} is {value}, "
+                f"the baseline's is {other[key]}"
             )
 
 
 def table(results: Results, baseline: Results | None = None) -> str:
     """Plain text, one line a metric; with ``baseline``, its values and the change."""
     deltas = {(d.task, d.metric): d for d in compare(results, baseline)} if baseline else {}
-    header = ["task", "metric", "value", *(["baseline", "change"] if baseline else []), "samples"]
+    beside = ["baseline", "change ± 95 %"] if baseline else []
+    header = ["task", "metric", "value ± 95 %", *beside, "samples"]
     rows = []
     for result in results.tasks:
         for name, metric in result.metrics.items():
@@ -99,19 +119,27 @@ def table(results: Results, baseline: Results | None = None) -> str:
 
 
 def _number(metric: Metric) -> str:
-    return f"{metric.value:.4f}" + ("" if metric.stderr is None else f" ± {metric.stderr:.4f}")
+    return f"{metric.value:.4f}" + _plus_minus(metric.interval)
 
 
 def _against(delta: Delta | None) -> list[str]:
     if delta is None:
         return ["-", "-"]
-    error = "" if delta.stderr is None else f" ± {delta.stderr:.4f}"
-    change = f"{delta.change:+.4f}{error}" + (f" nats (x{delta.ratio:.4f})" if delta.is_log else "")
-    return [f"{delta.baseline:.4f}", change]
+    change = f"{delta.change:+.4f}" + _plus_minus(delta.interval)
+    change += f" nats (x{delta.ratio:.4f})" if delta.is_log else ""
+    unpaired = "" if delta.paired or delta.stderr is None else ", unpaired"
+    return [f"{delta.baseline:.4f}", change + unpaired]
+
+
+def _plus_minus(interval: float | None) -> str:
+    return "" if interval is None else f" ± {interval:.4f}"
 
 
 def as_json(results: Results, baseline: Results | None = None) -> str:
-    """The results, and with ``baseline`` its results and the changes, as strict JSON."""
+    """The results, and with ``baseline`` its results and the changes, as strict JSON.
+
+    Every ``stderr`` is one standard error.
+    """
     found = json.loads(results.to_json())
     if baseline:
         found["baseline"] = json.loads(baseline.to_json())["tasks"]

@@ -1,15 +1,16 @@
-"""One perplexity on every device: a model with quantized activations evaluated so that no last
-place decides.
+"""The same hidden states on every device: an option for models with quantized activations.
 
-Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary goes
-another way, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two
-orders of a sum. Its blocks are therefore evaluated with float operations that every device rounds
-alike (:mod:`qtool.runtime.deterministic`) around integer kernels that do so anyway. What follows the
-last code, the head, is computed as always, and so is a model whose activations have 16 bits.
+Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary gets
+another code, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two
+orders of a sum. With ``deterministic`` the decoder runs float operations that every device rounds
+alike (:mod:`qtool.runtime.deterministic`) around integer kernels that do so anyway. The head, which
+follows the last code, is computed as always, and so is a model whose activations have 16 bits.
+
+Without it a model runs as it is served: the kernels of the device and the model's own dtype.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -20,10 +21,16 @@ from qtool.runtime.deterministic import deterministic_arithmetic
 from qtool.runtime.huggingface import quantized_linears
 
 
+def arithmetic(model: PreTrainedModel, deterministic: bool) -> AbstractContextManager[None]:
+    """The arithmetic that evaluates ``model``: as served, or :func:`deterministic_decoder`."""
+    return deterministic_decoder(model) if deterministic else nullcontext()
+
+
 @contextmanager
-def deterministic(model: PreTrainedModel) -> Iterator[None]:
-    """In here ``model`` gives the same hidden states on a CPU and on a GPU if it quantizes
-    activations.
+def deterministic_decoder(model: PreTrainedModel) -> Iterator[None]:
+    """Make ``model``'s decoder give the same hidden states on a CPU and on a GPU.
+
+    A model without quantized activations runs as it is.
     """
     linears = quantized_linears(model).values()
     if all(linear.format.scheme_object.activation.bits == 16 for linear in linears):

@@ -1,5 +1,6 @@
-"""What ``qtool eval`` asks: a corpus or a text file means perplexity, any other name a zero-shot
-task.
+"""Evaluation of a model by the names of tasks.
+
+A corpus or a text file means perplexity, any other name a zero-shot task.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,10 +19,10 @@ from qtool.eval.results import Metric, Results, TaskResult
 
 @dataclass(frozen=True)
 class Asked:
-    """One name, its text or questions at hand; ``answer`` asks a model.
+    """A task whose text or questions are loaded; ``answer`` asks a model.
 
-    ``facts`` say what was asked: answers with equal facts are answers to the same questions. The
-    batch size is none of them: it only moves the last digits.
+    Answers with equal ``facts`` are answers to the same questions in the same arithmetic. The batch
+    size is none of the facts: it only moves the last digits.
     """
 
     name: str
@@ -32,8 +33,9 @@ class Asked:
 def evaluate(
     tasks: Iterable[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> Results:
-    """Results of ``tasks`` in order, for use from Python; options and errors: :func:`ask`,
-    perplexity, zero_shot.
+    """Results of ``tasks`` on ``model``, in order.
+
+    Options are those of :func:`ask`; errors those of ``ask``, ``perplexity`` and ``zero_shot``.
     """
     return Results(
         [result for asked in ask(tasks, tokenizer, **options) for result in asked.answer(model)]
@@ -48,55 +50,86 @@ def ask(
     limit: int | None = None,
     data_dir: str | Path | None = None,
     batch_size: int = 4,
+    deterministic: bool = False,
 ) -> list[Asked]:
-    """Find the text and the questions of every name; ``limit`` is windows of a perplexity,
-    questions of a task.
+    """Load the text or the questions of every task.
 
-    It needs no model: a misspelt last name costs seconds, not hours. Raises :class:`QtoolError` as
-    :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
+    It needs no model: a misspelt last name costs seconds, not hours.
+
+    Args:
+        seqlen: tokens a window of a perplexity.
+        limit: at most so many windows of a perplexity or questions of a task.
+        data_dir: local copies of corpora and tasks.
+        batch_size: windows or questions a forward.
+        deterministic: evaluate in the arithmetic that is the same on every device; by default a
+            model is evaluated as it is served.
+
+    Raises:
+        QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
     """
     found = []
+    how: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "limit": limit,
+        "batch_size": batch_size,
+        "deterministic": deterministic,
+    }
     for name in dict.fromkeys(tasks):
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
             facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
             answer: Callable[..., list[TaskResult]] = partial(
-                _perplexity,
-                corpus,
-                tokenizer=tokenizer,
-                seqlen=seqlen,
-                limit=limit,
-                batch_size=batch_size,
+                _perplexity, corpus, seqlen=seqlen, **how
             )
         else:
             from qtool.eval import zero_shot  # lm-eval takes seconds to import
 
             loaded, origin = zero_shot.load(name, tokenizer, data_dir)
+            questions = zero_shot.fingerprint(loaded)
             facts = {
                 "task": name,
-                "sha256": zero_shot.fingerprint(loaded),
+                "sha256": questions,
                 "limit": limit,
                 "lm_eval": version("lm_eval"),
             }
             answer = partial(
-                zero_shot.zero_shot,
-                loaded,
-                tokenizer=tokenizer,
-                origin=origin,
-                limit=limit,
-                batch_size=batch_size,
+                zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
             )
-        found.append(Asked(name, facts, answer))
+        found.append(Asked(name, facts | {"deterministic": deterministic}, answer))
     return found
+
+
+def task_names(data_dir: str | Path | None = None) -> dict[str, list[str]]:
+    """The names that :func:`ask` knows, by kind: ``perplexity``, ``local`` and ``lm-eval``.
+
+    ``local`` tasks need no network: ``demo_choice`` and the files in ``data_dir``. Reading
+    lm-eval's index takes seconds.
+    """
+    from qtool.eval import zero_shot
+
+    local = zero_shot.available_tasks(data_dir)
+    return {
+        "perplexity": list(corpora.SOURCES),
+        "local": local,
+        "lm-eval": zero_shot.lm_eval_tasks(),
+    }
 
 
 def _perplexity(
     corpus: corpora.Corpus,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    deterministic: bool,
     **options: Any,
 ) -> list[TaskResult]:
-    found = perplexity(corpus.text, model, tokenizer, label=corpus.name, **options)
+    found = perplexity(
+        corpus.text,
+        model,
+        tokenizer,
+        label=corpus.name,
+        deterministic=deterministic,
+        **options,
+    )
     details = {
         "nll": found.nll,
         "tokens": found.tokens,
@@ -107,6 +140,12 @@ def _perplexity(
     metric = Metric(found.perplexity, found.stderr, higher_is_better=False)
     return [
         TaskResult(
-            corpus.name, "perplexity", corpus.origin, found.windows, {"perplexity": metric}, details
+            corpus.name,
+            "perplexity",
+            corpus.origin,
+            found.windows,
+            {"perplexity": metric},
+            details,
+            deterministic,
         )
     ]

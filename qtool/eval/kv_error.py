@@ -1,4 +1,4 @@
-"""What the quantized KV cache loses: relative error of keys and of values, block by block."""
+"""The error of the quantized KV cache: relative, of keys and of values, block by block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from qtool.runtime.kv_cache import QuantCache
 
 @dataclass
 class KVError:
-    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values, as
-    attention reads them.
+    """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values.
+
+    X' is what attention reads.
     """
 
     keys: float
@@ -23,7 +24,7 @@ class KVError:
 
 @torch.no_grad()
 def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
-    """The error of every block on ``windows [b, s]``; empty if the model's cache is not quantized."""
+    """The error of every block on ``windows [b, s]``; empty for a cache that is not quantized."""
     if getattr(model.get_decoder(), "kv_quantizer", None) is None:
         return []
     sums: list[list[Tensor]] = []

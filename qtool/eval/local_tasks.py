@@ -1,16 +1,15 @@
-"""Zero-shot tasks out of local files, ``DATA_DIR/tasks/NAME.jsonl``, as lm-eval's own tasks:
-lm-eval scores them.
+"""Zero-shot tasks from local files, ``DATA_DIR/tasks/NAME.jsonl``, scored by lm-eval.
 
 The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's
 local_data), or that its rows are those of the data set that lm-eval's task of that name reads
 (HellaSwag's ``hellaswag_val.jsonl`` as published):
 
-| keys                               | scored                                             | as lm-eval's       |
-|------------------------------------|----------------------------------------------------|--------------------|
-| query, choices, gold               | p(choice | query): acc, acc_norm                   | piqa, arc, hellaswag |
-| context_options, continuation, gold | p(continuation | context option): acc             | winogrande         |
-| context, continuation              | continuation greedy? acc, and its perplexity       | lambada_openai     |
-| ctx_a, ctx_b, activity_label, endings, label, ... | by lm-eval's own task                | hellaswag, any other |
+| keys                                | scored                                    | as lm-eval's   |
+|-------------------------------------|-------------------------------------------|----------------|
+| query, choices, gold                | p(choice | query): acc, acc_norm          | piqa, arc      |
+| context_options, continuation, gold | p(continuation | context option): acc     | winogrande     |
+| context, continuation               | continuation greedy? acc; its perplexity  | lambada_openai |
+| ctx_a, ctx_b, activity_label, ...   | by lm-eval's own task                     | hellaswag, ... |
 
 ``gold`` is the index of the right choice. Rows become an in-memory data set: neither network nor
 cache is touched.
@@ -126,7 +125,8 @@ def _as_published(
         Exception
     ) as error:  # whatever a task's own code raises where a field is not as it wants it
         raise QtoolError(
-            f"{message}, or the fields of lm-eval's data set for {name} ({type(error).__name__}: {error})"
+            f"{message}, or the fields of lm-eval's data set for {name} "
+            f"({type(error).__name__}: {error})"
         ) from error
     return task
 

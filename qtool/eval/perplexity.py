@@ -1,33 +1,32 @@
-"""Perplexity by the recipe of the GPTQ and AWQ papers' scripts, so that numbers compare across
-papers.
+"""Perplexity by the rules of the GPTQ and AWQ papers' scripts, so that numbers compare.
 
 Documents are joined by blank lines and tokenized at once (the tokenizer's own BOS, if it adds one,
 stands once at the start), cut into non-overlapping windows of ``seqlen`` tokens (at most the
 model's context), and the last, partial window is dropped. A window of s tokens is predicted from
 its own start, so it scores s - 1 tokens:
 
-    perplexity = exp( sum over windows and scored tokens of -log p(token | its window so far)  /  scored tokens )
+    perplexity = exp( sum over windows and tokens of -log p(token | its window so far) / tokens )
 
 A text shorter than one window is scored as one short window: the scripts would score nothing.
 Logits come in the model's dtype, their log-softmax is taken in float32, sums are kept in float64.
-Where activations are quantized, the hidden states behind them are the same on every device
-(:mod:`qtool.eval.deterministic`).
+The model runs as it is served, or with ``deterministic`` so that every device gives the same hidden
+states (:mod:`qtool.eval.deterministic`).
 
 Shapes: b windows a batch, s tokens a window, v vocabulary.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qtool import progress
 from qtool.errors import QtoolError
-from qtool.eval.deterministic import deterministic
+from qtool.eval.deterministic import arithmetic
+from qtool.eval.results import standard_error
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -35,8 +34,11 @@ FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
 
 @dataclass(frozen=True)
 class Perplexity:
-    """``nll`` in nats, summed over ``tokens`` scored tokens; ``window_nll`` is each window's mean,
-    in nats a token.
+    """The score of a text.
+
+    Attributes:
+        nll: in nats, summed over the scored tokens. tokens: their number.
+        window_nll: each window's mean, in nats a token.
     """
 
     nll: float
@@ -67,13 +69,6 @@ class Perplexity:
         return None if self.log_stderr is None else self.perplexity * self.log_stderr
 
 
-def standard_error(values: list[float]) -> float | None:
-    """Of the mean of ``values``; None for fewer than two of them."""
-    if len(values) < 2:
-        return None
-    return float(torch.tensor(values, dtype=torch.float64).std() / math.sqrt(len(values)))
-
-
 def perplexity(
     text: str,
     model: PreTrainedModel,
@@ -82,14 +77,19 @@ def perplexity(
     seqlen: int = SEQLEN,
     limit: int | None = None,
     batch_size: int = 4,
+    deterministic: bool = False,
     label: str = "perplexity",
 ) -> Perplexity:
-    """Perplexity of ``text``, of its first ``limit`` windows if given; ``label`` names the progress
-    bar.
+    """Perplexity of ``text``, or of its first ``limit`` windows.
 
-    Raises :class:`QtoolError` for a text under two tokens, token ids the model has no embedding
-    for, NaN logits, and a single window that does not fit the device's memory (larger batches are
-    halved until they fit).
+    Args:
+        batch_size: windows a forward; halved where they do not fit the device's memory.
+        deterministic: hidden states that are the same on every device, instead of those served.
+        label: name of the progress bar.
+
+    Raises:
+        QtoolError: a text under two tokens, token ids the model has no embedding for, NaN logits,
+            or a single window that does not fit the device's memory.
     """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no window to evaluate: at least 1 is needed")
@@ -97,8 +97,8 @@ def perplexity(
     windows = cut_windows(ids, min(seqlen, context_length(model) or seqlen))[:limit]  # [windows, s]
     model.eval()
     sums: list[float] = []
-    bar = tqdm(total=len(windows), desc=label, unit="window", disable=not sys.stderr.isatty())
-    with torch.no_grad(), deterministic(model), bar:
+    bar = progress.bar(label, len(windows), "window")
+    with torch.no_grad(), arithmetic(model, deterministic), bar:
         for batch in windows.split(batch_size):  # [b, s]
             sums += _window_sums(model, batch.to(model.device)).tolist()
             bar.update(len(batch))
@@ -119,8 +119,9 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
-    """[tokens] -> [windows, seqlen], the partial last one dropped; [1, tokens] for a text shorter
-    than one window.
+    """[tokens] -> [windows, seqlen] without the partial last window.
+
+    [1, tokens] for a text shorter than one window.
     """
     if seqlen < 2:
         raise QtoolError(f"seqlen {seqlen} scores no token: at least 2 is needed")
@@ -137,16 +138,14 @@ def _tokenize(
     vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
     if ids.max() >= vocabulary:
         raise QtoolError(
-            f"the tokenizer gives token id {ids.max()} but the model embeds {vocabulary} ids (0 to {vocabulary - 1}): "
-            "is it another model's tokenizer?"
+            f"the tokenizer gives token id {ids.max()} but the model embeds {vocabulary} ids "
+            f"(0 to {vocabulary - 1}): is it another model's tokenizer?"
         )
     return ids
 
 
 def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """[b, s] ids -> [b] float64 sums of -log p, by halves where the whole batch does not fit the
-    memory.
-    """
+    """[b, s] ids -> [b] float64 sums of -log p; a batch that does not fit the memory is halved."""
     try:
         return _forward_sums(model, batch)
     except torch.OutOfMemoryError:

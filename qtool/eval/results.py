@@ -1,32 +1,59 @@
-"""What an evaluation found, as plain data that goes to JSON and back."""
+"""Results of an evaluation, as plain data that goes to JSON and back.
+
+Errors are standard errors (``stderr``) wherever they are data, and the half-widths of 95 %
+intervals, :data:`INTERVAL` standard errors, wherever a person reads ±.
+"""
 
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from qtool.errors import QtoolError
+
+#: standard errors on either side that hold 95 %
+INTERVAL = 1.96
+
+
+def standard_error(values: list[float]) -> float | None:
+    """The standard error of the mean of ``values``; None for fewer than two of them."""
+    if len(values) < 2:
+        return None
+    return float(torch.tensor(values, dtype=torch.float64).std() / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``value`` and its standard error (None where there is none), in the metric's own unit;
-    accuracies are 0 to 1.
+    """A value and its standard error (None where there is none), in the metric's own unit.
+
+    Accuracies are 0 to 1.
     """
 
     value: float
     stderr: float | None
     higher_is_better: bool
 
+    @property
+    def interval(self) -> float | None:
+        """The half-width of the 95 % interval."""
+        return None if self.stderr is None else INTERVAL * self.stderr
+
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task. ``kind`` is perplexity or zero_shot; ``origin`` is a file, ``hub:...`` or
-    ``lm-eval``.
+    """The result of one task.
 
-    ``samples`` counts windows or questions. ``details`` of a perplexity: nll (nats, summed),
-    tokens, seqlen, sha256 of the text, window_nll (nats a token, one a window). ``details`` of a
-    zero-shot task: lm-eval's version of the task.
+    Attributes:
+        kind: ``perplexity`` or ``zero_shot``.
+        origin: where the text or questions are from: a file, ``hub:...`` or ``lm-eval``.
+        samples: the number of windows or questions.
+        details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
+            (nats a token, one a window); of a zero-shot task lm-eval's version of the task,
+            questions (their sha256), items (by metric, one number a question).
+        deterministic: evaluated in the arithmetic that is the same on every device, and not as
+            served (:mod:`qtool.eval.deterministic`).
     """
 
     task: str
@@ -35,11 +62,18 @@ class TaskResult:
     samples: int
     metrics: dict[str, Metric]
     details: dict[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
+
+    def items(self, metric: str) -> list[float]:
+        """One number a window or question, whose mean is ``metric`` (a perplexity's logarithm)."""
+        if self.kind == "perplexity":
+            return list(self.details["window_nll"])
+        return list(self.details.get("items", {}).get(metric, []))
 
 
 @dataclass(frozen=True)
 class Results:
-    """All tasks of one model, in the order they were asked for."""
+    """The results of one model, in the order the tasks were asked for."""
 
     tasks: list[TaskResult]
 
@@ -52,7 +86,11 @@ class Results:
 
 
 def from_json(text: str) -> Results:
-    """The inverse of :meth:`Results.to_json`. Raises :class:`QtoolError` where the text is not one."""
+    """The inverse of :meth:`Results.to_json`.
+
+    Raises:
+        QtoolError: the text is not the JSON of an evaluation.
+    """
     try:
         tasks = json.loads(text)["tasks"]
         return Results(
@@ -76,9 +114,7 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every infinite or NaN number in it (in dicts and lists too) replaced by None:
-    strict JSON.
-    """
+    """``value`` with every infinite or NaN number in it, at any depth, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

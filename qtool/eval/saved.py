@@ -1,8 +1,8 @@
-"""``eval.json``: finished evaluations beside the model, so that none is run twice and a report can
-show them.
+"""``eval.json``: finished evaluations beside the model, to be used again and shown in a report.
 
 An answer is used again only where everything is equal: the model (:func:`identity`), what was asked
-(:class:`qtool.eval.evaluate.Asked`), the kind of device and the versions that computed it. The file
+and in which arithmetic (:class:`qtool.eval.evaluate.Asked`), the kind of device and the versions
+that computed it. The file
 is written after every task, so an interrupted evaluation goes on where it was. The baseline's
 answers are kept in the file of the model that is compared with it: a baseline's own directory is
 never written.
@@ -39,11 +39,10 @@ class Answer:
 
 
 def identity(directory: Path) -> str:
-    """What tells a model from another: of a checkpoint that qtool wrote, the hash of its files'
-    recorded hashes.
+    """What tells a model from another and survives a copy.
 
-    It survives a copy. Of any other model it is :meth:`Checkpoint.fingerprint`, which qtool.json
-    names as the source.
+    Of a checkpoint that qtool wrote it is the hash of its files' recorded hashes; of any other
+    model :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
     """
     try:
         recorded = json.loads((directory / "qtool.json").read_text())["shards"]
@@ -54,17 +53,17 @@ def identity(directory: Path) -> str:
 
 
 def environment(device: str, kv: str | None = None, dtype: str | None = None) -> dict[str, str]:
-    """What computes, as far as it moves a result: the kind of device, versions, a KV quantizer or
-    dtype asked for.
-    """
+    """What moves a result: the kind of device, versions, and a KV quantizer or dtype given."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     asked = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
     return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | asked
 
 
 def read(directory: Path) -> list[Answer]:
-    """The answers in ``directory``; none if it has no ``eval.json``. Raises :class:`QtoolError` if
-    it is damaged.
+    """The answers in ``directory``; none if it has no ``eval.json``.
+
+    Raises:
+        QtoolError: the file is damaged.
     """
     path = directory / FILE
     if not path.exists():
@@ -92,15 +91,17 @@ def answers(
     store: Path,
     environment: dict[str, str],
 ) -> Results:
-    """The results of ``asked`` on the model with identity ``model``, which is loaded only if one is
-    not in ``store``.
+    """The results of ``asked`` on the model with identity ``model``.
+
+    The model is loaded only if an answer is not in ``store``.
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
     """
     if not os.access(store, os.W_OK):
         raise QtoolError(
-            f"{store} is not writable: results cannot be kept in its {FILE}; evaluate without --save"
+            f"{store} is not writable: results cannot be kept in its {FILE}; "
+            "evaluate without --save"
         )
     known, loaded, results = read(store), None, []
     for one in asked:

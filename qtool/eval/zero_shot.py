@@ -1,8 +1,8 @@
 """Zero-shot tasks through lm-eval's own API: its prompts, its scoring, its metric names.
 
 A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`),
-lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors is dropped,
-its bars need a terminal.
+lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors and its bars
+are dropped; on a terminal one bar a task is shown, with the task's name.
 """
 
 import hashlib
@@ -10,30 +10,40 @@ import io
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import tqdm as tqdm_module
 from lm_eval import evaluator
+from lm_eval.api import model as lm_eval_model
+from lm_eval.api import task as lm_eval_task
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qtool import progress
 from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
-from qtool.eval.deterministic import deterministic
-from qtool.eval.results import Metric, TaskResult
+from qtool.eval.deterministic import arithmetic
+from qtool.eval.items import allow_infinite_perplexities, metrics_and_items
+from qtool.eval.results import TaskResult
 from qtool.io import hub
 
-# bootstrap draws for the standard error of metrics that are no mean; lm-eval's 100,000 take minutes
+#: bootstrap draws for the error of metrics that are no mean; lm-eval's 100,000 take minutes
 RESAMPLES = 1000
+#: tasks that are meant more often than any of lm-eval's thousands of others: suggested first
+COMMON = ["arc_challenge", "arc_easy", "boolq", "copa", "gsm8k", "hellaswag", "lambada_openai"]
+COMMON += ["mmlu", "openbookqa", "piqa", "race", "sciq", "social_iqa", "truthfulqa_mc2"]
+COMMON += ["wikitext", "winogrande"]
 
 
 def available_tasks(data_dir: str | Path | None = None) -> list[str]:
@@ -41,13 +51,23 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
     return [demo_choice.NAME, *local_tasks.local_tasks(data_dir)]
 
 
+def all_tasks(data_dir: str | Path | None = None) -> list[str]:
+    """Every name that :func:`load` knows, those that need no network first."""
+    return list(dict.fromkeys([*available_tasks(data_dir), *lm_eval_tasks()]))
+
+
+def lm_eval_tasks() -> list[str]:
+    """The tasks, groups and tags of lm-eval, whose data comes from the hub or its cache."""
+    return list(_index().all_tasks)
+
+
 def load(
     name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | None = None
 ) -> tuple[list[Any], str]:
     """lm-eval's task objects (a group or tag is several) and their origin: a file, or ``lm-eval``.
 
-    Raises :class:`QtoolError` for an unknown name, a malformed file, or data neither cached nor
-    reachable.
+    Raises:
+        QtoolError: an unknown name, a malformed file, or data neither cached nor reachable.
     """
     with _quiet():
         if name == demo_choice.NAME:
@@ -61,12 +81,17 @@ def fingerprint(tasks: list[Any]) -> str:
     """sha256 of the names, versions and documents of the tasks of :func:`load`."""
     digest = hashlib.sha256()
     with _quiet():
-        for task in tasks:
-            for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
-                digest.update(f"{leaf.task_name} {leaf.VERSION}".encode())
-                for document in leaf.eval_docs:
-                    digest.update(json.dumps(document, default=str).encode())
+        for task in _leaves(tasks):
+            digest.update(f"{task.task_name} {task.VERSION}".encode())
+            for document in task.eval_docs:
+                digest.update(json.dumps(document, default=str).encode())
     return digest.hexdigest()
+
+
+def _leaves(tasks: list[Any]) -> Iterator[Any]:
+    """The tasks, and those of the groups among them."""
+    for task in tasks:
+        yield from task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
 
 def zero_shot(
@@ -77,15 +102,23 @@ def zero_shot(
     origin: str,
     limit: int | None = None,
     batch_size: int = 4,
+    deterministic: bool = False,
+    questions: str = "",
+    label: str = "zero-shot",
 ) -> list[TaskResult]:
-    """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given."""
+    """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given.
+
+    Args:
+        origin: what :func:`load` returned with the tasks.
+        deterministic: hidden states that are the same on every device, instead of those served.
+        questions: the tasks' :func:`fingerprint`; two results with the same one are paired.
+        label: name of the progress bar.
+    """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no question to ask: at least 1 is needed")
-    with (
-        _quiet(),
-        hub.offline(),
-        deterministic(model),
-    ):  # its bars reach a terminal, nothing reaches a log
+    for task in _leaves(tasks):
+        allow_infinite_perplexities(task.aggregation())
+    with _quiet(label), hub.offline(), arithmetic(model, deterministic):
         found = evaluator.simple_evaluate(
             model=_LanguageModel(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"
@@ -93,19 +126,32 @@ def zero_shot(
             tasks=tasks,
             limit=limit,
             bootstrap_iters=0 if limit == 1 else RESAMPLES,
-            log_samples=False,
+            log_samples=True,
             task_manager=TaskManager(include_defaults=False),
         )
-    return [_result(name, found, origin) for name in found["results"]]
+    results = []
+    for name, values in found["results"].items():
+        logged = found["samples"].get(name, [])  # none for a group
+        better = found["higher_is_better"].get(name, {})
+        metrics, items = metrics_and_items(values, logged, better)
+        details = {
+            "version": found["versions"].get(name),
+            "questions": questions,
+            "items": items,
+        }
+        count = found["n-samples"].get(name, {}).get("effective", 0)
+        results.append(
+            TaskResult(name, "zero_shot", origin, count, metrics, details, deterministic)
+        )
+    return results
 
 
 class _LanguageModel(HFLM):
-    """lm-eval's own, which also scores a continuation that merges with its context into no more
-    tokens than that has.
+    """lm-eval's own, which also scores a continuation that adds no token to its context.
 
-    lm-eval stops at an assertion there (a tokenizer with tokens such as "into▁the▁"); the
-    continuation then starts at the first token that differs from the context's. Wherever lm-eval
-    has a number, it is the same number.
+    lm-eval stops at an assertion where the two merge into no more tokens than the context has (a
+    tokenizer with tokens such as "into▁the▁"); the continuation then starts at the first token that
+    differs from the context's. Wherever lm-eval has a number, it is the same number.
     """
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -119,27 +165,6 @@ class _LanguageModel(HFLM):
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
 
-def _result(name: str, found: dict[str, Any], origin: str) -> TaskResult:
-    values = found["results"][name]  # "acc,none": 0.5, "acc_stderr,none": 0.1, "alias": ...
-    better = found["higher_is_better"].get(name, {})
-    metrics = {}
-    for key, value in values.items():
-        metric, _, filtered = key.partition(",")
-        if not filtered or metric.endswith("_stderr"):
-            continue
-        stderr = values.get(f"{metric}_stderr,{filtered}")
-        label = metric if filtered == "none" else f"{metric},{filtered}"
-        metrics[label] = Metric(
-            float(value),
-            stderr if isinstance(stderr, float) else None,
-            better.get(metric) is not False,
-        )
-    samples = found["n-samples"].get(name, {}).get("effective", 0)
-    return TaskResult(
-        name, "zero_shot", origin, samples, metrics, {"version": found["versions"].get(name)}
-    )
-
-
 @cache
 def _index() -> TaskManager:
     return TaskManager()  # reads some 14,000 files
@@ -148,9 +173,11 @@ def _index() -> TaskManager:
 def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     index = _index()
     if name not in index.all_tasks:
-        here = [*corpora.SOURCES, *available_tasks(data_dir)]
-        close = get_close_matches(name, [*here, *index.all_tasks], n=1)
-        raise QtoolError(f"unknown task {name!r}, and no such file: {suggest(name, close or here)}")
+        likely = [*corpora.SOURCES, *available_tasks(data_dir), *COMMON]
+        close = get_close_matches(name, likely, 1) or get_close_matches(name, index.all_tasks, 1)
+        raise QtoolError(
+            f"unknown task {name!r}, and no such file: {suggest(name, close or likely)}"
+        )
     try:
         with hub.access():
             loaded = index.load([name])
@@ -161,29 +188,36 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
             else "no connection to the hub"
         )
         raise QtoolError(
-            f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as published, "
-            f"at tasks/{name}.jsonl in a directory given by --data-dir or QTOOL_DATA_DIR, "
-            "or evaluate it once with a connection"
+            f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as "
+            f"published, at tasks/{name}.jsonl in a directory given by --data-dir or "
+            "QTOOL_DATA_DIR, or evaluate it once with a connection"
         ) from error
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(label: str | None = None) -> Iterator[None]:
+    """lm-eval without its log below errors and its bars; requests get one named ``label``."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     with ExitStack() as stack:
         stack.callback(logger.setLevel, level)
-        stack.enter_context(
-            patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
-        )  # bootstrap in this process
+        stack.enter_context(patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}))  # for bootstraps
         stack.enter_context(redirect_stdout(io.StringIO()))
-        if not sys.stderr.isatty():
+        if not progress.shows_bars():
             stack.enter_context(redirect_stderr(io.StringIO()))
-        for unused in (
-            "get_git_commit_hash",
-            "add_env_info",
-        ):  # they run git, pip, lscpu, which say what they like
+        for module in (tqdm_module, lm_eval_model, lm_eval_task):
+            stack.enter_context(patch.object(module, "tqdm", partial(_bar, None)))
+        stack.enter_context(patch.object(huggingface, "tqdm", partial(_bar, label)))
+        for unused in ("get_git_commit_hash", "add_env_info"):  # they run git, pip and lscpu
             stack.enter_context(patch.object(evaluator, unused, create=True))
         yield
+
+
+def _bar(label: str | None, *args: Any, disable: bool = False, **options: Any) -> Any:
+    """One of lm-eval's bars with a task's ``label`` on it, or hidden without one."""
+    hidden = disable or label is None or not progress.shows_bars()
+    return tqdm(
+        *args, **options | {"desc": label, "unit": "request", "leave": False, "disable": hidden}
+    )

@@ -1,3 +1,1 @@
-"""Other tools' checkpoints: one file a foreign format, and the conversions from and to the native
-one.
-"""
+"""Other tools' checkpoints: one file a foreign format, and one conversion for both directions."""

@@ -1,5 +1,4 @@
-"""What foreign formats store of a linear: ``w = (codes - zero) * scale``, and how our schemes are
-that.
+"""Our schemes in the form that foreign formats store: ``w = (codes - zero) * scale``.
 
 Three forms cover every format of this room. No form rounds a code. Only where a scale is the
 product of two of ours is it rounded (to the dtype they are stored in), and every export says what
@@ -8,8 +7,10 @@ that costs. A linear whose input is gathered has its columns put back in the mod
 apart.
 
     symmetric 4 bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 and w4ax-fmpq (codes + 8)
-    asymmetric 4 bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z); the symmetric ones
-    8 bit              codes s8, zero 0          w8a8; w4a8-lqq and w4a8-qoq-g128 (the level-1 integers Q8', s1)
+    asymmetric 4 bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z);
+                                                 the symmetric ones
+    8 bit              codes s8, zero 0          w8a8; w4a8-lqq and w4a8-qoq-g128 (the level-1
+                                                 integers Q8', s1)
 
 Legend: N output channels, K input channels, G groups.
 """

@@ -1,9 +1,8 @@
-"""What transformers runs from a compressed-tensors export, out of the native checkpoint: the same
-numbers, to the bit.
+"""A native checkpoint as transformers runs its compressed-tensors export, to the bit.
 
-The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8 bits follow the
-compressed-tensors library, in the model's dtype too, where the specified rule (and vLLM's kernels) take
-``max|x| / 127`` in float32 and add integers:
+The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8
+bits follow the compressed-tensors library, in the model's dtype too, where the specified rule (and
+vLLM's kernels) take ``max|x| / 127`` in float32 and add integers:
 
     s = max|x| / 127.5        Q = clamp(rne(x / s), -128, 127)        x' = Q s
 
@@ -24,6 +23,7 @@ from qtool.errors import QtoolError
 from qtool.exchange import targets
 from qtool.exchange.affine import asymmetric_4
 from qtool.exchange.compressed_tensors import E4M3_MAX, CompressedTensors
+from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.target import TOKEN_INT8, Target
 from qtool.io.source import read_config
@@ -33,7 +33,7 @@ from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load
-from qtool.runtime.packed_kv import SCALES, attention_name
+from qtool.runtime.packed_kv import SCALES
 
 #: the formats that transformers runs with the compressed-tensors library
 RUNS = (
@@ -52,8 +52,7 @@ def load_as_export(
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
 ) -> PreTrainedModel:
-    """The native checkpoint in ``directory`` as transformers runs its export in ``format``, in eval
-    mode.
+    """Load ``directory`` as transformers runs its export in ``format``, in eval mode.
 
     It needs the memory of the 16-bit model and runs none of qtool's kernels.
 
@@ -70,17 +69,15 @@ def load_as_export(
     target, config = require_runs(format), read_config(Path(directory))
     native = native_format(config)
     formats = exported_formats(target, native, config).values()
-    dequantize |= any(target.ways[found.scheme].form is asymmetric_4 for found in formats if found)
+    dequantize |= any(
+        target.of_scheme[found.scheme].form is asymmetric_4 for found in formats if found
+    )
     model = load(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():
         model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
     if native.kv is not None:
         unquantize_kv(model)
-    if (
-        native.kv == "kv8"
-        and not dequantize
-        and attention_name(family_of(config["model_type"])) == "self_attn"
-    ):
+    if keeps_kv_scales(target, native.kv, family_of(config["model_type"])) and not dequantize:
         for attention in [module for module in model.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
             scales = [scale.to(model.dtype) for scale in stored.values()]
@@ -152,9 +149,7 @@ class _Fp8Cache:
         self.cache, self.scales = cache, scales
 
     def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
-        """What attention reads: ``keys`` and ``values [B, H, T, D]`` rounded, after those before
-        them.
-        """
+        """All keys and values so far, ``keys`` and ``values [B, H, T, D]`` rounded."""
         keys, values = (
             _e4m3(x, scale) for x, scale in zip((keys, values), self.scales, strict=True)
         )

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.exchange.affine import ASYMMETRIC_4, Affine, asymmetric_4
+from qtool.exchange.source_format import Config, SourceFormat, require_setting
 from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
@@ -77,3 +79,25 @@ def read(tensors: Mapping[str, Tensor], n: int, k: int) -> Affine:
 def read_zeros(qzeros: Tensor, n: int, groups: int) -> Tensor:
     """The zero points ``[n, groups]``, uint8."""
     return WORDS.unpack({"qweight": qzeros}, n, groups, signed=False)
+
+
+def source_format(config: Config) -> SourceFormat:
+    """How the linears of an AWQ checkpoint are stored.
+
+    Raises:
+        QtoolError: a width or a version that cannot be imported.
+    """
+    bits = {"bits": config.get("bits", config.get("w_bit"))}
+    require_setting(bits, "bits", 4, "AWQ", "w4a16 is the only weight-only scheme")
+    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+        raise QtoolError(f"AWQ version {version!r} cannot be imported; only 'gemm' can")
+    return SourceFormat(
+        "AWQ",
+        "qweight",
+        "scales",
+        "qzeros",
+        "",
+        transposed=True,
+        read=read,
+        read_zeros=read_zeros,
+    )

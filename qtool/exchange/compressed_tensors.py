@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.exchange import gptq
 from qtool.exchange.affine import (
     ASYMMETRIC_4,
@@ -29,6 +30,7 @@ from qtool.exchange.affine import (
     int_8,
     symmetric_4,
 )
+from qtool.exchange.source_format import Config, SourceFormat
 from qtool.exchange.target import (
     ANY,
     SIXTEEN_BIT,
@@ -68,9 +70,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """How a scheme is expressed: the form of its weights, its group sizes, the activations it will
-    run under.
-    """
+    """How a scheme is expressed: form of its weights, group sizes, activations beside them."""
 
     form: Form
     group_sizes: tuple[int | None, ...]
@@ -82,7 +82,7 @@ class CompressedFormat:
 
 
 class CompressedTensors(Target):
-    """One target a table of scheme -> :class:`CompressedFormat`."""
+    """One target: how it expresses each scheme, a table of :class:`CompressedFormat`."""
 
     uniform: ClassVar[bool] = False
 
@@ -90,31 +90,38 @@ class CompressedTensors(Target):
         self,
         name: str,
         about: str,
-        ways: Mapping[str, CompressedFormat],
+        of_scheme: Mapping[str, CompressedFormat],
         tile: tuple[int, int] = (1, 8),
     ) -> None:
-        self.name, self.about, self.ways, self.tile = name, about, ways, tile
-        self.expressible = {scheme: way.group_sizes for scheme, way in ways.items()}
+        self.name, self.about, self.of_scheme, self.tile = name, about, of_scheme, tile
+        self.expressible = {scheme: found.group_sizes for scheme, found in of_scheme.items()}
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
         rows, columns = self.tile
-        return (max(rows, 8) if self.ways[scheme].form is asymmetric_4 else rows), columns
+        return (max(rows, 8) if self.of_scheme[scheme].form is asymmetric_4 else rows), columns
 
     def takes_gathered(self, found: LinearFormat) -> bool:
-        return found.group_size is None or self.ways[found.scheme].form is int_8
+        return found.group_size is None or self.of_scheme[found.scheme].form is int_8
 
     def activations(self, scheme: str) -> str:
-        return self.ways[scheme].activations
+        return self.of_scheme[scheme].activations
 
     def refuses_experts(self, found: LinearFormat) -> str:
-        way = self.ways[found.scheme]
-        only_cpu = way.format == PACKED and way.activations == TOKEN_INT8
+        stored = self.of_scheme[found.scheme]
+        only_cpu = stored.format == PACKED and stored.activations == TOKEN_INT8
         return "vLLM runs 4-bit experts under int8 activations on CPUs only" if only_cpu else ""
+
+    def cautions_experts(self, found: LinearFormat) -> str:
+        form = self.of_scheme[found.scheme].form
+        if form is symmetric_4:
+            return ""
+        kind = "in 8 bits" if form is int_8 else "with zero points"
+        return f"experts: transformers cannot load them {kind}; serve this export with vLLM"
 
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
     ) -> dict[str, Tensor]:
-        return write(self.ways[linear_format.scheme].form(linear_format, codes, params))
+        return write(self.of_scheme[linear_format.scheme].form(linear_format, codes, params))
 
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
@@ -138,29 +145,27 @@ class CompressedTensors(Target):
         }
 
     def _group(self, kind: LinearFormat, targets: list[str]) -> dict[str, Any]:
-        way = self.ways[kind.scheme]
+        stored = self.of_scheme[kind.scheme]
         weights: dict[str, Any] = {
-            "num_bits": 8 if way.form is int_8 else 4,
+            "num_bits": 8 if stored.form is int_8 else 4,
             "type": "int",
-            "symmetric": way.form is not asymmetric_4,
+            "symmetric": stored.form is not asymmetric_4,
             "dynamic": False,
         }
-        if kind.group_size is None or way.form is int_8:
+        if kind.group_size is None or stored.form is int_8:
             weights["strategy"] = "channel"
         else:
             weights |= {"strategy": "group", "group_size": kind.group_size}
         return {
             "targets": targets,
             "weights": weights,
-            "input_activations": ACTIVATIONS[way.activations],
+            "input_activations": ACTIVATIONS[stored.activations],
             "output_activations": None,
-            "format": way.format,
+            "format": stored.format,
         }
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """fp8 e4m3, one scale a tensor: the calibrated maximum (127 steps of kv8's largest scale)
-        is 448.
-        """
+        """One fp8 scale a tensor: the calibrated maximum, 127 steps of kv8's, becomes 448."""
         to_fp8 = 127 / E4M3_MAX
         return {
             "k_scale": k_scale.max().reshape(1) * to_fp8,
@@ -169,16 +174,12 @@ class CompressedTensors(Target):
 
 
 class W4A8Fp8(CompressedTensors):
-    """4-bit groups of 128 under fp8 activations: CUTLASS on Hopper turns the weights into fp8 when
-    it loads them.
-    """
+    """4-bit groups of 128 under fp8 activations, which CUTLASS loads as fp8 weights (Hopper)."""
 
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
     ) -> Tensor:
-        """What vLLM multiplies: scales in fp8 relative to their channel, each of their sixteen
-        multiples in fp8.
-        """
+        """What vLLM multiplies: fp8 scales relative to their channel, and fp8 multiples of them."""
         affine = read(tensors, n, k)
         scale = affine.scale.float()
         channel = scale.abs().amax(1, keepdim=True) / E4M3_MAX
@@ -252,7 +253,8 @@ COMPRESSED_TENSORS = (
     ),
     CompressedTensors(
         "compressed-tensors-w8a8",
-        "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, SGLang, transformers",
+        "w8a8, or the int8 weights inside w4a8-lqq and w4a8-qoq-g128 (twice the bytes): vLLM, "
+        "SGLang, transformers",
         _formats(INT_8, TOKEN_INT8, int_8),
     ),
     CompressedTensors(
@@ -267,3 +269,50 @@ COMPRESSED_TENSORS = (
         tile=(128, 128),
     ),
 )
+
+
+def source_format(config: Config) -> SourceFormat:
+    """How the linears of a 4-bit weight-only compressed-tensors checkpoint are stored.
+
+    Raises:
+        QtoolError: another width, quantized activations, online rotations or a quantized cache.
+    """
+    groups = config.get("config_groups") or {}
+    if not groups:
+        raise QtoolError("compressed-tensors: config_groups is empty, no linear is quantized")
+    for name, group in groups.items():
+        weights = group.get("weights") or {}
+        stored = group.get("format") or config.get("format")
+        bits, kind = weights.get("num_bits"), weights.get("type")
+        if stored != PACKED or bits != 4 or kind != "int":
+            fp8 = kind == "float" and bits == 8
+            hint = "; dequantize it: transformers' CompressedTensorsConfig(dequantize=True)"
+            raise QtoolError(
+                f"compressed-tensors {name}: {stored} with {bits}-bit {kind} weights cannot be "
+                f"imported; only pack-quantized 4-bit integers can{hint if fp8 else ''}"
+            )
+        if group.get("input_activations"):
+            raise QtoolError(
+                f"compressed-tensors {name}: its activations are quantized too, w4a16's are not"
+            )
+    if config.get("transform_config"):
+        raise QtoolError(
+            "compressed-tensors with a transform_config (online rotations) cannot be imported"
+        )
+    if config.get("kv_cache_scheme"):
+        raise QtoolError(
+            "compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV "
+            "cache"
+        )
+    return SourceFormat(
+        "compressed-tensors",
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        transposed=False,
+        read=read,
+        read_zeros=read_zeros,
+        optional=frozenset({"weight_zero_point", "weight_g_idx"}),
+        other=("weight_shape",),
+    )

@@ -1,35 +1,30 @@
-"""Write a native checkpoint in another loader's format, shard by shard; nothing is quantized anew
-in silence.
+"""Write a native checkpoint in another loader's format; nothing is quantized anew in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear
 is converted and read back as its loader would: the relative distance of the two weights is
 recorded, 0 where they are equal. A killed export continues where it was when it is run again.
 """
 
-import json
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
-from functools import cached_property
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from qtool.errors import CheckFailed, NoSpace, QtoolError
+from qtool.errors import CheckFailed
 from qtool.exchange import targets
+from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import exported_formats
-from qtool.exchange.target import Target, as_dtype, native_activations
+from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat
-from qtool.io.output import Output
-from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
-from qtool.models import Heads, family_of
+from qtool.models import Family, Heads, family_of
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import linear_shape, load_linear
 from qtool.runtime.packed_kv import NEUTRAL, attention_name
+from qtool.schemes import Params
 
 #: what the record of a shard calls the distances
 ERRORS = "relative weight errors"
@@ -52,6 +47,10 @@ class Exported:
     notes: list[str]
     nbytes: tuple[int, int]
 
+    def as_dict(self) -> Json:
+        """The same as plain data, for ``--json``."""
+        return vars(self) | {"directory": str(self.directory), "nbytes": list(self.nbytes)}
+
     def __str__(self) -> str:
         exact = [name for name, error in self.errors.items() if error == 0]
         lines = [
@@ -66,200 +65,168 @@ class Exported:
         return "\n".join([*lines, *self.notes])
 
 
-def export(directory: Path, name: str, out: Path, *, tensor_parallel: int = 1) -> Exported:
+def export(
+    directory: Path,
+    name: str,
+    out: Path,
+    *,
+    tensor_parallel: int = 1,
+    progress: Progress | None = None,
+) -> Exported:
     """Export the native checkpoint in ``directory`` to ``out`` in format ``name``.
 
     Args:
         tensor_parallel: GPUs that every linear will be split over; what cannot be split is refused.
+        progress: called after each shard with (done, total, notes).
 
     Raises:
         QtoolError: an unknown format, or a linear the format cannot express (before any work).
-        CheckFailed: a scale that the format's dtype cannot hold.
+        CheckFailed: a damaged file, or a scale that the format's dtype cannot hold.
     """
-    target, checkpoint = targets.get(name), Checkpoint(directory)
-    kv = native_format(checkpoint.config).kv
-    formats = exported_formats(
-        target, native_format(checkpoint.config), checkpoint.config, tensor_parallel
-    )
-    # vLLM finds a cache's scales by this name alone; its Falcon stops at any other
-    keeps_kv = attention_name(family_of(checkpoint.config["model_type"])) == "self_attn"
-    work = _Export(checkpoint, target, formats, keeps_kv)
-    notes = _notes(target, work.formats, kv, checkpoint.config, keeps_kv)
-    shards = work.shards()
-    output = Output(
-        out, {"source model": checkpoint.fingerprint(), "format": name}, len(shards), resume=True
-    )
-    if not output.finished:
-        facts = {"exported from": directory.name, "format": name, "notes": notes}
-        try:
-            with closing(output):
-                _write(output, work, shards, kv if keeps_kv else None, facts)
-        except NoSpace:
-            raise
-        except QtoolError:
-            shutil.rmtree(output.partial)  # refused for its content: nothing to continue
-            raise
-    done = json.loads((out / "qtool.json").read_text())
-    errors = {linear: error for shard in done["blocks"] for linear, error in shard[ERRORS].items()}
-    nbytes = tuple(
-        sum(entry.nbytes for entry in c.entries.values()) for c in (checkpoint, Checkpoint(out))
-    )
-    return Exported(out, name, errors, notes, (nbytes[0], nbytes[1]))
+    checkpoint = Checkpoint(directory)
+    work = _Export(checkpoint, targets.get(name), tensor_parallel)
+    shards = convert(work, out, progress)
+    errors = {linear: e for notes in shards for linear, e in notes.get(ERRORS, {}).items()}
+    return Exported(out, name, errors, work.notes, (_nbytes(checkpoint), _nbytes(Checkpoint(out))))
 
 
-def _write(
-    output: Output, work: "_Export", shards: list[list[str]], kv: str | None, facts: dict[str, Any]
-) -> None:
-    target, config = work.target, work.checkpoint.config
-    for number, names in enumerate(shards, 1):
-        if number not in output.records:
-            work.errors = {}
-            output.put(number, dict(work.specs(names)), work.tensors(names), {ERRORS: work.errors})
-    quantization = target.quantization_config(work.every, kv)
-    for file, content in target.config_files(quantization).items():
-        write_json(output.partial / file, content)
-    config = config | {"quantization_config": quantization}
-    if quantization.get(
-        "kv_cache_scheme"
-    ):  # its loader asks for a number that OPT's configuration does not have
-        config.setdefault(
-            "num_key_value_heads", Heads.of(family_of(config["model_type"]).settings(config)).kv
-        )
-    facts = facts | {"blocks": [record["notes"] for _, record in sorted(output.records.items())]}
-    if target.dtype is not None:
-        config |= {"dtype": "float16"}
-        config.pop("torch_dtype", None)
-    output.finish(config, facts, work.checkpoint.side_files())
+def _nbytes(checkpoint: Checkpoint) -> int:
+    return sum(entry.nbytes for entry in checkpoint.entries.values())
 
 
-def _notes(
-    target: Target,
-    formats: Mapping[str, LinearFormat],
-    kv: str | None,
-    config: Mapping[str, Any],
-    keeps_kv: bool,
-) -> list[str]:
-    """How the loader's arithmetic will differ from ours beyond the weights."""
-    notes = []
-    for kind in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
-        scheme, ours = kind
-        if ours != (theirs := target.activations(scheme)):
-            notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
-    if kv is not None:
-        scales = torch.ones(1, 1, device="meta")
-        kept = keeps_kv and kv == "kv8" and target.kv_tensors(scales, scales)
-        notes.append(
-            "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all values of a block"
-            if kept
-            else f"KV cache: {kv} left out, the format has no place for it; set the cache's precision when serving"
-        )
-    dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    other = {f.scale_dtype for f in formats.values()} - {
-        dtype,
-        "float32",
-    }  # an import keeps those it finds
-    if target.dtype is None and dtype in ("float16", "bfloat16") and other:
-        notes.append(
-            f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}"
-        )
-    if target.dtype is not None and dtype != "float16":
-        notes.append(
-            f"embedding, norms, biases and head: {dtype} here, float16 there, as the kernels want"
-        )
-    return notes
+class _Export(Conversion):
+    """A native checkpoint on its way into ``target``."""
 
+    def __init__(self, source: Checkpoint, target: Target, tensor_parallel: int) -> None:
+        self.source, self.target, self.dtype = source, target, target.dtype
+        native = native_format(source.config)
+        self.family = family_of(source.config["model_type"])
+        self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
+        self.formats = {name: found for name, found in self.all_formats.items() if found}
+        self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
+        self.notes = _notes(self, native.kv)
+        self.identity = {"source model": source.fingerprint(), "format": target.name}
 
-@dataclass
-class _Export:
-    """The conversion of one shard after the other; ``errors`` are those of the current one."""
+    def owner(self, name: str) -> str | None:
+        module, _, part = name.rpartition(".")
+        if part in NEUTRAL:
+            return None  # kv4's: every target makes its own 4-bit cache
+        if part in KV_SCALES:
+            return f"{module}.{KV_SCALES[0]}" if self.kv else None
+        return module if module in self.formats and part != "bias" else name
 
-    checkpoint: Checkpoint
-    target: Target
-    every: Mapping[str, LinearFormat | None]
-    keeps_kv: bool
-    errors: dict[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def formats(self) -> dict[str, LinearFormat]:
-        return {name: found for name, found in self.every.items() if found is not None}
-
-    def shards(self) -> list[list[str]]:
-        """Modules whose tensors the source keeps together: names of linears and of other tensors."""
-        shards: dict[Path, dict[str, None]] = {}
-        for name, entry in self.checkpoint.entries.items():
-            module, _, part = name.rpartition(".")
-            owner = module if module in self.formats and part != "bias" else name
-            if part in NEUTRAL:
-                continue  # kv4's: every target makes its own 4-bit cache
-            if part in KV_SCALES:
-                owner = f"{module}.{KV_SCALES[0]}"
-            shards.setdefault(entry.path, {})[owner] = None
-        return [list(names) for _, names in sorted(shards.items())]
-
-    def specs(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a shard, on ``meta``."""
-        for name in names:
-            if name in self.formats:
-                n, k = linear_shape(self.checkpoint, name)
-                codes = torch.empty(
-                    n, k, dtype=self.formats[name].scheme_object.code_dtype, device="meta"
-                )
-                yield from self._converted(name, codes, self.formats[name].parameters(n, k))
-            elif name.endswith(KV_SCALES):
-                yield from self._kv(name, "meta")
-            else:
-                entry = self.checkpoint.entry(name)
-                yield (
-                    name,
-                    torch.empty(entry.shape, dtype=self.target.dtype or entry.dtype, device="meta"),
-                )
-
-    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a shard, in the order of :meth:`specs`; notes each linear's error."""
-        for name in names:
-            if name in self.formats:
-                yield from self._linear(name)
-            elif name.endswith(KV_SCALES):
-                yield from self._kv(name, "cpu")
-            else:
-                tensor = self.checkpoint.read(name)
-                yield (
-                    name,
-                    as_dtype(tensor, self.target.dtype, name) if self.target.dtype else tensor,
-                )
+    def specs(self, owner: str) -> Tensors:
+        if owner in self.formats:
+            n, k = linear_shape(self.source, owner)
+            found = self.formats[owner]
+            codes = torch.empty(n, k, dtype=found.scheme_object.code_dtype, device="meta")
+            yield from self._linear(owner, codes, found.parameters(n, k))
+        elif owner.endswith(KV_SCALES):
+            yield from self._kv(owner, "meta")
+        else:
+            yield from super().specs(owner)
 
     @torch.no_grad()
-    def _linear(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        linear_format = self.formats[name]
-        linear = load_linear(self.checkpoint, name, linear_format, torch.device("cpu"))
-        codes, params = linear.unpack()
-        if linear.permutation is not None:
-            params = params | {"permutation": linear.permutation}
-        try:
-            stored = dict(self._converted(name, codes, params))
-        except CheckFailed as error:
-            raise CheckFailed(f"{name}: {error}") from error
-        parts = {part.removeprefix(name + "."): tensor for part, tensor in stored.items()}
-        ours = linear.dequantize()
-        theirs = self.target.weight(linear_format, parts, *codes.shape)
-        norm = float(ours.norm().clamp(min=1e-30))
-        self.errors[name] = float(theirs.sub_(ours).norm()) / norm
-        yield from stored.items()
+    def tensors(self, owner: str, notes: Json) -> Tensors:
+        if owner in self.formats:
+            linear = load_linear(self.source, owner, self.formats[owner], torch.device("cpu"))
+            codes, params = linear.unpack()
+            if linear.permutation is not None:
+                params = params | {"permutation": linear.permutation}
+            try:
+                stored = dict(self._linear(owner, codes, params))
+            except CheckFailed as error:
+                raise CheckFailed(f"{owner}: {error}") from error
+            parts = {part.removeprefix(owner + "."): tensor for part, tensor in stored.items()}
+            ours = linear.dequantize()
+            theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
+            norm = float(ours.norm().clamp(min=1e-30))
+            notes.setdefault(ERRORS, {})[owner] = float(theirs.sub_(ours).norm()) / norm
+            yield from stored.items()
+        elif owner.endswith(KV_SCALES):
+            yield from self._kv(owner, "cpu")
+        else:
+            yield from super().tensors(owner, notes)
 
-    def _converted(
-        self, name: str, codes: Tensor, params: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         for part, tensor in self.target.tensors(self.formats[name], codes, params).items():
             yield f"{name}.{part}", tensor
 
-    def _kv(self, name: str, device: str) -> Iterator[tuple[str, Tensor]]:
-        if not self.keeps_kv:
-            return
+    def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
         names = [f"{attention}.{scale}" for scale in KV_SCALES]
         if device == "meta":
-            scales = [torch.empty(self.checkpoint.entry(n).shape, device=device) for n in names]
+            scales = [torch.empty(self.source.entry(n).shape, device=device) for n in names]
         else:
-            scales = [self.checkpoint.read(n) for n in names]
+            scales = [self.source.read(n) for n in names]
         for part, tensor in self.target.kv_tensors(*scales).items():
             yield f"{attention}.{part}", tensor
+
+    def metadata(self) -> Metadata:
+        quantization = self.target.quantization_config(self.all_formats, self.kv)
+        config = self.source.config | {"quantization_config": quantization}
+        if quantization.get("kv_cache_scheme"):
+            # its loader asks for a number that OPT's configuration does not have
+            heads = Heads.of(self.family.settings(config))
+            config.setdefault("num_key_value_heads", heads.kv)
+        if self.target.dtype is not None:
+            config["dtype"] = _dtype_name(self.target.dtype)
+            config.pop("torch_dtype", None)
+        facts = {
+            "exported from": self.source.directory.name,
+            "format": self.target.name,
+            "notes": self.notes,
+        }
+        return Metadata(config, facts, self.target.config_files(quantization))
+
+
+def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
+    """Whether the calibrated scales of the cache ``kv`` go into the file.
+
+    vLLM finds them by the name ``self_attn`` alone; its Falcon stops at any other.
+    """
+    scales = torch.ones(1, 1, device="meta")
+    return (
+        kv == "kv8"
+        and attention_name(family) == "self_attn"
+        and bool(target.kv_tensors(scales, scales))
+    )
+
+
+def _notes(work: _Export, kv: str | None) -> list[str]:
+    """How the loader's arithmetic will differ from ours beyond the weights."""
+    target, formats, config = work.target, work.formats, work.source.config
+    notes = []
+    for scheme, ours in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
+        if ours != (theirs := target.activations(scheme)):
+            notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
+    if kv is not None:
+        notes.append(
+            "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all "
+            "values of a block"
+            if work.kv
+            else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
+            "precision when serving"
+        )
+    notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
+    routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
+    return notes + [caution for found in routed if (caution := target.cautions_experts(found))]
+
+
+def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:
+    """What is rounded besides weights, in a model whose config.json says ``dtype``."""
+    if target.dtype is not None:
+        theirs = _dtype_name(target.dtype)
+        note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"
+        return [] if dtype == theirs else [f"{note}, as the kernels want"]
+    # an import keeps the dtype of the scales that it finds
+    other = {f.scale_dtype for f in formats.values()} - {dtype, "float32"}
+    if dtype in ("float16", "bfloat16") and other:
+        return [
+            f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}"
+        ]
+    return []
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

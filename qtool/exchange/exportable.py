@@ -1,6 +1,4 @@
-"""Whether a checkpoint can be written in a format, decided from config.json: also before it is
-quantized at all.
-"""
+"""Whether a checkpoint can be exported: decided from config.json, also before quantizing."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -12,28 +10,85 @@ from qtool.exchange.target import Target, file_group_size, fused_shards_agree, k
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, Heads, family_of
 
+#: by full name; None stays in 16 bit
+ByLinear = dict[str, LinearFormat | None]
+
 
 def exported_formats(
     target: Target,
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
-) -> dict[str, LinearFormat | None]:
-    """The format of every linear of the blocks of ``config``, by full name; None stays in 16 bit,
-    as routers do.
+) -> ByLinear:
+    """The format of every linear of the blocks of ``config``, routers among them.
 
     Raises:
-        QtoolError: a linear that ``target`` cannot express, and the nearest that it, or another,
-            can.
+        QtoolError: what ``target`` cannot express, and the formats that would take all of it.
     """
+    _require_exportable(checkpoint_format, config)
+    asked = checkpoint_format, config, tensor_parallel
+    try:
+        return _formats(target, *asked)
+    except QtoolError as error:
+        others = [name for name, other in targets.TARGETS.items() if _takes(other, *asked)]
+        can = (
+            f"formats that can: {', '.join(others)}"
+            if others
+            else "no format of a serving stack can"
+        )
+        raise QtoolError(f"{error}; {can}") from error
+
+
+def formats_that_take(
+    checkpoint_format: CheckpointFormat, config: Mapping[str, Any], tensor_parallel: int = 1
+) -> list[str]:
+    """Names of the formats that a checkpoint can be exported to.
+
+    Raises:
+        QtoolError: no format can hold such a model, and why.
+    """
+    _require_exportable(checkpoint_format, config)
+    asked = checkpoint_format, config, tensor_parallel
+    return [name for name, target in targets.TARGETS.items() if _takes(target, *asked)]
+
+
+def _takes(target: Target, *asked: Any) -> bool:
+    try:
+        _formats(target, *asked)
+    except QtoolError:
+        return False
+    return True
+
+
+def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
+    """Refuse what no format can hold."""
+    family = family_of(config["model_type"])
+    settings = family.settings(config)
+    if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
+        raise QtoolError(
+            "the head is not the embedding any more, and serving stacks know no other head of a "
+            f"{family.name} model: quantize without rotating the residual stream and without "
+            "norm-fusion"
+        )
+    names = (
+        f"{family.blocks}.{block}.{linear}"
+        for block in range(int(config["num_hidden_layers"]))
+        for linear in family.at(settings, block).linears()
+    )
+    if not any(checkpoint_format.of(name) for name in names):
+        raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
+
+
+def _formats(
+    target: Target,
+    checkpoint_format: CheckpointFormat,
+    config: Mapping[str, Any],
+    tensor_parallel: int,
+) -> ByLinear:
+    """:func:`exported_formats`, without the formats that can."""
     model = family_of(config["model_type"])
     namespace = model.settings(config)
-    if model.always_tied and not getattr(namespace, "tie_word_embeddings", True):
-        raise QtoolError(
-            f"the head is not the embedding any more, and serving stacks know no other head of a {model.name} model: "
-            "quantize without rotating the residual stream and without norm-fusion"
-        )
-    formats: dict[str, LinearFormat | None] = {}
+    formats: ByLinear = {}
     for block in range(int(config["num_hidden_layers"])):
         family = model.at(namespace, block)
         shapes, ranks = (
@@ -48,8 +103,9 @@ def exported_formats(
             _require_scheme(target, name, found)
             if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
                 raise QtoolError(
-                    f"{name}: its input channels are reordered and its groups follow that order; {target.name} cannot "
-                    "gather a layer's input: quantize by a recipe without reorder and gather-outliers"
+                    f"{name}: its input channels are reordered and its groups follow that order; "
+                    f"{target.name} cannot gather a layer's input: quantize by a recipe without "
+                    "reorder and gather-outliers"
                 )
             n, k = shapes[f"{linear}.weight"]
             rows, columns = ranks[linear]
@@ -73,9 +129,7 @@ def exported_formats(
 
 
 def _fused(family: Family) -> list[list[str]]:
-    """The linears of a block that loaders put together: q, k and v; gate and up; not all that read
-    one norm.
-    """
+    """The linears of a block that loaders run as one: q, k and v; gate and up."""
     attention, linears = family.attention, set(family.linears())
     together = [[attention.q, attention.k, attention.v]]
     together += [[group.gate, group.source] for group in family.groups if group.gate]
@@ -85,41 +139,26 @@ def _fused(family: Family) -> list[list[str]]:
 def _require_experts(
     target: Target, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
 ) -> None:
-    """Refuse experts that ``target``'s loaders cannot run, or not as one stack: all of a block are
-    one module there.
-    """
+    """Refuse experts that loaders cannot run, or not as the one stack that a block has there."""
     names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
     if not names:
         return
     fused_shards_agree(formats, names)
     if (found := formats[names[0]]) and (reason := target.refuses_experts(found)):
-        others = [
-            n
-            for n in targets.that_take(found.scheme, found.group_size)
-            if not targets.get(n).refuses_experts(found)
-        ]
-        raise QtoolError(
-            f"{names[0]} is an expert; {target.name} cannot hold it: {reason}; formats that can: {', '.join(others)}"
-        )
+        raise QtoolError(f"{names[0]} is an expert; {target.name} cannot hold it: {reason}")
 
 
 def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
-    """Refuse a scheme or group size, naming the formats that take it."""
-    if found.group_size in target.expressible.get(found.scheme, ()):
-        return
-    others = targets.that_take(found.scheme, found.group_size)
-    nearest = (
-        f"formats that can: {', '.join(others)}" if others else "no serving stack's format can"
-    )
+    """Refuse a scheme or group size, naming those that ``target`` takes."""
     sizes = target.expressible.get(found.scheme)
+    if sizes and found.group_size in sizes:
+        return
     accepted = (
-        f"group size {', '.join(map(size_text, sizes))}"
-        if sizes
-        else f"{', '.join(target.expressible)}"
+        f"group size {', '.join(map(size_text, sizes))}" if sizes else ", ".join(target.expressible)
     )
     raise QtoolError(
-        f"{name}: {target.name} cannot express {found.scheme} with group size {size_text(found.group_size)}; "
-        f"it takes {accepted}; {nearest}"
+        f"{name}: {target.name} cannot express {found.scheme} with group size "
+        f"{size_text(found.group_size)}; it takes {accepted}"
     )
 
 
@@ -142,29 +181,24 @@ def _ranks(
     for group in family.groups:
         for linear in group.linears:
             split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
-    for linear in {
-        family.attention.k,
-        family.attention.v,
-    } & split.keys():  # fewer kv heads than GPUs are replicated
-        split[linear] = (min(ranks, heads.kv), 1)
+    for linear in {family.attention.k, family.attention.v} & split.keys():
+        split[linear] = (min(ranks, heads.kv), 1)  # fewer kv heads than GPUs are replicated
     return split
 
 
 def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
     """Refuse mixtures where the format has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := kind_of(found))}
-    if not kinds:
-        raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
     if target.uniform and len(kinds) > 1:
         listed = ", ".join(
             f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)
         )
         raise QtoolError(
-            f"{target.name} has one group size for the whole model, the checkpoint mixes {listed}; "
-            "compressed-tensors can mix"
+            f"{target.name} has one group size for the whole model, the checkpoint mixes {listed}"
         )
     plain = [name for name, found in formats.items() if found is None]
     if plain and not target.leaves_16_bit:
         raise QtoolError(
-            f"{plain[0]} is in 16 bit: {target.name} has no ignore list, every linear must be quantized"
+            f"{plain[0]} is in 16 bit: {target.name} has no ignore list, every linear must be "
+            "quantized"
         )

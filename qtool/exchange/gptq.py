@@ -3,11 +3,13 @@
 Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
 
     qweight int32 [K / 8, N]   nibble k % 8 of word k // 8 holds c
-    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq) or z (gptq_v2)
+    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq)
+                               or z (gptq_v2)
     scales  16 bit [G, N]      g_idx int32 [K], k // g
 
-z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and scales are
-ours: exact. Readers: vLLM, SGLang, GPTQModel, transformers (with gptqmodel).
+In an export z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and
+scales are ours: exact. Readers: vLLM, SGLang, GPTQModel, transformers (with gptqmodel). Files that
+are imported may have any z, and with ``desc_act=true`` any ``g_idx`` with g channels a group.
 """
 
 import re
@@ -17,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.exchange.affine import SYMMETRIC_4, Affine, symmetric_4
+from qtool.exchange.source_format import Config, SourceFormat, require_setting
 from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
@@ -99,3 +103,37 @@ def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> T
         {"qweight": qzeros.contiguous().view(torch.uint8)}, groups, n, signed=False
     )
     return ((stored.t() + ZERO_OFFSET[checkpoint_format]) % 16).contiguous()
+
+
+def source_format(config: Config) -> SourceFormat:
+    """How the linears of a GPTQ checkpoint are stored.
+
+    Raises:
+        QtoolError: a width, a version or per-module settings that cannot be imported.
+    """
+    require_setting(config, "bits", 4, "GPTQ", "w4a16 is the only weight-only scheme")
+    if config.get("lm_head"):
+        raise QtoolError(
+            "the lm_head is quantized; qtool keeps it in 16 bit: quantize the original model"
+        )
+    rules = (config.get("dynamic") or {}).items()
+    if any(rule.startswith("+:") or settings for rule, settings in rules):
+        raise QtoolError(
+            "GPTQ with per-module settings (dynamic) cannot be imported; only excluded modules can"
+        )
+    stored = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    if stored not in ZERO_OFFSET:
+        raise QtoolError(
+            f"GPTQ checkpoint_format {stored!r} cannot be imported; known: {', '.join(ZERO_OFFSET)}"
+        )
+    return SourceFormat(
+        f"GPTQ ({stored})",
+        "qweight",
+        "scales",
+        "qzeros",
+        "g_idx",
+        transposed=True,
+        read=lambda tensors, n, k: read(tensors, n, k, stored),
+        read_zeros=lambda zeros, n, groups: read_zeros(zeros, n, groups, stored),
+        optional=frozenset({"g_idx"}),
+    )

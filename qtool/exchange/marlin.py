@@ -1,7 +1,9 @@
 """Marlin checkpoints, dense and 2:4 sparse: the two files of the MARLIN project, fp16 only.
 
-    marlin      ``B`` int32 [K / 16, 2 N], ``s`` fp16 [G, N]: the layouts and scale orders of qtool.layouts.marlin
-    marlin-24   ``B_24`` int32 [K / 32, 2 N], ``B_meta`` int16 [K / 32, 2 N], ``s``: of qtool.layouts.marlin_24
+    marlin      ``B`` int32 [K / 16, 2 N], ``s`` fp16 [G, N]: codes and scales in the orders of
+                qtool.layouts.marlin
+    marlin-24   ``B_24`` int32 [K / 32, 2 N], ``B_meta`` int16 [K / 32, 2 N], ``s``: of
+                qtool.layouts.marlin_24
 
 ``w = (c - 8) * s``. Codes are copied; so are scales if they are fp16, bf16 ones change only outside
 fp16's range. Every current vLLM and SGLang makes this order itself from a GPTQ or
@@ -79,7 +81,8 @@ class MarlinFile(Target):
 MARLIN_FILES = (
     MarlinFile(
         "marlin",
-        "the original MARLIN file, fp16: MARLIN's own kernel, vLLM up to 0.10.1.1 (newer ones take gptq)",
+        "the original MARLIN file, fp16: MARLIN's own kernel, vLLM up to 0.10.1.1 (newer ones take "
+        "gptq)",
         "w4a16",
         MARLIN,
         (64, 128),

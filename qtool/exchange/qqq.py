@@ -30,7 +30,10 @@ class Qqq(Target):
     """``qqq``."""
 
     name = "qqq"
-    about = "w4a16 codes under int8 activations, fp16 (groups are rounded to int8 once more): QQQ, GPTQModel"
+    about = (
+        "w4a16 codes under int8 activations, fp16 (groups are rounded to int8 once more): QQQ, "
+        "GPTQModel"
+    )
     expressible: Mapping[str, tuple[int | None, ...]] = {
         "w4a16": (128, None),
         "w4a16-24": (128, None),
@@ -44,7 +47,8 @@ class Qqq(Target):
         super().require(name, found, n, k)
         if k == found.group_size:
             raise QtoolError(
-                f"{name}: with K = {k} qqq reads one group of {k} as a channel; quantize it per channel"
+                f"{name}: with K = {k} qqq reads one group of {k} as a channel; quantize it per "
+                "channel"
             )
 
     def refuses_experts(self, found: LinearFormat) -> str:

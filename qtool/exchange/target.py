@@ -1,6 +1,4 @@
-"""What a foreign format is: pure functions between codes with parameters and the tensors another
-loader reads.
-"""
+"""What a format to export to is: pure functions from codes to the tensors of another loader."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -54,8 +52,8 @@ class Target(ABC):
         if n % rows or k % columns or k % (found.group_size or 1):
             columns = max(columns, found.group_size or 1)
             raise QtoolError(
-                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of {columns}, "
-                f"found [{n}, {k}]"
+                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of "
+                f"{columns}, found [{n}, {k}]"
             )
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
@@ -66,10 +64,12 @@ class Target(ABC):
         """Why loaders cannot run routed experts in this format; nothing if they can."""
         return ""
 
+    def cautions_experts(self, found: LinearFormat) -> str:
+        """What loaders cannot do with routed experts in this format; nothing if all can."""
+        return ""
+
     def takes_gathered(self, found: LinearFormat) -> bool:
-        """Whether a linear with a permuted input can be put back in order: one scale a channel in
-        the file.
-        """
+        """Whether a permuted linear can be put back in order: the file has one scale a channel."""
         return found.group_size is None
 
     def activations(self, scheme: str) -> str:
@@ -94,14 +94,10 @@ class Target(ABC):
 
     @abstractmethod
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json for every linear of the blocks (None: in 16
-        bit).
-        """
+        """The ``quantization_config`` of config.json; a format None is a linear in 16 bit."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """What an attention module stores for kv8's scales ``[H, D]``; nothing if the format has no
-        place for them.
-        """
+        """What attention stores for kv8's scales ``[H, D]``; nothing if the format has no place."""
         return {}
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -135,9 +131,7 @@ def only(formats: Formats) -> LinearFormat:
 
 
 def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
-    """Scheme and group size: all that a file can tell of a linear, whatever layout its codes were
-    in here.
-    """
+    """Scheme and group size of a linear: all of its format that a foreign file shows."""
     return (found.scheme, found.group_size) if found else None
 
 
@@ -171,7 +165,8 @@ def scale_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
     cast = as_dtype(scale, dtype, "scales")
     if not cast.is_meta and not bool((cast != 0).all()):
         raise CheckFailed(
-            f"scales: {int((cast == 0).sum())} are too small for {str(dtype).removeprefix('torch.')}"
+            f"scales: {int((cast == 0).sum())} are too small for "
+            f"{str(dtype).removeprefix('torch.')}"
         )
     return cast
 
@@ -182,8 +177,7 @@ def half(scale: Tensor) -> Tensor:
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
-    """Refuse linears that serving stacks run as one (q, k, v; gate, up; all experts) but are not
-    stored alike.
+    """Refuse linears that run as one (q, k, v; gate, up; experts) but are not stored alike.
 
     Raises:
         QtoolError: naming two that differ.
@@ -192,8 +186,9 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
     for name in fused[1:]:
         if kind_of(formats[name]) != kind_of(first):
             raise QtoolError(
-                f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: serving stacks run the two "
-                "as one linear, so they must be stored alike; use one rule for both in the recipe"
+                f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: "
+                "serving stacks run the two as one linear, so they must be stored alike; use one "
+                "rule for both in the recipe"
             )
 
 

@@ -1,6 +1,7 @@
 """Every format an export writes, by name."""
 
-from qtool.errors import QtoolError, suggest
+from qtool import plugins
+from qtool.errors import QtoolError
 from qtool.exchange.awq import Awq
 from qtool.exchange.compressed_tensors import COMPRESSED_TENSORS
 from qtool.exchange.gptq import Gptq
@@ -35,13 +36,17 @@ def get(name: str) -> Target:
     Raises:
         QtoolError: an unknown format.
     """
-    if name not in TARGETS:
-        raise QtoolError(f"unknown format {name!r}: {suggest(name, TARGETS)}")
-    return TARGETS[name]
+    return plugins.find(TARGETS, name, "format")
 
 
-def that_take(scheme: str, group_size: int | None) -> list[str]:
-    """Names of the formats that can express ``scheme`` at ``group_size``."""
-    return [
-        name for name, target in TARGETS.items() if group_size in target.expressible.get(scheme, ())
-    ]
+def register_export(target: Target) -> Target:
+    """Add a format of your own, by its ``name``; returns it.
+
+    Raises:
+        QtoolError: no :class:`Target`, or a name that another format has.
+    """
+    if not isinstance(target, Target):
+        raise QtoolError(f"register_export: {target!r} is no qtool.exchange.target.Target")
+    if TARGETS.setdefault(target.name, target) is not target:
+        raise QtoolError(f"register_export: there is a format {target.name!r} already")
+    return target

@@ -4,13 +4,22 @@ It is the one statement behind the plan's sizes, the writer, the loader, ``verif
 the serving plugin. It is plain data with no model in it.
 """
 
-from qtool.format.checkpoint import FORMAT_VERSION, QUANT_METHOD, CheckpointFormat, Rule
+from qtool.format.checkpoint import (
+    FORMAT_VERSION,
+    NOTICE,
+    QUANT_METHOD,
+    WEIGHTS_FIELD,
+    CheckpointFormat,
+    Rule,
+)
 from qtool.format.linear import SLAB_ROWS, LinearFormat
 
 __all__ = [
     "FORMAT_VERSION",
+    "NOTICE",
     "QUANT_METHOD",
     "SLAB_ROWS",
+    "WEIGHTS_FIELD",
     "CheckpointFormat",
     "LinearFormat",
     "Rule",

@@ -13,6 +13,10 @@ from qtool.format.linear import LinearFormat
 
 FORMAT_VERSION = 1
 QUANT_METHOD = "qtool"
+#: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` names
+#: none, so a transformers that does not know qtool stops at it instead of loading random linears
+WEIGHTS_FIELD = "transformers_weights"
+NOTICE = "this checkpoint is quantized by qtool; run `import qtool.transformers` before `from_pretrained`"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class CheckpointFormat:
             "kv": self.kv,
         }
 
+    def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of a native checkpoint in this format, of the source's ``config``."""
+        return {**config, "quantization_config": self.to_dict(), WEIGHTS_FIELD: NOTICE}
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "CheckpointFormat":
         """Read ``quantization_config``.
@@ -80,8 +88,9 @@ class CheckpointFormat:
         """
         if config.get("quant_method") != QUANT_METHOD:
             raise QtoolError(
-                f"the model is quantized by {config.get('quant_method')!r}, not by qtool; `qtool import` makes "
-                "a symmetric 4-bit one native, and an export is made from the native checkpoint"
+                f"the model is quantized by {config.get('quant_method')!r}, not by qtool; `qtool "
+                "import` makes a symmetric 4-bit one native, and an export is made from the native "
+                "checkpoint"
             )
         if config.get("format_version") != FORMAT_VERSION:
             found = config.get("format_version")

@@ -50,7 +50,8 @@ class LinearFormat:
         layout, scheme = self.layout_object, self.scheme_object
         if layout.bits != scheme.code_bits:
             raise QtoolError(
-                f"layout {layout.name} holds {layout.bits}-bit codes, {scheme.name} has {scheme.code_bits}-bit ones"
+                f"layout {layout.name} holds {layout.bits}-bit codes, "
+                f"{scheme.name} has {scheme.code_bits}-bit ones"
             )
         if layout.name == "marlin-24" and scheme.sparsity is None:
             raise QtoolError(

@@ -1,3 +1,1 @@
-"""Bytes in and out: safetensors, source checkpoints, output directories, reading ahead and writing
-behind.
-"""
+"""Files in and out: safetensors, sources, output directories; reading ahead, writing behind."""

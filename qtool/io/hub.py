@@ -1,6 +1,4 @@
-"""Whether the Hugging Face hub answers; asked once, in seconds, before any library starts minutes
-of retries.
-"""
+"""Whether the Hugging Face hub answers: asked once, before any library retries for minutes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +9,9 @@ PROBE_SECONDS = 5.0
 
 @cache
 def reachable() -> bool:
-    """True if the hub (or its mirror, ``HF_ENDPOINT``) answers within :data:`PROBE_SECONDS`; asked
-    once a process.
+    """True if the hub (or its mirror, ``HF_ENDPOINT``) answers within :data:`PROBE_SECONDS`.
 
-    False where the user asked for offline mode (``HF_HUB_OFFLINE=1``).
+    A process asks once. False where the user asked for offline mode (``HF_HUB_OFFLINE=1``).
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -23,15 +20,16 @@ def reachable() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-    except Exception:  # every way a network can fail, whichever http client the hub library uses
+    except Exception:  # whatever the http client of the hub library raises
         return False
     return True
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Within it ``huggingface_hub`` and ``datasets`` open no connection: caches are read, all else
-    fails at once.
+    """Within it ``huggingface_hub`` and ``datasets`` open no connection.
+
+    Caches are read; all else fails at once.
     """
     import datasets.config
     from huggingface_hub import constants

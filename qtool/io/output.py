@@ -8,6 +8,7 @@ the first opens and finishes the directory, and each shard has one that writes i
 nothing of ranks.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.io.safetensors import write, write_json
-from qtool.io.source import INDEX
+from qtool.io.model_card import model_card
+from qtool.io.safetensors import Entry, read_header, write, write_json
+from qtool.io.source import BASE_CARD, CARD, INDEX
 
 #: the run's own files, inside the directory it works in
 RUN, JOB, LOCK = ".run", "job.json", "lock"
@@ -79,9 +81,11 @@ class Output:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise QtoolError(f"another run is working on {self.partial}") from None
+        for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
+            unfinished.unlink()  # of a killed run
         self._claim()
         for shard in range(1, self.shards + 1):
-            if record := self._intact(shard):
+            if record := self._intact(self.path(shard), self._record(shard)):
                 self.records[shard] = record
 
     def _claim(self) -> None:
@@ -95,8 +99,8 @@ class Output:
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
                     raise QtoolError(
-                        f"{self.partial} was begun with another {key} ({difference(before.get(key), value)}); "
-                        "remove it or run as before"
+                        f"{self.partial} was begun with another {key} "
+                        f"({difference(before.get(key), value)}); remove it or run as before"
                     )
         write_json(path, self.identity)
 
@@ -107,17 +111,15 @@ class Output:
     def _record(self, shard: int) -> Path:
         return self.partial / RUN / f"shard-{shard:05d}.json"
 
-    def _intact(self, shard: int) -> dict[str, Any] | None:
-        """The record of a finished shard whose bytes are what was written; None otherwise."""
+    def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
+        """The record of a file of this job whose bytes are what was written; None otherwise."""
         try:
-            record = json.loads(self._record(shard).read_text())
-            with (self.partial / self.name(shard)).open("rb") as file:
+            record: dict[str, Any] = json.loads(record_path.read_text())
+            if record["job"] != job_hash(self.identity):
+                return None
+            with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
-            return (
-                record
-                if found == record["sha256"] and record["job"] == job_hash(self.identity)
-                else None
-            )
+            return record if found == record["sha256"] else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -152,10 +154,62 @@ class Output:
         }
         write_json(self._record(shard), self.records[shard])
 
-    def finish(
-        self, config: dict[str, Any], provenance: dict[str, Any], side_files: Iterable[Path]
+    def keep(
+        self,
+        name: str,
+        specs: Mapping[str, Tensor],
+        tensors: Iterable[tuple[str, Tensor]],
+        facts: Mapping[str, Any],
+        *,
+        sync: bool = True,
     ) -> None:
-        """Write index, config, provenance and the side files; give the directory its name.
+        """Write tensors that the run itself needs to be resumed, then their record.
+
+        They are gone when the run is finished. ``sync``: see :func:`qtool.io.safetensors.write`.
+        """
+        path, record = self._kept(name)
+        record.unlink(missing_ok=True)
+        digest = write(path, specs, tensors, sync=sync)
+        content = {"sha256": digest, "job": job_hash(self.identity), "facts": dict(facts)}
+        write_json(record, content, sync=sync)
+
+    def kept(self, name: str) -> tuple[dict[str, Entry], dict[str, Any]] | None:
+        """Tensors and facts that :meth:`keep` wrote in this job, if they are intact."""
+        path, record_path = self._kept(name)
+        record = self._intact(path, record_path)
+        return None if record is None else (read_header(path), record["facts"])
+
+    def drop(self, name: str) -> None:
+        """Remove what :meth:`keep` wrote as ``name``, if it is there."""
+        for path in reversed(self._kept(name)):
+            path.unlink(missing_ok=True)
+
+    def kept_names(self, prefix: str) -> list[str]:
+        """The names beginning with ``prefix`` that :meth:`keep` has written."""
+        return sorted(path.stem for path in (self.partial / RUN).glob(f"{prefix}*.safetensors"))
+
+    def _kept(self, name: str) -> tuple[Path, Path]:
+        directory = self.partial / RUN
+        return directory / f"{name}.safetensors", directory / f"{name}.json"
+
+    def discard_empty(self) -> None:
+        """Remove the directory of a run that failed before it had anything to keep."""
+        if ranks.rank() > 0 or self.records:
+            return
+        run = self.partial / RUN
+        if {path.name for path in run.iterdir()} <= {JOB, LOCK}:
+            for path in run.iterdir():
+                path.unlink()
+            with contextlib.suppress(OSError):  # another rank has just written to it
+                run.rmdir()
+                self.partial.rmdir()
+
+    def finish(
+        self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
+    ) -> None:
+        """Write what is not weights, and give the directory its name.
+
+        Beside index, config and provenance: the ``side_files`` under their names, and a model card.
 
         The notes of all shards but the first (the embedding) and the last (the head) are the
         provenance's ``blocks``, unless it has its own.
@@ -171,8 +225,11 @@ class Output:
         write_json(
             self.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
-        for path in side_files:
-            shutil.copyfile(path, self.partial / path.name)
+        for name, path in side_files.items():
+            (self.partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, self.partial / name)
+        card = model_card(provenance, self.partial / BASE_CARD)
+        (self.partial / CARD).write_text(card, encoding="utf-8")
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
         provenance.setdefault(
@@ -193,8 +250,9 @@ class Output:
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether ``directory`` is the whole result of the same job (a run killed just after its last
-    step).
+    """Whether ``directory`` is the whole result of the same job.
+
+    So it is after a run that was killed just after its last step.
     """
     try:
         done = json.loads((directory / "qtool.json").read_text())
@@ -209,8 +267,9 @@ def job_hash(identity: Mapping[str, Any]) -> str:
 
 
 def difference(before: Any, now: Any, where: str = "") -> str:
-    """The first place where two values of plain data differ, and both values: ``methods[0].smooth:
-    {}, now 3``.
+    """The first place where two values of plain data differ, and both values.
+
+    For example ``methods[0].smooth: {}, now 3``.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in (*before, *now):

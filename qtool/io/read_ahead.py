@@ -1,5 +1,6 @@
-"""The weights of the next block are read while this one is computed, and copied to a GPU while its
-last pass runs.
+"""Reads the next block's weights while this one is computed.
+
+They are copied to a GPU while this block's last forwards run.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 
 
-class Prefetch:
+class ReadAhead:
     """Reads blocks of ``source`` in a thread, one ahead.
 
     Args:
@@ -36,8 +37,10 @@ class Prefetch:
         self._moved: tuple[int, dict[str, Tensor], torch.cuda.Event] | None = None
 
     def block(self, index: int, following: int | None) -> dict[str, Tensor]:
-        """The tensors of block ``index`` by their name within it; starts reading block
-        ``following``.
+        """The tensors of block ``index`` by their name within it.
+
+        Args:
+            following: the block to read next, from now on.
         """
         moved, self._moved = self._moved, None
         if self._ahead is None or self._ahead[0] != index:
@@ -53,8 +56,9 @@ class Prefetch:
         return moved[1]
 
     def move(self, device: torch.device) -> None:
-        """Copy the block that is read ahead, if it is there, to the GPU beside what is queued from
-        now on.
+        """Copy the block that is read ahead, if it is there, to the GPU.
+
+        The copy runs beside what is queued from now on.
         """
         if self._ahead is None or not self._ahead[1].done():
             return

@@ -70,6 +70,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise QtoolError(f"{path} is missing") from None
+    except OSError as error:
+        raise QtoolError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         raise QtoolError(f"{path.name}: the safetensors header is not valid JSON") from None
     if not isinstance(header, dict):
@@ -121,25 +123,35 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
         shape, offset = (stop - start, *shape[1:]), offset + start * stride
     data = torch.empty(prod(shape) * entry.dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
     view = data.numpy().data
-    with entry.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            got = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
-            if not got:
-                raise QtoolError(
-                    f"{entry.path.name}: the file ended early; it changed while it was read"
-                )
-            done += got
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            done = 0
+            while done < len(view):
+                got = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
+                if not got:
+                    raise QtoolError(
+                        f"{entry.path.name}: the file ended early; it changed while it was read"
+                    )
+                done += got
+    except OSError as error:
+        raise QtoolError(f"{entry.path} cannot be read: {error.strerror}") from error
     return data.view(entry.dtype).reshape(shape)
 
 
-def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> str:
+def write(
+    path: Path,
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    sync: bool = True,
+) -> str:
     """Write a file as a stream, atomically; returns its sha256.
 
     Args:
         specs: every tensor in file order; only shape and dtype are looked at (``meta`` is fine).
         tensors: ``(name, rows)`` in that order; a tensor may come in several pieces along dimension
             0.
+        sync: wait until the bytes are on the disk.
 
     Raises:
         NoSpace: the disk is full.
@@ -185,18 +197,23 @@ def write(path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, 
         if file.tell() != expected:
             raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
 
-    write_atomic(path, put_all)
+    write_atomic(path, put_all, sync=sync)
     return digest.hexdigest()
 
 
-def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
-    """Write ``path`` through a temporary file that takes its name only when whole and on disk."""
+def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -> None:
+    """Write ``path`` through a temporary file that takes its name only when it is whole.
+
+    Args:
+        sync: ... and on the disk. Without it the file outlives the process, not a loss of power.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
             put(file)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -210,6 +227,7 @@ def write_atomic(path: Path, put: Callable[[Any], None]) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Write ``value`` as indented JSON, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode()), sync=sync)

@@ -1,5 +1,6 @@
-"""A checkpoint to read from: where MODEL is, its config, and its tensors by name, loaded when
-asked.
+"""A checkpoint to read from: where MODEL is, its config, and its tensors by name.
+
+Tensors are read when they are asked for.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from qtool.io.safetensors import Entry, read, read_header
 DEMO = Path(__file__).parent.parent / "demo"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: what belongs to a model beside its weights; never code
+#: what belongs to a model beside its weights
 SIDE_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -26,12 +27,23 @@ SIDE_FILES = (
     "*.model",
     "generation_config.json",
     "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "README.md",
 )
+#: endings of code and of pickles, which are never carried
+NEVER_CARRIED = {".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy"}
+#: the model card of a native checkpoint, and the name its source's card is kept under
+CARD, BASE_CARD = "README.md", "README.base.md"
 
 #: where GPTQ checkpoints have their configuration, the older ones only there
 QUANTIZE_CONFIG = "quantize_config.json"
-#: the same weights once more, in forms that other loaders read
-OTHER_WEIGHTS = ["consolidated*", "*/*"]
+#: the same weights once more, in forms and in folders that other loaders read
+OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 
 
 def resolve(model: str, *, weights: bool = True) -> Path:
@@ -48,9 +60,11 @@ def resolve(model: str, *, weights: bool = True) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf":
+        raise QtoolError(_gguf(path))
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
-    configs = ["config.json", QUANTIZE_CONFIG]
+    configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
     return _download(model, ["*.safetensors", *configs, INDEX, *SIDE_FILES] if weights else configs)
 
 
@@ -64,8 +78,8 @@ def _download(model: str, patterns: list[str]) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise QtoolError(
-            f"{model} is not a local directory and could not be had from the hub ({type(error).__name__}: {reason}); "
-            "pass the path of a downloaded model directory"
+            f"{model} is not a local directory and could not be had from the hub "
+            f"({type(error).__name__}: {reason}); pass the path of a downloaded model directory"
         ) from error
 
 
@@ -81,29 +95,36 @@ class Checkpoint:
         self.directory = directory
         self.config = read_config(directory)
         self.entries = self._entries()
+        blocks = self.config.get("num_hidden_layers")
+        if isinstance(blocks, int) and blocks > len(self.entries):
+            raise QtoolError(
+                f"{directory}: config.json has {blocks} hidden layers, and the files only "
+                f"{len(self.entries)} tensors"
+            )
 
     def _entries(self) -> dict[str, Entry]:
         index = self.directory / INDEX
         if not index.exists():
             if not (self.directory / SINGLE).exists():
                 raise QtoolError(
-                    f"{self.directory}: no {SINGLE} and no {INDEX}; {_what_is_there(self.directory)}"
+                    f"{self.directory}: no {SINGLE} and no {INDEX}; "
+                    f"{_what_is_there(self.directory)}"
                 )
             return read_header(self.directory / SINGLE)
         weight_map = _json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise QtoolError(f"{index.name}: no weight_map in it")
         shards = {}
-        for shard in sorted({str(shard) for shard in weight_map.values()}):
+        for shard in sorted(set(map(str, weight_map.values()))):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise QtoolError(
                     f"{index.name}: {shard!r} is not a file name inside the model directory"
                 )
             shards[shard] = read_header(self.directory / shard)
         for name, shard in weight_map.items():
-            if name not in shards[shard]:
+            if name not in shards[str(shard)]:
                 raise QtoolError(f"{index.name}: {name} is said to be in {shard}, but is not there")
-        return {name: shards[shard][name] for name, shard in weight_map.items()}
+        return {name: shards[str(shard)][name] for name, shard in weight_map.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -127,8 +148,7 @@ class Checkpoint:
         return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self) -> str:
-        """A hash of the config and of every tensor's name, dtype, shape and place, and the files'
-        sizes.
+        """A hash of the config and of what tensors there are and where they lie.
 
         Cheap (reads no weights); together with the files' modification times it tells a changed
         source.
@@ -148,16 +168,36 @@ class Checkpoint:
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
-    def side_files(self) -> list[Path]:
-        """Tokenizer and generation files, to copy as they are."""
-        return sorted(
-            {p for pattern in SIDE_FILES for p in self.directory.glob(pattern) if p.is_file()}
-        )
+    def identity(self) -> dict[str, str]:
+        """What provenance says of a source: directory, hub id if it has one, fingerprint."""
+        snapshots = self.directory.parent
+        name = snapshots.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
+        from_hub = snapshots.name == "snapshots" and name.startswith("models--")
+        hub = {"hub id": name.removeprefix("models--").replace("--", "/")} if from_hub else {}
+        directory = hub["hub id"].split("/")[-1] if hub else self.directory.name
+        return {"directory": directory, **hub, "fingerprint": self.fingerprint()}
+
+    def side_files(self) -> dict[str, Path]:
+        """What else a result carries, as it is: tokenizer, templates, license, by name there.
+
+        The model card is kept as ``README.base.md``. Code and pickles are left behind.
+        """
+        found = {
+            path.relative_to(self.directory).as_posix(): path
+            for pattern in SIDE_FILES
+            for path in sorted(self.directory.glob(pattern))
+            if path.is_file() and not NEVER_CARRIED.intersection(path.suffixes)
+        }
+        card, base = found.pop(CARD, None), self.directory / BASE_CARD
+        if base.is_file():
+            card = base
+        return found | ({BASE_CARD: card} if card else {})
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of ``config.json``; its ``quantization_config`` may lie beside, as AutoGPTQ wrote
-    it.
+    """The content of ``config.json``.
+
+    Its ``quantization_config`` may lie in a file beside it, as AutoGPTQ wrote it.
 
     Raises:
         QtoolError: missing, not JSON, or without ``model_type``.
@@ -168,11 +208,14 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise QtoolError(
                 f"{directory} is an adapter (LoRA), not a model; merge it into its base model first"
             )
+        if files := sorted(directory.glob("*.gguf")):
+            raise QtoolError(_gguf(files[0]))
         raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
     config = _json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
+    config.pop("transformers_weights", None)  # a native checkpoint's notice; no output inherits it
     if config.get("quantization_config", {}) is None:
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG
@@ -186,7 +229,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise QtoolError(f"{path}: a JSON object expected, found {type(value).__name__}")
@@ -199,4 +242,15 @@ def _what_is_there(directory: Path) -> str:
     pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pth")]
     if pickles:
         return f"{pickles[0]} is a pickle, which qtool never reads: convert it to safetensors first"
+    if files := sorted(directory.glob("*.gguf")):
+        return _gguf(files[0])
     return "only safetensors checkpoints are read"
+
+
+def _gguf(path: Path) -> str:
+    """What to do with a GGUF file."""
+    return (
+        f"{path.name} is GGUF, llama.cpp's format, which qtool does not read: take the model's "
+        "original safetensors, or convert it: transformers' from_pretrained(DIR, "
+        f"gguf_file={path.name!r}), then save_pretrained"
+    )

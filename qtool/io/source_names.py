@@ -1,4 +1,4 @@
-"""Other names and forms that a source may have the same tensors under; none of them costs a copy.
+"""Other names and forms in which a source may have the same tensors; none of them costs a copy.
 
 - the head alone, where embedding and head are tied: it is the embedding;
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes
@@ -40,8 +40,9 @@ def adopt(source: Checkpoint, job: Job) -> None:
 
 
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:
-    """One block's stacked experts, if it has them, as one entry a linear; what lies beside them
-    under its disk name.
+    """Give one block's stacked experts, if it has them, one entry a linear.
+
+    What lies beside them gets its name on disk.
     """
     stacks = f"{attribute}.experts.gate_up_proj", f"{attribute}.experts.down_proj"
     if not all(name in entries for name in stacks):
@@ -54,8 +55,8 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
         or gate_up.shape[1] % 2
     ):
         raise QtoolError(
-            f"{attribute}.experts: stacked weights {list(gate_up.shape)} and {list(down.shape)} found; "
-            "[experts, 2 * width, hidden] and [experts, hidden, width] are expected"
+            f"{attribute}.experts: stacked weights {list(gate_up.shape)} and {list(down.shape)} "
+            "found; [experts, 2 * width, hidden] and [experts, hidden, width] are expected"
         )
     for number, (both, back) in enumerate(zip(_parts(gate_up), _parts(down), strict=True)):
         gate, up = _halves(both)

@@ -1,53 +1,55 @@
-"""Shards are written by a thread while the next blocks are computed; at most ``AHEAD`` of them wait
-in memory.
+"""Files are written by a thread while the next blocks are computed; few of them wait in memory.
 
-A shard counts only when its record is on disk, and it is reported only then. What was begun is
-finished, also when the run stops with an error: every finished block is kept.
+A file counts only when its record is on disk, and it is reported only then. What was submitted is
+written, also when the run stops with an error: every finished block is kept.
 """
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
-#: shards that may wait for the disk
+T = TypeVar("T")
+#: writes that may wait for the disk
 AHEAD = 2
 
 
 class WriteBehind:
-    """Runs writes one after another in a thread.
+    """Runs writes one after another in a thread."""
 
-    Args:
-        written: called in the caller's thread after each write with the shard's number, in order.
-    """
-
-    def __init__(self, written: Callable[[int], None]) -> None:
-        self.written = written
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "write")
-        self._pending: deque[tuple[int, Future[Any]]] = deque()
+        self._pending: deque[tuple[Future[None], Callable[[], None]]] = deque()
 
     def __enter__(self) -> "WriteBehind":
         return self
 
-    def submit(self, shard: int, write: Callable[[], Any]) -> None:
-        """Queue ``write`` of ``shard``; waits while too many are pending.
+    def submit(self, write: Callable[[], None], written: Callable[[], None]) -> None:
+        """Queue ``write``; waits while too many are pending.
+
+        Args:
+            written: called in the caller's thread after the write, in the order of the writes.
 
         Raises:
             QtoolError: an earlier write failed.
         """
-        self._pending.append((shard, self._thread.submit(write)))
+        self._pending.append((self._thread.submit(write), written))
         self._settle(AHEAD)
 
+    def submit_optional(self, write: Callable[[], T]) -> Future[T]:
+        """Queue ``write``, which nothing waits for but the caller."""
+        return self._thread.submit(write)
+
     def wait(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         self._settle(0)
 
     def _settle(self, allowed: int) -> None:
-        while self._pending and (len(self._pending) > allowed or self._pending[0][1].done()):
-            shard, future = self._pending.popleft()
+        while self._pending and (len(self._pending) > allowed or self._pending[0][0].done()):
+            future, written = self._pending.popleft()
             future.result()
-            self.written(shard)
+            written()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

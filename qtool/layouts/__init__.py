@@ -1,6 +1,6 @@
 """Where the numbers lie: one file a packed layout. ``get(name)`` returns it."""
 
-from qtool.errors import QtoolError, suggest
+from qtool import plugins
 from qtool.layouts.apex4 import APEX4
 from qtool.layouts.base import Layout
 from qtool.layouts.compute_aware import COMPUTE_AWARE
@@ -33,9 +33,7 @@ def get(name: str) -> Layout:
     Raises:
         QtoolError: for an unknown name.
     """
-    if name not in LAYOUTS:
-        raise QtoolError(f"unknown layout {name!r}: {suggest(name, LAYOUTS)}")
-    return LAYOUTS[name]
+    return plugins.find(LAYOUTS, name, "layout")
 
 
 __all__ = ["LAYOUTS", "DigitLayout", "Layout", "get"]

@@ -65,7 +65,8 @@ def require_codes(name: str, codes: Tensor) -> None:
     """Raise QtoolError unless ``codes`` is a matrix of one code a byte."""
     if codes.dim() != 2 or codes.dtype not in (torch.uint8, torch.int8):
         raise QtoolError(
-            f"layout {name}: codes must be a uint8 or int8 matrix, got {codes.dtype} of shape {tuple(codes.shape)}"
+            f"layout {name}: codes must be a uint8 or int8 matrix, got {codes.dtype} of shape "
+            f"{tuple(codes.shape)}"
         )
 
 

@@ -18,7 +18,7 @@ Digits = tuple[tuple[str, int], ...]
 
 
 def parse_digits(text: str) -> Digits:
-    """``"nt w:4 q:8"`` -> ``(("nt", 0), ("w", 4), ("q", 8))``; 0 marks the unbounded leading digit."""
+    """``"nt w:4 q:8"`` -> ``(("nt", 0), ("w", 4), ("q", 8))``; 0: the unbounded leading digit."""
     pairs = (part.partition(":") for part in text.split())
     return tuple((name, int(size or 0)) for name, _, size in pairs)
 

@@ -17,7 +17,7 @@ group) keep their order.
 >>> codes = torch.full((128, 128), 8, dtype=torch.uint8)
 >>> codes[0, :8] = torch.tensor([8, 1, 8, 2, 3, 8, 4, 8])  # keeps (1, 3) and (0, 2)
 >>> packed = MARLIN_24.pack(codes)
->>> hex(packed["qweight"][0, 0] & 0xFF), hex(packed["qweight"][0, 16] & 0xFF)  # kept 0 and 2, whose rows differ
+>>> hex(packed["qweight"][0, 0] & 0xFF), hex(packed["qweight"][0, 16] & 0xFF)  # kept 0 and 2
 ('0x81', '0x88')
 >>> hex(packed["metadata"][0, 0] & 0xFF)  # 0b1101 for (1, 3), 0b1000 for (0, 2)
 '0x8d'
@@ -125,7 +125,8 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     table = torch.tensor(POSITIONS, dtype=torch.uint8, device=codes.device)
     positions = table.index_select(0, which.flatten()).view_as(which)
     if not codes.is_meta and not bool(positions.all()):
-        found = f"{int((positions == 0).sum())} of {positions.numel()} quads of inputs hold more than two non-zeros"
+        bad = int((positions == 0).sum())
+        found = f"{bad} of {positions.numel()} quads of inputs hold more than two non-zeros"
         raise QtoolError(f"layout marlin-24: {found}; a 2:4 sparse weight is needed")
     first, second = _shifts(positions)
     second = (quads >> second).bitwise_and_(0xF).bitwise_left_shift_(8)
@@ -142,7 +143,8 @@ def expand(values: Tensor, positions: Tensor, codes: Tensor, *, zero: int) -> No
     first, second = _shifts(positions)
     if not positions.is_meta and bool((first >= second).any()):
         raise QtoolError(
-            "layout marlin-24: the metadata names a position twice or out of order; the file is damaged"
+            "layout marlin-24: the metadata names a position twice or out of order; the file is "
+            "damaged"
         )
     pairs = (
         values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)

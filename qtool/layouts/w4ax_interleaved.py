@@ -25,7 +25,8 @@ What the paper leaves open, and what was fixed:
   reads them.
 
 >>> codes = torch.arange(16, dtype=torch.uint8).repeat(8, 2)
->>> [f"{word & 0xFFFFFFFF:08x}" for word in W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2].tolist()]
+>>> words = W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2]
+>>> [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()]
 ['b9a83120', 'fdec7564']
 """
 

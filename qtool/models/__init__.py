@@ -1,72 +1,82 @@
-"""What the supported model families look like: one short declarative file a family."""
+"""What the supported model families look like: one short declarative file a family.
 
+A family of your own, here one that differs from Llama in nothing but its name::
+
+    register_family(replace(LLAMA, name="Seed", model_types=("seed_oss",), biased=(Q, K, V)))
+"""
+
+from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.models.deepseek import DEEPSEEK
 from qtool.models.falcon import FALCON
 from qtool.models.family import Family
 from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.llama import LLAMA, QWEN2, QWEN3
-from qtool.models.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from qtool.models.mixtral import MIXTRAL
 from qtool.models.opt import OPT
-from qtool.models.parts import Attention, Fold, Heads, LinearGroup, OncePerHead
+from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, OncePerHead
 from qtool.models.phi3 import PHI3
+from qtool.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-FAMILIES = (
-    LLAMA,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    OPT,
-    FALCON,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
+FAMILIES: list[Family] = [
+    *(LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+]
 #: families whose shapes are known, so that a run can be planned that nobody can make yet
 PLANNED = (DEEPSEEK,)
 
-#: architectures that were asked for and are not there, and what they would need
-NEEDED = {
-    **dict.fromkeys(DEEPSEEK.model_types, DEEPSEEK.unsupported),
-    **dict.fromkeys(
-        ("llama4", "llama4_text"),
-        "experts that are stored transposed, a router that scales their inputs, and blocks without positions",
-    ),
-    **dict.fromkeys(
-        ("gemma3", "mllama", "qwen2_vl", "qwen2_5_vl"),
-        "the vision tower; the text model alone is what is supported",
-    ),
-    "gpt_oss": "experts with biases, their gate and up rows interleaved, and attention sinks",
-}
+
+def register_family(family: Family) -> Family:
+    """Add a family of your own, for the ``model_type`` values it names; returns it.
+
+    Raises:
+        QtoolError: no :class:`Family`, or a ``model_type`` that another family covers.
+    """
+    if not isinstance(family, Family):
+        raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
+    for other in FAMILIES:
+        if other is family:
+            return family
+        if taken := set(other.model_types) & set(family.model_types):
+            raise QtoolError(
+                f"register_family: {other.name} covers model_type {min(taken)!r} already"
+            )
+    FAMILIES.append(family)
+    return family
 
 
 def family_of(model_type: str, *, planning: bool = False) -> Family:
-    """The family that covers ``model_type`` (config.json), one that can only be planned where that
-    is all.
+    """The family that covers ``model_type`` (config.json).
+
+    Args:
+        planning: one that can only be planned will do.
 
     Raises:
-        QtoolError: naming the supported types.
+        QtoolError: what the model is, why there is no family, and the supported types.
     """
-    for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
-        if model_type in family.model_types:
-            return family
+    for load in (lambda: None, plugins.load):  # other packages are asked for what is not here
+        load()
+        for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
+            if model_type in family.model_types:
+                return family
+    from qtool.models.unsupported import why_unsupported  # asks transformers, which loads slowly
+
     supported = ", ".join(t for family in FAMILIES for t in family.model_types)
-    need = NEEDED.get(model_type, "one declarative file in qtool/models, see CONTRIBUTING.md")
     raise QtoolError(
-        f"unsupported architecture {model_type!r}; supported: {supported} (it would need {need})"
+        f"unsupported architecture {model_type!r}: {why_unsupported(model_type)}; "
+        f"supported: {supported}"
     )
 
 
 __all__ = [
     "FAMILIES",
     "Attention",
+    "Experts",
     "Family",
     "Fold",
     "Heads",
     "LinearGroup",
     "OncePerHead",
     "family_of",
+    "register_family",
 ]

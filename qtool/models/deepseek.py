@@ -1,5 +1,4 @@
-"""DeepSeek V2 and V3, to be planned: attention over low-rank queries, keys and values (MLA), then
-an MLP or experts.
+"""DeepSeek V2 and V3, to be planned: low-rank attention (MLA), then an MLP or experts.
 
 Shapes only. V2-Lite has one full query projection instead of two of low rank; the first blocks are
 dense.
@@ -12,11 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.models.family import Family
+from qtool.models.gated_mlp import MLP_NORM, gated_mlp, gated_shapes
 from qtool.models.llama import DOWN, GATE, OUT, UP, Q
-from qtool.models.moe import EXPERT, MLP_NORM, gated_mlp, gated_shapes
 from qtool.models.parts import Attention, Experts, Fold, LinearGroup
+from qtool.models.qwen_moe import EXPERT
 
-NEED = "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of latents"
+NEED = (
+    "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of "
+    "latents"
+)
 Q_A, Q_B, KV_A, KV_B = (
     f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 )
@@ -32,9 +35,7 @@ class LatentAttention(Family):
     """A family whose queries and keys have other channels a head than its values."""
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """As of any family; ``head_dim`` is the mean of both, so that attention's operations come
-        out right.
-        """
+        """config.json as an object; ``head_dim`` is the mean of both, as cost estimates want."""
         settings = super().settings(config)
         wide = getattr(settings, "qk_nope_head_dim", 0) + getattr(settings, "qk_rope_head_dim", 0)
         settings.head_dim = (wide + getattr(settings, "v_head_dim", 0)) // 2

@@ -56,10 +56,9 @@ class SeparateExperts(nn.ModuleList):
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Replace the stacked experts of a transformers ``model``, in place; names become the
-    checkpoint's.
-    """
-    family = family_of(model.config.get_text_config(decoder=True).model_type)  # type: ignore[union-attr, operator]
+    """Replace ``model``'s stacked experts in place; their names become the checkpoint's."""
+    config: Any = model.config
+    family = family_of(config.get_text_config(decoder=True).model_type)
     if (names := family.experts) is None:
         return
     for block in model.get_submodule(family.blocks):  # type: ignore[attr-defined]

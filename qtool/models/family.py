@@ -26,6 +26,8 @@ OPTIONAL = (
     "num_kv_heads",
     "max_position_embeddings",
 )
+#: more than any model has: beyond these a config.json is damaged
+MOST_BLOCKS, MOST_EXPERTS, LARGEST_SIZE = 1024, 4096, 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +89,16 @@ class Family:
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
-        """The family as block ``block`` of a model of ``config`` looks; the same object for blocks
-        alike.
-        """
+        """The family as block ``block`` looks; the same object for blocks alike."""
         family = self.choose(config, block) if self.choose else self
-        return family.of_experts(family.sizes["experts"](config)) if family.experts else family
+        if not family.experts:
+            return family
+        experts = family.sizes["experts"](config)
+        if experts > MOST_EXPERTS:
+            raise QtoolError(
+                f"config.json: {experts} experts a block; at most {MOST_EXPERTS} are expected"
+            )
+        return family.of_experts(experts)
 
     @cache  # noqa: B019  (families live as long as the program)
     def of_experts(self, count: int) -> "Family":
@@ -111,9 +118,7 @@ class Family:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The embedding and, where there are any, the learned positions: what the residual stream
-        begins with.
-        """
+        """The tables that the residual stream begins with: embedding, and learned positions."""
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
@@ -124,7 +129,7 @@ class Family:
         """Check that every size the family's shapes are declared in is there.
 
         Raises:
-            QtoolError: one is missing, or no positive whole number.
+            QtoolError: one is missing, no positive whole number, or larger than any model's.
         """
         for key in (*REQUIRED, *OPTIONAL):
             value = getattr(settings, key, None)
@@ -138,12 +143,18 @@ class Family:
             raise QtoolError(
                 f"config.json does not hold the sizes of {self.name}: {error}"
             ) from error
-        for word in {
-            word for shape in self.tensors.values() for word in shape.replace("+", " ").split()
-        } & dims.keys():
-            if not _positive(dims[word]):
+        if settings.num_hidden_layers > MOST_BLOCKS:
+            raise QtoolError(
+                f"config.json: num_hidden_layers is {settings.num_hidden_layers}; at most "
+                f"{MOST_BLOCKS} are expected"
+            )
+        words = {w for shape in self.tensors.values() for w in shape.replace("+", " ").split()}
+        for word in ("vocab", *sorted(words & dims.keys())):
+            if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:
+                most = f"; at most {LARGEST_SIZE} are expected" if _positive(dims[word]) else ""
                 raise QtoolError(
-                    f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} there"
+                    f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} "
+                    f"there{most}"
                 )
 
     def linears(self) -> Iterator[str]:
@@ -156,9 +167,7 @@ class Family:
         return next(group for group in self.groups if linear in group.linears)
 
     def folds(self) -> Iterator[LinearGroup]:
-        """The groups, those behind one norm together with everything else that reads it: what a
-        factor folds into.
-        """
+        """The groups that share a factor on their input: all that reads one norm is one of them."""
         merged: dict[str, LinearGroup] = {}
         for group in self.groups:
             key = group.source if group.reads_residual else group.linears[0]
@@ -187,7 +196,7 @@ class Family:
         return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block, from config.json alone."""
+        """Shape of every tensor of a block, by its name within the block; reads no weights."""
         dims = self.dimensions(config)
         known = {
             words: _shape(words, dims) for words in set(self.tensors.values())
@@ -207,9 +216,7 @@ class Family:
         return _shape(self.tensors[tensor], self.dimensions(config))
 
     def dimensions(self, config: Any) -> dict[str, int]:
-        """The sizes shapes are declared in: hidden, q, kv, dim (a head), inter, vocab and the
-        family's own.
-        """
+        """Sizes by word: hidden, q, kv, dim (of a head), inter, vocab and the family's own."""
         heads = Heads.of(config)
         return {
             "hidden": config.hidden_size,

@@ -1,9 +1,8 @@
-"""Gemma 1, 2 and 3 (text): norms multiply by 1 + weight, embeddings by sqrt(hidden), embedding and
-head are tied.
+"""Gemma 1, 2 and 3 (text): norms multiply by 1 + weight, the head is the embedding.
 
-Gemma 2 and 3 also norm what attention and MLP write to the residual stream. Gemma 3 has norms on q
-and k. Scaling, soft-capping and sliding windows are transformers' own code and no weight's
-business.
+Embeddings are multiplied by sqrt(hidden). Gemma 2 and 3 also norm what attention and MLP write to
+the residual stream. Gemma 3 has norms on q and k. Scaling, soft-capping and sliding windows are
+transformers' own code and no weight's business.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""OPT: LayerNorm with biases, learned positions, biases on every linear, an MLP of two linears with
-ReLU between.
+"""OPT: LayerNorm and linears with biases, learned positions, an MLP of two linears.
 
-A positive factor passes through a ReLU, so fc2's input may be scaled in fc1's rows.
+ReLU stands between the two. A positive factor passes through a ReLU, so fc2's input may be scaled
+in fc1's rows.
 """
 
 from dataclasses import replace
@@ -17,18 +17,18 @@ ATTENTION_NORM, MLP_NORM = "self_attn_layer_norm", "final_layer_norm"
 
 
 def _choose(config: Any, block: int) -> Family:
-    """Refuse what is not built like the others; with another activation than ReLU no factor passes
-    it.
-    """
+    """Refuse what is built otherwise; no factor passes another activation than ReLU."""
     if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
         raise QtoolError(
-            f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size {config.hidden_size} projects "
-            "its embeddings (project_in, project_out); supported are OPT models whose two sizes are equal"
+            f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size "
+            f"{config.hidden_size} projects its embeddings (project_in, project_out); supported "
+            "are OPT models whose two sizes are equal"
         )
     for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if not getattr(config, key, True):
             raise QtoolError(
-                f"OPT with {key} false is not supported: its norms come after what they would fold into"
+                f"OPT with {key} false is not supported: its norms come after what they would fold "
+                "into"
             )
     return OPT_RELU if getattr(config, "activation_function", "relu") == "relu" else OPT_OTHER
 

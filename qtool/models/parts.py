@@ -1,5 +1,4 @@
-"""What a family is declared of: groups of linears that read one input, the attention, the experts,
-the heads.
+"""The parts of a family: linears that read one input, the attention, the experts, the heads.
 
 Names are module paths within the block. A name may also be a part of a fused linear: some of its
 rows.
@@ -78,8 +77,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture: their names have ``*`` for the number, ``gate``, ``up`` and
-    ``down`` within an expert.
+    """The experts of a mixture, in names ``*``, and the names of the linears within one.
 
     Args:
         moe: the module that holds router and experts, as checkpoints call it.
@@ -120,8 +118,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class OncePerHead:
-    """A KV cache behind attention that may repeat each of ``heads`` kv heads for its query heads
-    (Falcon's newer one).
+    """A KV cache behind attention that repeats kv heads for query heads, as Falcon's new one.
 
     ``cache`` takes and gives each once.
     """
@@ -130,9 +127,7 @@ class OncePerHead:
     heads: int
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What ``cache`` makes of ``keys`` and ``values [B, heads * repeats, T, D]``, repeated as
-        they were.
-        """
+        """``cache``'s answer to ``keys``, ``values [B, heads * repeats, T, D]``, repeated too."""
         repeats = keys.shape[1] // self.heads
         if repeats == 1:
             found: tuple[Any, Any] = self.cache.update(keys, values, *args, **kwargs)

@@ -31,23 +31,20 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of six; rounds once,
-    at the end.
-    """
+    """Run each plain RMSNorm of ``model`` as one kernel instead of six, which rounds once."""
     for norm in model.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
             norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
 
 
 def _rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
-    weight, epsilon = norm.weight, norm.variance_epsilon
-    return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)  # type: ignore[union-attr, arg-type]
+    weight: Any = norm.weight
+    epsilon: Any = norm.variance_epsilon
+    return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give ``module``'s meta parameters the tensors of ``weights`` (names relative to it); some may
-    be on ``meta``.
-    """
+    """Give ``module`` the tensors of ``weights``, by name within it; some may be on ``meta``."""
     module.load_state_dict(weights, strict=True, assign=True)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
@@ -87,8 +84,9 @@ CACHE_ARGUMENTS = frozenset(
 @contextmanager
 def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
     """Replace the blocks by recorders: one forward gives the arguments of every block."""
-    blocks, final_norm = model.get_submodule(family.blocks), model.get_submodule(family.final_norm)
-    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])  # type: ignore[attr-defined]
+    blocks: Any = model.get_submodule(family.blocks)
+    final_norm = model.get_submodule(family.final_norm)
+    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])
     model.set_submodule(family.blocks, recorders)
     model.set_submodule(family.final_norm, nn.Identity())
     try:

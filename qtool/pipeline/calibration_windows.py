@@ -1,11 +1,16 @@
-"""From a text's name to the token windows a run is calibrated on, if a recipe says so continued by
-the model itself.
+"""From what a user calibrates on to the token windows of a run.
+
+Windows are cut from a text, or begun by it and continued by the model itself: the recipe or
+``--windows`` says which. They are drawn once and stored in the run's directory, so that a resumed
+run reads them.
 """
 
 import gc
+import hashlib
 import os
-import sys
 import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,92 +18,181 @@ import torch
 from torch import Tensor
 
 from qtool.data import corpora
+from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
+from qtool.data.chat import render
 from qtool.data.continuation import continued
-from qtool.data.windows import windows
+from qtool.data.windows import cut, windows
 from qtool.distributed import ranks
+from qtool.errors import QtoolError
+from qtool.io.output import Output
+from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import BATCH_TOKENS, writing
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.streaming.activations import DEVICE_SHARE, HOST_SHARE, available_host_bytes
-from qtool.recipes.recipe import CONTINUED, GIVEN
+from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
+
+#: their name in the run's directory
+STORED = "windows"
 
 
 def calibration(
     source: Checkpoint,
     job: Job,
-    text: str,
+    calibration: CalibrationInput,
     *,
     data_dir: Path | None,
     samples: int,
     seqlen: int,
     seed: int,
     device: str,
-) -> Calibration:
-    """``samples`` windows of ``seqlen`` tokens (at most the model's context) of the corpus or file
-    ``text``.
+) -> "Windows":
+    """``samples`` windows of ``seqlen`` tokens of what ``calibration`` is; drawn when a run starts.
+
+    Args:
+        calibration: a corpus's name, a file, texts, token ids or a data set
+            (:mod:`qtool.data.calibration_input`).
+        data_dir: of local copies of corpora.
+        seqlen: at most the model's context. Of 2-D token ids at most the length of a row.
+        seed: of the choice of windows, and of the tokens that the model continues them with.
 
     Raises:
-        QtoolError: no such text, one shorter than a window, or a tokenizer that is not the model's.
+        QtoolError: nothing that can be calibrated on.
     """
-    corpus = corpora.load(text, split="train", data_dir=data_dir)
-    seqlen = min(seqlen, source.config.get("max_position_embeddings") or seqlen)
-    ids = windows(
-        corpus.documents,
-        load_tokenizer(source.directory),
-        samples=samples,
-        seqlen=seqlen,
-        vocabulary=source.config["vocab_size"],
-        seed=seed,
+    return Windows(
+        source, job, parse(calibration, data_dir=data_dir), samples, seqlen, seed, device
     )
-    if len(ids) < samples:
-        _say(f"{text} has {len(ids)} windows of {seqlen} tokens, not the {samples} asked for")
-    facts: dict[str, Any] = {
-        "text": text,
-        "sha256": corpus.sha256,
-        "samples": len(ids),
-        "seqlen": seqlen,
-        "seed": seed,
-    }
-    written = None
-    if job.recipe.windows == CONTINUED:
-        written = ranks.broadcast(
-            _written(source, job, ids, seed, torch.device(device)) if ranks.rank() == 0 else None
-        )
-    facts["windows"] = GIVEN if written is None else CONTINUED
-    ids = ids if written is None else written
-    tokens = list(ids.split(max(1, BATCH_TOKENS // seqlen)))
-    return Calibration(tokens, facts | {"tokens": fingerprint(tokens)})
 
 
-def _written(
-    source: Checkpoint, job: Job, ids: Tensor, seed: int, device: torch.device
-) -> Tensor | None:
-    """The windows ``ids`` continued by the float model; None, and said so, where it does not fit
-    ``device`` whole.
+class Windows(Calibration):
+    """Windows that are drawn when a run starts or they are looked at, whichever comes first.
+
+    Attributes:
+        facts: what was asked for, by which an unfinished run is known again; those of :attr:`drawn`
+            and :meth:`for_run` say what was found too.
     """
-    whole, free = _memory(device)
-    need = writing(job, len(ids), ids.shape[1], device, whole)
-    if not need.fits(free, HOST_SHARE * available_host_bytes()):
-        _say(
-            f"the windows stay the text's own: to continue them takes the whole model, {need.bytes / 1e9:.1f} GB "
-            f"with its cache, and {free / 1e9:.1f} GB are free for it"
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        job: Job,
+        given: Documents | TokenIds,
+        samples: int,
+        seqlen: int,
+        seed: int,
+        device: str,
+    ) -> None:
+        self.source, self.job, self.given, self.device = source, job, given, torch.device(device)
+        self.samples, self.asked_seqlen, self.seed = samples, seqlen, seed
+        lengths = [seqlen, source.config.get("max_position_embeddings") or seqlen]
+        if isinstance(given, TokenIds) and given.ids.dim() == 2:
+            lengths.append(given.ids.shape[1])
+        self.seqlen = min(lengths)
+        super().__init__(
+            facts={
+                "text": given.name,
+                "samples": samples,
+                "seqlen": self.seqlen,
+                "seed": seed,
+                "windows": job.recipe.windows,
+            }
+            | ({"sha256": given.sha256} if given.sha256 else {})
         )
-        return None
-    began = time.monotonic()
-    dtype = None if device.type == "cuda" else torch.float32
-    model = load(source.directory, device=str(device), dtype=dtype)
-    written = continued(model, ids[:, : need.given], ids.shape[1], seed=seed, at_once=need.at_once)
-    del model
-    gc.collect()  # should it know itself: the run needs its room
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    _say(
-        f"{len(ids)} windows, continued by the model after {need.given} tokens of the text "
-        f"({time.monotonic() - began:.0f} s)"
-    )
-    return written
+
+    @property
+    def tokens(self) -> Sequence[Tensor]:
+        return self.drawn.tokens
+
+    @cached_property
+    def drawn(self) -> Calibration:
+        """The windows in batches; the first of several ranks draws them."""
+        return ranks.broadcast(self._draw() if ranks.rank() == 0 else Calibration())
+
+    def for_run(self, output: Output) -> Calibration:
+        """The windows of the run in ``output``: new ones are stored in its directory.
+
+        Raises:
+            QtoolError: no text, one shorter than a window, a tokenizer that is not the model's, or
+                a model that must continue the windows and does not fit.
+        """
+        if kept := ranks.broadcast(output.kept(STORED) if ranks.rank() == 0 else None):
+            entries, facts = kept
+            return _batches(read(entries[STORED]), facts)
+        if ranks.rank() == 0:
+            ids = torch.cat(list(self.drawn.tokens))
+            output.keep(STORED, {STORED: ids}, [(STORED, ids)], self.drawn.facts)
+        return self.drawn
+
+    def _draw(self) -> Calibration:
+        """The windows, of the text or continued, and what is known of them."""
+        if self.seqlen < self.asked_seqlen:
+            ranks.log(
+                f"calibration windows have {self.seqlen} tokens, not {self.asked_seqlen}: "
+                "the model's context, or the token ids', is no longer"
+            )
+        ids, sha256 = self._cut()
+        if len(ids) < self.samples:
+            ranks.log(
+                f"{self.given.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
+                f"{self.samples} asked for"
+            )
+        if self.job.recipe.windows == CONTINUED:
+            ids = self._continued(ids)
+        found = {"sha256": sha256, "samples": len(ids)}
+        drawn = _batches(ids, {**self.facts, **found})
+        return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
+
+    def _cut(self) -> tuple[Tensor, str]:
+        """Windows of what was given, and the sha256 of the text or of the token ids."""
+        asked: dict[str, int] = {
+            "samples": self.samples,
+            "seqlen": self.seqlen,
+            "vocabulary": self.source.config["vocab_size"],
+            "seed": self.seed,
+        }
+        if isinstance(self.given, TokenIds):
+            return cut(self.given.ids, **asked), self.given.sha256
+        tokenizer = load_tokenizer(self.source.directory)
+        documents = render(self.given.read(), tokenizer, self.given.name)
+        text = corpora.joined(documents)
+        return windows(documents, tokenizer, **asked), hashlib.sha256(text.encode()).hexdigest()
+
+    def _continued(self, ids: Tensor) -> Tensor:
+        """The windows ``ids``, continued by the float model after their first tokens.
+
+        Raises:
+            QtoolError: the model does not fit the device whole.
+        """
+        whole, free = _memory(self.device)
+        need = writing(self.job, len(ids), ids.shape[1], self.device, whole)
+        if not need.fits(free, HOST_SHARE * available_host_bytes()):
+            raise QtoolError(
+                "the recipe has windows: continued, and to continue calibration windows takes the "
+                f"whole model, {need.bytes / 1e9:.1f} GB with its cache, where {free / 1e9:.1f} GB "
+                f"of {self.device.type} memory are free for it: pass --windows given for windows "
+                "that are all of the text"
+            )
+        began = time.monotonic()
+        dtype = None if self.device.type == "cuda" else torch.float32
+        model = load(self.source.directory, device=str(self.device), dtype=dtype)
+        beginnings = ids[:, : need.given]
+        ids = continued(model, beginnings, ids.shape[1], seed=self.seed, at_once=need.at_once)
+        del model
+        gc.collect()  # a model refers to itself, and the run needs its room
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        ranks.log(
+            f"{len(ids)} windows, continued by the model after {need.given} tokens of the text "
+            f"({time.monotonic() - began:.0f} s)"
+        )
+        return ids
+
+
+def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
+    """Windows ``[n, seqlen]`` in batches of about :data:`BATCH_TOKENS` tokens."""
+    return Calibration(list(ids.split(max(1, BATCH_TOKENS // ids.shape[1]))), facts)
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
@@ -106,11 +200,5 @@ def _memory(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         return whole, DEVICE_SHARE * free
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-        "SC_PHYS_PAGES"
-    ), HOST_SHARE * available_host_bytes()
-
-
-def _say(line: str) -> None:
-    if ranks.rank() == 0:
-        print(line, file=sys.stderr)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole, HOST_SHARE * available_host_bytes()

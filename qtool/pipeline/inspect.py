@@ -14,7 +14,7 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.job import native_format
 from qtool.pipeline.verify import linear_shape, packed_linears
 from qtool.schemes.fmpq_blocks import w4a4_share
-from qtool.text_table import render
+from qtool.table import render
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 ``plan`` prints a job, ``quantize`` carries it out.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import SimpleNamespace
@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from qtool import plugins
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
+from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Family, family_of
 from qtool.models.parts import Heads
-from qtool.pipeline.family_recipe import for_family
+from qtool.pipeline.family_recipe import for_family, for_tied_head
+from qtool.pipeline.layer_rules import require_matches
 from qtool.pipeline.tile_fit import ROW_MAJOR, for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
@@ -35,88 +38,103 @@ class Job:
     """A recipe applied to a model.
 
     Attributes:
-        config: the source's config.json. dtype: of its weights.
+        config: the source's config.json.
+        dtype: of what is stored unpacked, and of the scales of what is packed.
+        source_dtype: of the source's weights; another one where the result is cast.
         format: the native format of the result.
         transforms, rounding: the recipe's methods, in order, with their options.
+        other_dtypes: of tensors that stay unpacked in another dtype than ``dtype``, by full name.
+        unknown: tensors of the source that the family does not know, on ``meta``, which the last
+            shard keeps bit for bit.
     """
 
     config: dict[str, Any]
     family: Family
     dtype: torch.dtype
+    source_dtype: torch.dtype
     recipe: Recipe
     format: CheckpointFormat
     transforms: list[Transform]
     rounding: Rounding
+    other_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    unknown: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         config: dict[str, Any],
         recipe: Recipe,
-        dtype: torch.dtype | None = None,
+        source_dtype: torch.dtype | None = None,
         *,
+        dtype: torch.dtype | None = None,
         planning: bool = False,
     ) -> "Job":
         """Check that ``recipe`` can be carried out on the model of ``config``.
 
         Args:
-            dtype: of the stored weights; by default what config.json names.
+            source_dtype: of the stored weights; by default what config.json names.
+            dtype: what is not packed is cast to it; by default nothing is cast.
             planning: it will not be carried out, so the shapes of the model are enough.
 
         Raises:
             QtoolError: unsupported architecture, unknown scheme, layout or method, an impossible
-                order of methods, or a linear whose shape the scheme or layout cannot hold.
+                order of methods, a layer rule that matches no linear, or a linear whose shape the
+                scheme or layout cannot hold.
         """
         if "quantization_config" in config:
-            method = config["quantization_config"].get("quant_method")
-            raise QtoolError(
-                f"the model is quantized already (quant_method {method!r}); pass the original checkpoint, or, if it is "
-                "symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors, repack it with `qtool import`"
-            )
+            raise QtoolError(already_quantized(config))
         family = family_of(config["model_type"], planning=planning)
-        recipe = for_family(recipe, family)
-        settings = family.settings(config)
-        family.require_sizes(settings)
-        dtype = dtype or DTYPES.get(
+        family.require_sizes(family.settings(config))
+        source_dtype = source_dtype or DTYPES.get(
             str(config.get("dtype") or config.get("torch_dtype")), torch.float32
         )
+        recipe = for_family(recipe, family)
+        job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+        if job.unties:
+            recipe = for_tied_head(recipe, family, job.head_bytes, sum(job.shard_bytes()))
+            job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+        _require_all_fit(job)
+        return job
+
+    @classmethod
+    def _composed(
+        cls,
+        config: dict[str, Any],
+        family: Family,
+        recipe: Recipe,
+        source_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> "Job":
+        """The job of ``recipe`` with its methods made and each layer rule with its format."""
+        settings = family.settings(config)
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
         check_order(transforms)
         for method in transforms:
             method.prepare(family, settings)
-        first = {
-            family.at(settings, block): block
-            for block in reversed(range(settings.num_hidden_layers))
-        }
+        blocks = range(settings.num_hidden_layers)
+        first = {family.at(settings, block): block for block in reversed(blocks)}
         kinds = list(first)[::-1]
         shapes = {
             f"{family.blocks}.{first[kind]}.{n}": kind.shape(f"{n}.weight", settings)
             for kind in kinds
             for n in kind.linears()
         }
+        names = (
+            f"{family.blocks}.{block}.{linear}"
+            for block in blocks
+            for linear in family.at(settings, block).linears()
+        )
+        require_matches(recipe, names, next(iter(shapes)))
         recipe = for_shapes(recipe, shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted = tuple(
             dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind))
         )
-        job = cls(
-            config,
-            family,
-            dtype,
-            recipe,
-            CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv),
-            transforms,
-            rounding,
+        checkpoint_format = CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv)
+        return cls(
+            config, family, dtype, source_dtype, recipe, checkpoint_format, transforms, rounding
         )
-        kv_tensors(
-            recipe.kv, family, Heads.of(job.namespace)
-        )  # an unknown quantizer is refused here
-        for block in job.first_of_kinds():
-            for name, shape in job.linears(block).items():
-                if linear_format := job.format.of(job.full(block, name)):
-                    linear_format.require(job.full(block, name), *shape)
-        return job
 
     @property
     def methods(self) -> list[Method]:
@@ -160,22 +178,24 @@ class Job:
         return self.family.at(self.namespace, block)
 
     @cached_property
-    def kinds(self) -> list[int]:
-        """For each block the first that is like it: of the same family, its linears stored in the
-        same formats.
+    def representatives(self) -> list[int]:
+        """For each block the first one like it.
+
+        Blocks are alike if they have the same tensors and store them in the same formats.
         """
         firsts: dict[Any, int] = {}
         return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]
+
+    @property
+    def distinct_blocks(self) -> list[int]:
+        """The first block of each kind (:attr:`representatives`)."""
+        return sorted(set(self.representatives))
 
     def _kind(self, block: int) -> Hashable:
         family = self.block_family(block)
         if self.format.rules[0].match == ".*":  # one format for all linears of all blocks
             return family
         return family, *(self.format.of(self.full(block, name)) for name in family.linears())
-
-    def first_of_kinds(self) -> list[int]:
-        """The first block of each kind there is (:attr:`kinds`)."""
-        return sorted(set(self.kinds))
 
     def full(self, block: int, name: str) -> str:
         """The full name of ``name`` of block ``block``."""
@@ -214,16 +234,40 @@ class Job:
         return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
 
     def shards(self) -> list[dict[str, Tensor]]:
-        """The tensors of every output shard, on ``meta``: embedding, one shard a block, final norm
-        and head.
+        """The tensors of every output shard, on ``meta``.
+
+        The first has the embedding, the last the final norm and the head (and what is
+        :attr:`unknown`), and those between are a block each.
         """
         first, last = (
-            {name: self._meta(shape) for name, shape in end.items()}
-            for end in self.embedding_and_head()
+            {name: self._meta(name, shape) for name, shape in shapes.items()}
+            for shapes in self._stored_edges()
         )
+        blocks = (self.block_tensors(block) for block in range(self.blocks))
+        return [first, *blocks, last | dict(self.unknown)]
+
+    def _stored_edges(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """:meth:`embedding_and_head` of the result, which may have no head of its own."""
+        first, last = self.embedding_and_head()
         if self.tied and not self.unties:
             del last[f"{self.family.head}.weight"]
-        return [first, *(self.block_tensors(b) for b in range(self.blocks)), last]
+        return first, last
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the head where it is stored apart from the embedding."""
+        dims = self.family.dimensions(self.namespace)
+        return int(dims["vocab"]) * int(dims["hidden"]) * self.dtype.itemsize
+
+    def shard_bytes(self) -> list[int]:
+        """The bytes of every output shard: those of :meth:`shards`, without making them."""
+        first, last = (
+            sum(prod(shape) * self.stored_dtype(name).itemsize for name, shape in shapes.items())
+            for shapes in self._stored_edges()
+        )
+        blocks = {block: self.block_bytes(block) for block in self.distinct_blocks}
+        kept = sum(t.numel() * t.dtype.itemsize for t in self.unknown.values())
+        return [first, *(blocks[block] for block in self.representatives), last + kept]
 
     def block_tensors(self, block: int) -> dict[str, Tensor]:
         """The stored tensors of a block, by full name, on ``meta``."""
@@ -236,7 +280,9 @@ class Job:
                     stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
                 tensors |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
                 del shapes[f"{name}.weight"]
-        tensors |= {name: self._meta(shape) for name, shape in shapes.items()}
+        tensors |= {
+            name: self._meta(self.full(block, name), shape) for name, shape in shapes.items()
+        }
         tensors |= kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
 
@@ -251,25 +297,45 @@ class Job:
                 del shapes[f"{name}.weight"]
         scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
         stored += sum(t.numel() * t.dtype.itemsize for t in scales)
-        return stored + sum(map(prod, shapes.values())) * self.dtype.itemsize
+        return stored + sum(
+            prod(shape) * self.stored_dtype(self.full(block, name)).itemsize
+            for name, shape in shapes.items()
+        )
 
-    def _meta(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device="meta")
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which tensor ``name`` (by full name) is stored if it is not packed."""
+        return self.other_dtypes.get(name, self.dtype)
+
+    def _meta(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.stored_dtype(name), device="meta")
+
+
+def _require_all_fit(job: Job) -> None:
+    """Refuse an unknown KV quantizer, and a linear that its scheme or layout cannot hold."""
+    kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
+    for block in job.distinct_blocks:
+        for name, shape in job.linears(block).items():
+            if linear_format := job.format.of(job.full(block, name)):
+                linear_format.require(job.full(block, name), *shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
-    scale_dtype = str(dtype).removeprefix("torch.")
+    scale_dtype = dtype_name(dtype)
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
     return LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
-    if step.name not in table:
-        raise QtoolError(f"unknown {kind} {step.name!r}: {suggest(step.name, table)}")
-    check_options(table[step.name], step.options)
-    return table[step.name](**step.options)
+    method = plugins.find(table, step.name, kind)
+    check_options(method, step.options)
+    return method(**step.options)
 
 
 def native_format(config: dict[str, Any]) -> CheckpointFormat:

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,42 @@ from torch import Tensor
 
 import qtool
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
-from qtool.pipeline.job import Job
+from qtool.pipeline.job import DTYPES, Job, dtype_name
 from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.streaming.embedding_and_head import require_tied
 from qtool.pipeline.streaming.shards import Progress, Shards
+from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe
 
+#: of a buffer that old checkpoints hold and every loader computes itself
+ROTARY = "rotary_emb.inv_freq"
 
-@dataclass
+
 class Calibration:
-    """Token batches ``[B, S]`` to calibrate on and where they came from (provenance)."""
+    """What a run is calibrated on.
 
-    tokens: Sequence[Tensor] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    Args:
+        tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
+            are the same.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Tensor] = (), facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokens, self.facts = tokens, dict(facts or {})
+
+    @property
+    def tokens(self) -> Sequence[Tensor]:
+        """Batches ``[B, S]``."""
+        return self._tokens
+
+    def for_run(self, output: Output) -> "Calibration":
+        """What the run in ``output`` is calibrated on, and all facts of it (provenance)."""
+        return self
 
 
 def quantize(
@@ -43,6 +62,8 @@ def quantize(
     resume: bool = False,
     progress: Progress | None = None,
     activations: str = "auto",
+    dtype: str | None = None,
+    keep_unknown: bool = False,
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
 
@@ -54,35 +75,76 @@ def quantize(
         progress: called after each shard with (done, total, notes).
         activations: where they are kept between blocks: ``device``, ``host``, ``disk``, or
             ``auto``.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: what is not packed is cast to it; by
+            default it stays as it is.
+        keep_unknown: copy tensors that the model's family does not know, which are refused
+            otherwise.
 
     Raises:
         QtoolError: anything wrong with the input; nothing that looks whole is left behind.
     """
-    job = Job.of(source.config, recipe, source_dtype(source))
-    check_source(source, job)
-    calibration = calibration or Calibration()
-    if job.needs_data and not calibration.tokens:
+    job = job_of(source, recipe, dtype=dtype, keep_unknown=keep_unknown)
+    require_apart(out, source.directory)
+    if job.needs_data and calibration is None:
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
+    calibration = calibration or Calibration()
     specs = job.shards()
     where = torch.device(
         "cpu" if job.is_plain else device
     )  # weights streamed one by one never leave it
     output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
+        ranks.log(f"{out} is complete; nothing is left to do")
         return out
+    if output.continued:
+        ranks.log(_resumed(output))
     with closing(output):
+        calibration = _prepare(output, specs, job, calibration)
+        record = RunRecord(out, output.identity, where, continued=output.continued)
+        tokens = calibration.tokens if job.needs_data else ()
+        Shards(source, job, output, where, record, progress).make(tokens, activations)
+        record.write()
+        output.finish(_config(job), _provenance(source, job, calibration), source.side_files())
+    return out
+
+
+def _prepare(
+    output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
+) -> Calibration:
+    """What a run needs before its first shard; a new run that cannot have it leaves nothing."""
+    try:
         if ranks.rank() == 0:
             _require_space(output, specs)
-        record = RunRecord(out, output.identity, where, continued=output.continued)
-        Shards(source, job, output, where, record, progress).make(calibration.tokens, activations)
-        config = job.config | {"quantization_config": job.format.to_dict()}
-        if job.unties:
-            config["tie_word_embeddings"] = False
-        record.write()
-        output.finish(config, _provenance(source, job, calibration), source.side_files())
-    return out
+        return calibration.for_run(output) if job.needs_data else calibration
+    except QtoolError:
+        output.discard_empty()
+        raise
+
+
+def job_of(
+    source: Checkpoint, recipe: Recipe, *, dtype: str | None = None, keep_unknown: bool = False
+) -> Job:
+    """The job of quantizing ``source``, which is checked, by ``recipe``; see :func:`quantize`.
+
+    Raises:
+        QtoolError: as :meth:`Job.of` and :func:`check_source` do, or a dtype that nothing is
+            stored in.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
+    cast = None if dtype is None else DTYPES[dtype]
+    job = Job.of(source.config, recipe, source_dtype(source), dtype=cast)
+    shapes = check_source(source, job, keep_unknown=keep_unknown)
+    unknown = {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for name, entry in source.entries.items()
+        if name not in shapes and not _is_second_head(name, job)
+    }
+    others = {} if cast else {name: source.entry(name).dtype for name in shapes}
+    others = {name: other for name, other in others.items() if other != job.dtype}
+    return replace(job, other_dtypes=others, unknown=unknown)
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:
@@ -93,13 +155,14 @@ def source_dtype(source: Checkpoint) -> torch.dtype:
 
 
 def check_source(
-    source: Checkpoint, job: Job, packed: Collection[str] = ()
+    source: Checkpoint, job: Job, packed: Collection[str] = (), *, keep_unknown: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model is there with the declared shape and a float dtype, and no unknown
     one.
 
     Args:
         packed: linears that are quantized there, whose own tensors the caller checks.
+        keep_unknown: unknown tensors are no mistake.
 
     Returns:
         The shapes of what was found, by name.
@@ -119,29 +182,59 @@ def check_source(
             raise QtoolError(
                 f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
             )
-        if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        if entry.dtype not in DTYPES.values():
             raise QtoolError(
-                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is expected"
+                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is "
+                "expected"
             )
     for name in source.entries:
-        ignored = name.endswith("rotary_emb.inv_freq") or (
-            job.tied and name == f"{job.family.head}.weight"
-        )
-        if name not in expected and not ignored and name.rpartition(".")[0] not in packed:
-            raise QtoolError(
-                f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
-            )
+        known = name in expected or _is_second_head(name, job) or name.endswith(ROTARY)
+        if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
+            way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
+            raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; {way_on}")
     require_tied(source, job)
     return expected
+
+
+def _is_second_head(name: str, job: Job) -> bool:
+    """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
+    return job.tied and name == f"{job.family.head}.weight"
+
+
+def require_apart(out: Path, source: Path) -> None:
+    """Refuse an output directory that is the source's or holds it."""
+    if source.resolve().is_relative_to(out.resolve()):
+        raise QtoolError(
+            f"--out {out}: the model that is read lies there; choose another directory"
+        )
+
+
+def _resumed(output: Output) -> str:
+    """Where an unfinished run goes on."""
+    missing = [shard for shard in range(1, output.shards + 1) if shard not in output.records]
+    done = f"{len(output.records)} of {output.shards} shards are whole"
+    following = f"goes on with shard {missing[0]}" if missing else "only its index is missing"
+    return f"resuming {output.partial}: {done}, {following}"
+
+
+def _config(job: Job) -> dict[str, Any]:
+    """The config.json of the result."""
+    config = job.format.in_config(job.config)
+    if job.unties:
+        config["tie_word_embeddings"] = False
+    if job.dtype != job.source_dtype:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype_name(job.dtype)
+    return config
 
 
 def _identity(
     source: Checkpoint, job: Job, calibration: Calibration, device: torch.device
 ) -> dict[str, Any]:
-    """What must be the same for a run to be resumed: all that the bytes of its result follow from."""
+    """What must be the same for a run to be resumed: all that its bytes follow from."""
     return {
         "source model": source.fingerprint(),
-        "recipe": job.format.to_dict() | _methods(job.recipe),
+        "recipe": job.format.to_dict() | _methods(job.recipe) | _stored(job),
         "calibration data": dict(calibration.facts),
         "device": device.type,
         "qtool version": qtool.__version__,
@@ -154,7 +247,7 @@ def _require_space(output: Output, specs: Sequence[Mapping[str, Tensor]]) -> Non
     free = shutil.disk_usage(output.partial).free
     if need > free:
         raise QtoolError(
-            f"no space left: {output.partial} needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            f"no space left: {output.partial} needs {bytes_text(need)}, {bytes_text(free)} are free"
         )
 
 
@@ -163,22 +256,33 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
     return {
         "format_version": job.format.version,
-        "source": {"directory": source.directory.name, "fingerprint": source.fingerprint()},
+        "source": source.identity(),
         "scheme": job.format.scheme,
         "recipe": _methods(job.recipe),
+        **_stored(job),
         "calibration": dict(calibration.facts),
         "versions": {"qtool": qtool.__version__}
         | {name: version(name) for name in ("torch", "transformers")},
     }
 
 
+def _stored(job: Job) -> dict[str, Any]:
+    """What was asked for of tensors that are not packed, if anything."""
+    facts: dict[str, Any] = {}
+    if job.dtype != job.source_dtype:
+        facts["dtype"] = {"source": dtype_name(job.source_dtype), "stored": dtype_name(job.dtype)}
+    if job.unknown:
+        facts["unknown_tensors"] = list(job.unknown)
+    return facts
+
+
 def _methods(recipe: Recipe) -> dict[str, Any]:
     steps = (*recipe.transforms, recipe.rounding)
-    left_out = {"left_out": list(recipe.left_out)} if recipe.left_out else {}
+    adapted = {"adaptations": list(recipe.adaptations)} if recipe.adaptations else {}
     return {
         "variant": recipe.variant,
         "methods": [{step.name: dict(step.options)} for step in steps],
-    } | left_out
+    } | adapted
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:

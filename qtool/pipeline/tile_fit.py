@@ -1,5 +1,6 @@
-"""Row-major where the tile of a built-in recipe's layout does not divide a weight: the same
-numbers, without a kernel.
+"""Row-major where the tile of a built-in recipe's layout does not divide a weight.
+
+The numbers are the same; there is no kernel for them.
 
 Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
 asked for by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
@@ -13,20 +14,21 @@ from dataclasses import replace
 
 from qtool import layouts, recipes
 from qtool.errors import QtoolError
-from qtool.recipes import VARIANTS, LayerRule, Recipe
+from qtool.recipes import LayerRule, Recipe
 
 #: the layout that takes any shape, by the bits of a code
 ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
-    """``recipe`` with a rule before each that does not fit all of its linears; says so in
-    ``Recipe.left_out``.
+    """``recipe`` with a rule before each that does not fit all of its linears.
+
+    Each is said in ``Recipe.adaptations``.
 
     Args:
         shapes: ``(N, K)`` of the linears of a model, by full name.
     """
-    if recipe.variant not in VARIANTS or not any(rule.layout for rule in recipe.layers):
+    if not recipe.built_in or not any(rule.layout for rule in recipe.layers):
         return recipe
     own = {rule.layout for rule in recipes.load(recipe.scheme, recipe.variant).layers}
     misfits: dict[LayerRule, dict[str, None]] = {}
@@ -43,16 +45,15 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
             rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=ROW_MAJOR[bits]))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
             said.append(
-                f"layout {ROW_MAJOR[bits]} for {listed}: {rule.layout}'s tile does not divide their weights"
+                f"layout {ROW_MAJOR[bits]} for {listed}: "
+                f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)
-    return replace(recipe, layers=tuple(rules), left_out=(*recipe.left_out, *said))
+    return replace(recipe, layers=tuple(rules), adaptations=(*recipe.adaptations, *said))
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:
-    """Whether the layout takes ``[n, k]``; what the group size does not divide is not for this file
-    to judge.
-    """
+    """Whether the layout takes ``[n, k]``; the group size is not its concern."""
     if rule.layout is None or (rule.group_size and k % rule.group_size):
         return True
     try:

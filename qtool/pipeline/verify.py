@@ -1,5 +1,4 @@
-"""Prove that a quantized checkpoint is what it says: file integrity, invariants, packed bytes,
-arithmetic.
+"""Proof that a quantized checkpoint is what it says: hashes, invariants, packed bytes, arithmetic.
 
 For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
 overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the
@@ -7,8 +6,6 @@ runtime's output on random activations equals the same integers multiplied in fl
 """
 
 import copy
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +15,11 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import CheckpointFormat, LinearFormat
+from qtool.io.integrity import damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import native_format
+from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
@@ -46,15 +45,20 @@ class Verified:
 def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     """Check every shard and every packed linear of the native checkpoint in ``directory``.
 
+    A checkpoint in which nothing is quantized is a problem too.
+
     Raises:
-        QtoolError: if it is not a native checkpoint at all.
+        QtoolError: if it is not a native checkpoint at all, or the device is not there.
     """
-    checkpoint = Checkpoint(directory)
+    where, checkpoint = require_device(device), Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
-    yield from _shards(directory)
+    yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
     yield from _kv_scales(checkpoint)
     stored = packed_linears(checkpoint)
-    for name in dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format))):
+    names = dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format)))
+    if not names and checkpoint_format.kv is None:
+        yield Verified(str(directory), "no linear is packed, so nothing was verified")
+    for name in names:
         linear_format = checkpoint_format.of(name)
         if linear_format is None:
             yield Verified(name, "stored packed, but quantization_config leaves it in 16 bit")
@@ -63,20 +67,20 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
             yield Verified(name, "quantization_config has it packed, but it is not stored so")
             continue
         try:
-            yield _linear(checkpoint, name, linear_format, torch.device(device))
+            yield _linear(checkpoint, name, linear_format, where)
         except (CheckFailed, QtoolError) as error:
             yield Verified(name, str(error))
 
 
 def packed_linears(checkpoint: Checkpoint) -> list[str]:
-    """Full names of the linears that are stored packed."""
+    """The full names of the linears that are stored packed."""
     return [
         name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
     ]
 
 
 def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
-    """Full names of the linears that ``quantization_config`` says are packed."""
+    """The full names of the linears that ``quantization_config`` says are packed."""
     family = family_of(checkpoint.config["model_type"])
     settings = family.settings(checkpoint.config)
     for block in range(settings.num_hidden_layers):
@@ -84,19 +88,6 @@ def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> It
             f"{family.blocks}.{block}.{linear}" for linear in family.at(settings, block).linears()
         )
         yield from (name for name in names if checkpoint_format.of(name))
-
-
-def _shards(directory: Path) -> Iterator[Verified]:
-    try:
-        recorded = json.loads((directory / "qtool.json").read_text())["shards"]
-    except (OSError, ValueError, KeyError, TypeError):
-        yield Verified("qtool.json", "missing or damaged: the shards' hashes cannot be checked")
-        return
-    for shard, expected in recorded.items():
-        with (directory / shard).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
-            yield Verified(shard, "the file's sha256 is not the one recorded when it was written")
 
 
 def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
@@ -188,7 +179,8 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
     expected = reference.multiply(x.cpu(), kernel, torch.int32)
     if not torch.equal(found, expected):
         raise CheckFailed(
-            f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums are wrong"
+            f"{kernel.name}: {int((found != expected).sum())} of {found.numel()} int32 sums "
+            "are wrong"
         )
 
 
@@ -210,4 +202,5 @@ def _precision(linear_format: LinearFormat) -> str:
     scheme = linear_format.scheme_object
     if scheme.activation.bits == 16:
         return f"int{scheme.code_bits} weights, 16-bit activations, float32 sums"
-    return f"int{scheme.activation.bits} x int{8 if scheme.activation.bits == 8 else scheme.code_bits}, int32 sums"
+    weight_bits = 8 if scheme.activation.bits == 8 else scheme.code_bits
+    return f"int{scheme.activation.bits} x int{weight_bits}, int32 sums"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
+from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
-from qtool.pipeline import commands
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.job import native_format
 from qtool.pipeline.run_record import read_run
@@ -46,6 +46,7 @@ def report(
     Raises:
         QtoolError: not a native checkpoint, a baseline of other sizes, or what an evaluation
             raises.
+        CheckFailed: a check failed; the page that says which is written.
     """
     from qtool.report.page import render
 
@@ -60,19 +61,28 @@ def report(
             "limit": None,
             "batch_size": 8,
         }
-        commands.evaluate(tasks, str(directory), compare, device=device, save=True, **options)
+        evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
     if not out.parent.is_dir():
         raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")
-    out.write_text(render(collect(directory, compare, device)), encoding="utf-8")
+    found = collect(directory, compare, device)
+    out.write_text(render(found), encoding="utf-8")
+    if problems := [problem for check in found.checks for problem in check.problems]:
+        more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+        raise CheckFailed(f"{directory}: {problems[0]}{more}; {out} says so too")
     return out
 
 
 def collect(directory: Path, compare: str | None, device: str) -> Report:
-    """Everything the report shows, measured where it is not recorded."""
+    """Everything the report shows, measured where it is not recorded.
+
+    Nothing is measured on a checkpoint that fails a check.
+    """
     checkpoint, record = Checkpoint(directory), provenance(directory)
     base = resolve(compare) if compare else None
     source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
+    verified = list(verify(directory, device=device))
+    passed = not any(row.problem for row in verified)
     errors = recorded_errors(record.get("blocks", []))
     if (
         errors is None
@@ -85,13 +95,13 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
         checkpoint.config,
         record,
         sizes(inspect(directory)),
-        checks(list(verify(directory, device=device))),
+        checks(verified),
         baseline=compare,
         is_source=source == record.get("source", {}).get("fingerprint", ""),
         quality=quality(saved.read(directory), saved.identity(directory), source),
         errors=errors,
         run=read_run(directory, record.get("job", {})),
-        **_measured(directory, base, checkpoint.config, device),
+        **(_measured(directory, base, checkpoint.config, device) if passed else {}),
     )
 
 
@@ -104,8 +114,8 @@ def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: 
     for key in ("model_type", *REQUIRED):
         if baseline.get(key) != config.get(key):
             raise QtoolError(
-                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} here; pass the model "
-                "that was quantized"
+                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} "
+                "here; pass the model that was quantized"
             )
 
 
@@ -148,7 +158,7 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 @torch.no_grad()
 def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
-    """``||V - W|| / ||W||`` of every packed linear V, for a recipe that changes no weight W before it rounds.
+    """``||V - W|| / ||W||`` of every packed linear V, where the recipe only rounds a weight W.
 
     None where the source has no plain weights: an import's is quantized itself.
     """

@@ -55,6 +55,7 @@ def _evaluations(report: Report, base: str) -> list[str]:
         options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
         options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
+        options += ["--deterministic"] if fact.get("deterministic") else []
         tasks = asked.setdefault(" ".join(options), [])
         if fact["task"] not in tasks:
             tasks.append(fact["task"])

@@ -17,6 +17,7 @@ from qtool.eval.compare import Delta, compare
 from qtool.eval.kv_error import KVError
 from qtool.eval.results import Metric, Results, TaskResult
 from qtool.eval.saved import Answer
+from qtool.pipeline.summary import NOTED
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,6 @@ def _beside(row: Quality, base: TaskResult) -> Quality:
             for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)
         ]
     return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
-
-
-#: rounding that notes an error of each linear: what of, and the note's key
-NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
 
 
 def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:

@@ -1,58 +1,219 @@
-"""The report as one HTML file: no network, no script; plots are inline SVG, light and dark are the
-reader's choice.
+"""The report as one HTML file: no network, no script; light and dark are the reader's choice.
+
+``template/report.html.j2`` has the page. Jinja escapes all that is not marked as HTML here: a
+checkpoint's names are anyone's.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import qtool
-from qtool.report import origin as report_origin
-from qtool.report import plots as report_plots
-from qtool.report import quality as report_quality
-from qtool.report import tables as report_tables
-from qtool.report import words as report_words
-from qtool.report.data import Report
-from qtool.report.html import Html, join, tag
+from qtool.eval.channel_range import ChannelRange, outlier
+from qtool.eval.results import INTERVAL
+from qtool.report import commands, glossary, plots
+from qtool.report.data import Quality, Report, Size, gains
 
-STYLE = Path(__file__).with_name("report.css")
-#: title and content of each part, in reading order
-PARTS = (
-    ("Quality", report_quality.quality),
-    ("Size", report_tables.size),
-    ("Quantization error by layer", report_plots.layer_errors),
-    ("Activation ranges", report_plots.activations),
-    ("KV cache", report_plots.kv_cache),
-    ("Verification", report_tables.verification),
-    ("Model", report_origin.model),
-    ("Recipe and calibration", report_origin.recipe),
-    ("Time and memory of the run", report_origin.run),
-    ("How to reproduce it", report_origin.reproduce),
-    ("What the words mean", report_words.words),
-)
+#: bytes a second that a decode step of one token can read at most, on an NVIDIA H200
+BANDWIDTH = 4.8e12
+ERRORS = {
+    "output": "Relative error of each linear's output on the calibration text, "
+    "‖X(W−V)ᵀ‖ / ‖XWᵀ‖, recorded by GPTQ while it quantized.",
+    "block output": "Loss of each block's output against its teacher's after distillation.",
+    "weight": "Relative error of each weight, ‖V−W‖ / ‖W‖: what rounding alone does, after the "
+    "transforms.",
+}
 
 
 def render(report: Report) -> str:
     """The page."""
-    name = report_tables.title(report)
-    parts = [tag("section", tag("h2", title), part(report)) for title, part in PARTS]
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = tag(
-        "main",
-        tag("h1", name),
-        tag(
-            "p",
-            f"Report of {report.directory} by qtool {qtool.__version__}, {when}",
-            class_="quiet",
-        ),
-        tag("p", report_origin.summary(report), class_="lead"),
-        report_tables.tiles(report),
-        *parts,
+    environment = Environment(
+        loader=PackageLoader("qtool.report", "template"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    head = join(
-        Html(
-            '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        ),
-        tag("title", name),
-        tag("style", Html(STYLE.read_text())),
+    environment.filters |= {"nbytes": nbytes, "duration": duration, "plain": plain}
+    return environment.get_template("report.html.j2").render(view(report))
+
+
+def view(report: Report) -> dict[str, Any]:
+    """What the template shows of ``report``."""
+    record = report.provenance
+    return {
+        "report": report,
+        "title": title(report),
+        "version": qtool.__version__,
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "verdict": verdict(report),
+        "failed": [problem for check in report.checks for problem in check.problems],
+        "checked": sum(check.count for check in report.checks),
+        "packed": [s for s in report.sizes if s.packed],
+        "total": total(report.sizes),
+        "sizes": sorted(report.sizes, key=lambda s: (not s.packed, -s.nbytes)),
+        "summed": total,
+        "bandwidth": BANDWIDTH,
+        "results": [(q, *numbers(q)) for q in report.quality],
+        "rises": [rises(q) for q in report.quality if len(q.rises) > 1],
+        "errors": errors(report),
+        "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",
+        "gains": gains(record.get("blocks", [])),
+        "ranges": [ranges(one) for one in report.ranges],
+        "cache": cache(report),
+        "commands": commands.commands(report),
+        "recipe_file": commands.recipe_file(report),
+        "recipe_name": commands.RECIPE,
+        "glossary": glossary.entries(report),
+    }
+
+
+def title(report: Report) -> str:
+    """``source, quantized to scheme``."""
+    source = report.provenance.get("source", {}).get("directory", report.directory.name)
+    return f"{source}, quantized to {report.quantization['scheme']}"
+
+
+def verdict(report: Report) -> list[tuple[str, bool]]:
+    """The findings that matter first, each with whether it is good news; a failed check leads."""
+    whole = total(report.sizes)
+    found = [(f"{2 * whole.weights / whole.nbytes:.1f}x smaller than 16 bits", True)]
+    for q in report.quality:
+        if q.change and q.change.is_log:
+            found.append((f"{q.change.ratio - 1:+.1%} perplexity ({q.result.task})", True))
+        elif q.change and q.metric == "acc":
+            found.append((f"{100 * q.change.change:+.1f} points {q.result.task}", True))
+    bad = sum(len(check.problems) for check in report.checks)
+    if bad:
+        return [(f"{bad} checks FAILED", False), *found]
+    return [*found, ("all checks passed", True)]
+
+
+def total(sizes: Sequence[Size]) -> Size:
+    """All of ``sizes`` as one row."""
+    return Size(
+        "everything",
+        "",
+        sum(s.count for s in sizes),
+        sum(s.weights for s in sizes),
+        sum(s.nbytes for s in sizes),
+        False,
     )
-    return f'<!doctype html>\n<html lang="en">{tag("head", head)}{tag("body", page)}</html>\n'
+
+
+def numbers(q: Quality) -> tuple[str, str, str, str]:
+    """Own value, baseline's, change and ratio of a metric, with 95 % intervals."""
+    scale, digits, unit = (100, 2, " %") if q.metric.startswith("acc") else (1, 3, "")
+
+    def value(number: float, stderr: float | None, unit: str = unit) -> str:
+        interval = "" if stderr is None else f" ± {scale * INTERVAL * stderr:.{digits}f}"
+        return f"{scale * number:.{digits}f}{interval}{unit}"
+
+    own = value(q.value.value, q.value.stderr)
+    if not q.baseline or not q.change:
+        return own, "–", "–", ""
+    base, sign = value(q.baseline.value, q.baseline.stderr), "+" if q.change.change >= 0 else "−"
+    unpaired = "" if q.change.paired or q.change.stderr is None else ", unpaired"
+    if q.change.is_log:
+        interval = "" if q.change.stderr is None else f" ± {INTERVAL * q.change.stderr:.4f}"
+        change = f"{sign}{abs(q.change.change):.4f}{interval} nats{unpaired}"
+        return own, base, change, f"× {q.change.ratio:.4f}"
+    points = " points" if unit else ""
+    return own, base, sign + value(abs(q.change.change), q.change.stderr, points) + unpaired, ""
+
+
+def rises(q: Quality) -> dict[str, Any]:
+    """The plot of log-perplexity's rise by window."""
+    mean, worse = fmean(q.rises), sum(rise > 0 for rise in q.rises)
+    heading = f"{q.result.task}: rise of log-perplexity by window"
+    drawn = plots.strip(
+        heading,
+        dict(enumerate(q.rises)),
+        "window",
+        "rise, nats a token",
+        limits=plots.limits(q.rises),
+        mean=mean,
+    )
+    reading = (
+        f"{worse} of {len(q.rises)} windows are harder for the quantized model; the dashed line "
+        f"is the mean, {mean:+.4f}."
+    )
+    return {"title": heading, "plot": Markup(drawn), "reading": reading}
+
+
+def errors(report: Report) -> list[dict[str, Any]]:
+    """A plot of errors by block for each role of linear, all on one scale."""
+    if report.errors is None:
+        return []
+    label = "loss" if report.errors.method == "distill" else "relative error"
+    scale = plots.limits([v for by in report.errors.by_role.values() for v in by.values()])
+    shown = []
+    for role, by_block in report.errors.by_role.items():
+        worst = max(by_block, key=by_block.__getitem__)
+        what = f"{report.errors.what.capitalize()} error of {role} by block"
+        drawn = plots.strip(what, by_block, "block", label, limits=scale)
+        reading = (
+            f"Median {median(by_block.values()):.4f}; worst {by_block[worst]:.4f} in block {worst}."
+        )
+        shown.append({"title": role, "plot": Markup(drawn), "reading": reading})
+    return shown
+
+
+def ranges(one: ChannelRange) -> dict[str, Any]:
+    """The input ranges of a linear before and after, on one scale."""
+    relative = [amax / amax.median().clamp_min(1e-30) for amax in (one.before, one.after)]
+    top = max(float(amax.max()) for amax in relative)
+    sides = []
+    for name, amax, scaled in zip(
+        ("baseline", "quantized"), (one.before, one.after), relative, strict=True
+    ):
+        drawn = plots.channels(
+            f"{name}: input ranges of {one.name}", scaled, top, before=name == "baseline"
+        )
+        reading = (
+            f"The largest channel is {outlier(amax):.1f} × the median one; the largest value is "
+            f"{float(amax.max()):.3g}."
+        )
+        sides.append({"title": name, "plot": Markup(drawn), "reading": reading})
+    return {"name": one.name, "sides": sides}
+
+
+def cache(report: Report) -> list[dict[str, Any]]:
+    """Errors of the quantized cache's keys and values by block."""
+    if not report.quantization.get("kv") or not report.kv:
+        return []
+    scale = plots.limits([v for e in report.kv for v in (e.keys, e.values)])
+    shown = []
+    for name in ("keys", "values"):
+        values = [getattr(e, name) for e in report.kv]
+        what = f"Relative error of the {name} by block"
+        drawn = plots.strip(what, dict(enumerate(values)), "block", "relative error", limits=scale)
+        worst = max(values)
+        reading = f"Median {median(values):.4f}; worst {worst:.4f} in block {values.index(worst)}."
+        shown.append({"title": name, "plot": Markup(drawn), "reading": reading})
+    return shown
+
+
+def plain(value: object) -> str:
+    """A value of a configuration, as one writes it."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def nbytes(count: float) -> str:
+    """A number of bytes in decimal units."""
+    unit = next((u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= u[0]), (1, "B"))
+    return f"{count / unit[0]:,.2f} {unit[1]}"
+
+
+def duration(seconds: float) -> str:
+    """A time as one reads it: ``2 h 5 min``, ``3 min 20 s``, ``12.4 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    big, small = divmod(int(seconds), 60)
+    return f"{big} min {small} s" if big < 60 else f"{big // 60} h {big % 60} min"

@@ -2,7 +2,7 @@
 
 A reduction depends on its order, and exp or rsqrt on who wrote it, so a CPU and a GPU differ by a
 last place. Where codes of activations are cut from such numbers one of them falls on the other side
-of a boundary now and then, and from there the token goes another way. Two float64 results lie 1e-16
+of a boundary now and then, and the token's later numbers differ. Two float64 results lie 1e-16
 apart: rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. What IEEE 754
 specifies (:data:`EXACT`) stays as it is: in float64 and rounded it would be the same number.
 """
@@ -29,10 +29,12 @@ R = TypeVar("R")
 EXACT = frozenset(
     name
     for line in (
-        "_to_copy _unsafe_view cat clone constant_pad_nd copy_ embedding empty_like expand fill_ flip full_like gather",
-        "index index_put index_put_ index_select masked_fill masked_fill_ new_empty new_full new_ones new_zeros",
-        "ones_like repeat roll scatter scatter_ slice_scatter sort stack tril tril_ triu triu_ where zero_ zeros_like",
-        "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_ round round_ sign",
+        "_to_copy _unsafe_view cat clone constant_pad_nd copy_ embedding empty_like expand fill_",
+        "flip full_like gather index index_put index_put_ index_select masked_fill masked_fill_",
+        "new_empty new_full new_ones new_zeros ones_like repeat roll scatter scatter_",
+        "slice_scatter sort stack tril tril_ triu triu_ where zero_ zeros_like",
+        "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_",
+        "round round_ sign",
         "eq ge gt isfinite isinf isnan le lt ne",
         "index_add index_add_",  # of distinct rows, as tokens to an expert: there is no order
     )
@@ -49,7 +51,7 @@ ROWS, SCORES = 128, (2**17, 2**26)
 
 
 class _Operations(TorchDispatchMode):
-    """Every float operation that is not exact, in float64."""
+    """Computes every float operation that is not exact in float64."""
 
     def __torch_dispatch__(
         self,
@@ -67,7 +69,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Scaled dot product attention, before torch takes one of its kernels for it."""
+    """Replaces scaled dot product attention before torch chooses a kernel for it."""
 
     def __torch_function__(
         self,
@@ -83,8 +85,9 @@ class _Attention(TorchFunctionMode):
 
 @contextmanager
 def deterministic_arithmetic() -> Iterator[None]:
-    """Float operations in here give the same bits on every device; what :func:`bit_exact` marks is
-    left alone.
+    """Within it float operations give the same bits on every device.
+
+    Functions that :func:`bit_exact` marks run as they are.
     """
     with _Attention(), _Operations():
         yield
@@ -112,11 +115,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's ``scaled_dot_product_attention`` without dropout: ``[B, Hq, Tq, D]`` of ``query [B,
-    Hq, Tq, D]``.
+    """torch's ``scaled_dot_product_attention`` in float64, without dropout.
 
-    In float64, of so many heads at once as :data:`SCORES` allows; causally only as far as a row
-    sees.
+    ``[B, Hq, Tq, D]`` for ``query [B, Hq, Tq, D]``. As many heads are computed at once as
+    :data:`SCORES` allows; causally a row's scores are computed only as far as it sees.
     """
     (batch, heads, rows, dim), (kv_heads, tokens) = query.shape, key.shape[1:3]
     if attn_mask is None and batch > 1:  # more heads of one item: fewer steps
@@ -160,8 +162,9 @@ def attention(
 
 
 def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether every device gives the same: no low floats, a view, another's own operation, one that
-    is specified.
+    """Whether every device gives the same result without help.
+
+    So do operations without low floats, views, custom operators and what IEEE 754 specifies.
     """
     if (
         func.namespace != "aten"
@@ -182,8 +185,9 @@ def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 
 def _in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on float64 copies; results in the dtype it would have had, or in place where it
-    works in place.
+    """The result of ``func`` on float64 copies, in the dtype that ``func`` gives.
+
+    An operation that works in place writes to its own argument.
     """
     found = [t for t in _tensors((args, kwargs)) if t.dtype in LOW]
     dtype = kwargs.get("dtype") or _promoted(found)
@@ -220,7 +224,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 def _topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Of equals, the first: devices choose as they like."""
+    """torch's topk that takes the first of equals, where devices differ."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 

@@ -1,5 +1,8 @@
-"""The transformers side: ``AutoModelForCausalLM.from_pretrained(dir)`` gives a model that runs
-packed weights.
+"""The transformers side: importing this module makes ``from_pretrained`` run packed weights.
+
+A native checkpoint's config.json holds :data:`qtool.format.NOTICE` where transformers looks for the
+name of the weight file. A transformers without this module therefore refuses the checkpoint with
+that notice; with it the quantizer takes the notice away before the files are looked for.
 """
 
 from collections.abc import Iterator
@@ -8,12 +11,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qtool.format import QUANT_METHOD, CheckpointFormat
+from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.runtime.linear import QuantLinear
@@ -35,9 +38,9 @@ class QtoolConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class QtoolQuantizer(HfQuantizer):
-    """Replaces the linears of the checkpoint's format by :class:`QuantLinear` before weights load.
+    """Replaces linears by :class:`QuantLinear` before weights load, where the format says so.
 
-    If the format quantizes the KV cache, the model keeps its keys and values so.
+    If the format quantizes the KV cache, the model's cache holds quantized keys and values.
     """
 
     requires_calibration = True
@@ -76,18 +79,31 @@ class QtoolQuantizer(HfQuantizer):
         require_scales(model)
         return model
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """``config`` without the notice that stops a transformers that does not know qtool.
+
+        The one hook that sees the config before transformers looks for the weight files; earlier
+        5.x call it ``update_tp_plan``.
+        """
+        if hasattr(config, WEIGHTS_FIELD):
+            delattr(config, WEIGHTS_FIELD)
+        return config
+
+    update_tp_plan = update_attn_implementation
+
     def update_weight_conversions(
         self, weight_conversions: list[Any], *model: PreTrainedModel
     ) -> list[Any]:
-        """None for a mixture of experts: :func:`separate_experts` gave its modules the checkpoint's
-        names.
+        """None for a mixture of experts, whose modules have the checkpoint's names already.
 
-        The model comes along in new versions of transformers only, so what it is was noted before.
+        Only new versions of transformers pass the model, so whether it has experts was noted when
+        its linears were replaced (:func:`separate_experts`).
         """
         return [] if self.experts else weight_conversions
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        return True
+        """False: ``save_pretrained`` would drop the notice and the hashes; copy the files."""
+        return False
 
     @property
     def is_trainable(self) -> bool:
@@ -130,8 +146,9 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """``model`` with every QuantLinear replaced, in place, by a plain linear of its dequantized
-    weight.
+    """``model`` with every QuantLinear replaced, in place, by a plain linear.
+
+    The plain weight is the dequantized one, in ``dtype`` (by default the model's).
     """
     for name, module in quantized_linears(model).items():
         linear = nn.Linear(

@@ -1,5 +1,4 @@
-"""Attention of models whose KV cache is quantized: the packed cache's kernel where it can, torch's
-SDPA elsewhere.
+"""Attention over a quantized KV cache: the packed cache's kernel where it can, else torch's SDPA.
 
 ``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On
 a CUDA GPU a cache layer then hands its packed tokens, not tensors, through the attention module to
@@ -23,9 +22,7 @@ MOST_QUERIES = 8
 
 
 def kernel_reads(stored: PackedTokens, new: Tensor) -> bool:
-    """Whether the kernel can attend to ``stored`` for queries like the new keys or values ``[B, H,
-    T, D]``.
-    """
+    """Whether the kernel can attend to ``stored`` for queries like ``new [B, H, T, D]``."""
     return (
         new.device.type == "cuda"
         and new.dtype in (torch.float16, torch.bfloat16)

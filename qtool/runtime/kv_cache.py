@@ -62,8 +62,9 @@ class QuantCacheLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Store keys (after RoPE) and values ``[B, H, T, D]``; returns all of them, dequantized or
-        packed.
+        """Store keys (after RoPE) and values ``[B, H, T, D]`` and return all of them.
+
+        They come dequantized, or packed where the attention kernel reads them so.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -131,8 +132,9 @@ class QuantCacheLayer(DynamicLayer):
 
 
 class QuantCache(Cache):
-    """A cache of :class:`QuantCacheLayer`; pass one to ``generate`` or a forward to look at it
-    afterwards.
+    """A cache of :class:`QuantCacheLayer`.
+
+    Pass one to ``generate`` or a forward to look at it afterwards.
     """
 
     layers: list[QuantCacheLayer]  # type: ignore[assignment]
@@ -154,8 +156,7 @@ class QuantCache(Cache):
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
-    """From now on every forward and ``generate`` of ``model`` keeps keys and values quantized by
-    ``kv``.
+    """Make every forward and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
 
     What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer
     of each attention module, to be loaded; before, what does nothing, or zeros where that is a
@@ -197,8 +198,7 @@ def unquantize_kv(model: PreTrainedModel) -> None:
 
 
 def require_scales(model: PreTrainedModel) -> None:
-    """Refuse static scales that are not finite and positive: absent from the checkpoint, or
-    damaged.
+    """Refuse static scales that are absent from the checkpoint or damaged.
 
     Raises:
         QtoolError: naming the tensor.
@@ -213,9 +213,7 @@ def require_scales(model: PreTrainedModel) -> None:
 def _supply(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Before a forward: a fresh quantized cache where there is none, quantized layers in an empty
-    one.
-    """
+    """Give a forward a quantized cache where it has none, and an empty cache quantized layers."""
     named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
     cache = named.get("past_key_values")
     if cache is None:
@@ -231,9 +229,7 @@ def _supply(
 
 
 def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After a forward: without ``use_cache`` nobody is handed the cache that :func:`_supply`
-    supplied.
-    """
+    """Drop the cache that :func:`_supply` supplied where ``use_cache`` is off."""
     if kwargs.get("use_cache") is False and hasattr(output, "past_key_values"):
         output.past_key_values = None
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -12,22 +13,29 @@ from transformers import (
 )
 
 from qtool.errors import QtoolError
+from qtool.io.integrity import require_intact
+from qtool.io.source import resolve
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
+from qtool.runtime.device import require_device
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import KV_QUANTIZERS
 
+#: what transformers raises for a model that it cannot load
+UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
 
 def load(
-    directory: str | Path,
+    model: str | Path,
     *,
     device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
-    """The causal language model in ``directory``, quantized by qtool or not, in eval mode.
+    """The causal language model ``model``, quantized by qtool or not, in eval mode.
 
     On a CUDA device packed linears that read one input are multiplied as one
     (:mod:`qtool.runtime.merge`), and ``generate`` decodes over a static cache by CUDA graphs where
@@ -35,52 +43,77 @@ def load(
     ``generate(cache_implementation="dynamic")`` decodes as transformers does by default.
 
     Args:
-        device: where it runs. dtype: of what is not quantized; by default the checkpoint's.
+        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory.
+        device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
+        device_map: instead of ``device``, transformers' placement on several devices, such as
+            ``auto``.
+        dtype: of what is not quantized; by default the checkpoint's.
         kv: KV-cache quantizer; by default the checkpoint's. A static one must be the checkpoint's
             own.
 
     Raises:
-        QtoolError: if the directory is not a loadable model, or ``kv`` is not for it.
+        QtoolError: the model is not there or cannot be loaded, the device is not there, or ``kv``
+            is not for it.
+        CheckFailed: a shard that qtool wrote is not what was written.
     """
-    path = Path(directory)
+    path = _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
-    try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise QtoolError(
-            f"{path}: transformers cannot load it ({str(error).splitlines()[0]})"
-        ) from error
-    model, info = found
-    missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
-    if missing:  # transformers leaves their memory as it found it
-        raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    if kv is not None and kv != getattr(model.get_decoder(), "kv_quantizer", None):
+    where = require_device(device)
+    require_intact(path)
+    loaded = _from_pretrained(path, dtype, device_map)
+    if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
             raise QtoolError(
                 f"{path}: {kv} needs calibrated scales, which it does not hold: "
                 f"quantize with --kv {kv}"
             )
-        quantize_kv(model, kv)
-    torch.nn.Module.to(model, device)
-    if torch.device(device).type == "cuda":
-        merge_linears(model)
-        one_kernel_norms(model)
-        graph_decoding(model)
-    return model.eval()
+        quantize_kv(loaded, kv)
+    if device_map is None:
+        torch.nn.Module.to(loaded, where)
+        if torch.device(where).type == "cuda":
+            merge_linears(loaded)
+            one_kernel_norms(loaded)
+            graph_decoding(loaded)
+    return loaded.eval()
 
 
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``directory``.
+def _from_pretrained(
+    path: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None
+) -> PreTrainedModel:
+    """transformers' own load, with every tensor of the model found in the files."""
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            device_map=device_map,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except UNLOADABLE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise QtoolError(f"{path}: transformers cannot load it ({reason})") from error
+    model, info = found
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
+    if missing:  # transformers leaves their memory as it found it
+        raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    return model
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``: a directory, a hub id, or ``demo``.
 
     Raises:
         QtoolError: if there is none.
     """
+    directory = _directory(model)
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise QtoolError(
             f"{directory}: no usable tokenizer ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _directory(model: str | Path) -> Path:
+    return model if isinstance(model, Path) else resolve(model)

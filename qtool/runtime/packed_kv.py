@@ -54,8 +54,9 @@ def attention_name(family: Family) -> str:
 
 
 def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:
-    """The quantizers of keys and of values; ``stored("k_scale")`` gives a stored tensor if ``kv``
-    has any.
+    """The quantizers of keys and of values.
+
+    ``stored("k_scale")`` gives a stored tensor if ``kv`` has any.
     """
     if KV_QUANTIZERS[kv] is KV8:
         return KV8.of_scale(stored("k_scale")), KV8.of_scale(stored("v_scale"))
@@ -65,8 +66,7 @@ def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer
 
 
 class PackedTokens:
-    """The keys, or the values, of a layer: codes that are never quantized again, and an incomplete
-    last group.
+    """The keys or the values of a layer: codes, and the tokens of an incomplete last group.
 
     The packed tensors have room for tokens to come and grow by a half, so that a token costs the
     same at any length.
@@ -84,16 +84,12 @@ class PackedTokens:
         self._grouped = 0
 
     def append(self, x: Tensor) -> Tensor:
-        """Store ``x [B, H, T, D]``; returns all tokens so far as they now read, in the dtype of
-        ``x``.
-        """
+        """Store ``x [B, H, T, D]``; returns all tokens so far, read back in ``x``'s dtype."""
         self.store(x)
         return self.read()
 
     def store(self, x: Tensor) -> None:
-        """Quantize the whole groups among ``x [B, H, T, D]`` and what was left before; keep the
-        rest.
-        """
+        """Quantize the whole groups of ``x [B, H, T, D]`` and earlier rests; keep the new rest."""
         pending = x if self.rest is None or not self.rest.shape[2] else torch.cat([self.rest, x], 2)
         whole = pending.shape[2] // self.quantizer.tokens * self.quantizer.tokens
         if whole:
@@ -111,9 +107,7 @@ class PackedTokens:
 
     @property
     def packed(self) -> Packed:
-        """What the quantizer made of the whole groups, tokens at dimension 2; empty before the
-        first.
-        """
+        """The quantizer's tensors of the whole groups, tokens at dimension 2."""
         return self._first(self._grouped) if self._grouped else {}
 
     @property
@@ -128,9 +122,7 @@ class PackedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are really held, to the end of each tensor's storage: room for tokens to come
-        included.
-        """
+        """Bytes that are held, room for tokens to come included."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
 
     @property
@@ -142,8 +134,9 @@ class PackedTokens:
         return 2 * batch * heads * self.tokens * dim
 
     def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``codes``, ``scale`` and ``zero`` with all their room, as ``qtool::kv_attention`` takes
-        them (kv4, kv8).
+        """``codes``, ``scale`` and ``zero`` with their room, as ``qtool::kv_attention`` takes them.
+
+        kv4 and kv8 only.
         """
         scale = self.quantizer.scale if isinstance(self.quantizer, KV8) else self._room["scale"]
         return self._room["codes"], scale, self._room.get("zero")
@@ -155,9 +148,7 @@ class PackedTokens:
         self._room = changed
 
     def crop(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``. Of a group that is cut, what stays is kept
-        dequantized.
-        """
+        """Forget all but the first ``tokens``; a group that is cut is kept dequantized."""
         if tokens >= self.tokens:
             return
         assert self.rest is not None
@@ -212,9 +203,7 @@ class PackedTokens:
 
 
 def kernel_packs(quantizer: KVQuantizer, x: Tensor) -> bool:
-    """Whether ``qtool::kv_append`` can pack ``x [B, H, T, D]``, on a CUDA device, as ``quantizer``
-    does.
-    """
+    """Whether ``qtool::kv_append`` packs ``x [B, H, T, D]``, on a GPU, as ``quantizer`` does."""
     return (
         isinstance(quantizer, KV4 | KV8)
         and x.shape[3] % 16 == 0

@@ -2,7 +2,7 @@
 
 import torch
 
-from qtool.errors import QtoolError, suggest
+from qtool import plugins
 from qtool.schemes.base import Grid, GroupSize, Params, Scheme
 from qtool.schemes.fmpq import Fmpq
 from qtool.schemes.lqq import LiquidQuant
@@ -27,9 +27,7 @@ def get(
     Raises:
         QtoolError: for an unknown name or a group size the scheme does not have.
     """
-    if name not in SCHEMES:
-        raise QtoolError(f"unknown scheme {name!r}: {suggest(name, SCHEMES)}")
-    return SCHEMES[name](group_size, scale_dtype)
+    return plugins.find(SCHEMES, name, "scheme")(group_size, scale_dtype)
 
 
 __all__ = ["SCHEMES", "Grid", "Params", "Scheme", "get"]

@@ -151,8 +151,9 @@ class Scheme(ABC):
         return None
 
     def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
-        """``params`` with the legal integers that come nearest to ``bounds [2, N, G]``, real numbers
-        as :meth:`clip_bounds` has them: its inverse. Only for schemes that have clipping bounds.
+        """``params`` with the legal integers nearest to ``bounds [2, N, G]``.
+
+        The inverse of :meth:`clip_bounds`, for real numbers too. Only for schemes that have them.
         """
         raise NotImplementedError(self.name)
 
@@ -224,7 +225,7 @@ class Scheme(ABC):
 
 
 def slabs(weight: Tensor) -> Iterator[slice]:
-    """Row slices of ``weight [N, K]``, small enough for a CPU's cache; all rows at once elsewhere."""
+    """Row slices of ``weight [N, K]`` that fit a CPU's cache; all rows at once elsewhere."""
     rows = weight.shape[0]
     step = max(1, SLAB // weight.shape[1]) if weight.device.type == "cpu" else max(1, rows)
     return (slice(start, start + step) for start in range(0, rows, step))

@@ -4,7 +4,8 @@ COMET section 3.2. Input channels are cut into blocks of 128; a block that holds
 has 8-bit activations, all others 4-bit (which ones: :mod:`qtool.schemes.fmpq_blocks`):
 
     s[n, b] = max|W| / 7            Q = clamp(rne(W / s), -8, 7)
-    sx[m, b] = max|X| / (127 | 7)   Qx = clamp(rne(X / sx))      Y = sum_b (sum_k Qx * Q) * sx[m, b] * s[n, b]
+    sx[m, b] = max|X| / (127 | 7)   Qx = clamp(rne(X / sx))
+    Y = sum_b (sum_k Qx * Q) * sx[m, b] * s[n, b]
 
 The kernel's zero extension (codes in the high nibble, times 16) belongs to the layout, not to the
 numbers.

@@ -56,7 +56,10 @@ class Choice:
     reason: str
 
 
-_NO_INT4 = "no native s4 mma from sm_90 on: the compiler emulates it (51 TOPS against 1217 in s8 on H200, measured)"
+_NO_INT4 = (
+    "no native s4 mma from sm_90 on: the compiler emulates it (51 TOPS against 1217 in s8 on H200, "
+    "measured)"
+)
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu

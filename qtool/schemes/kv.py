@@ -8,18 +8,20 @@ codes.
 
 The 4-bit ones are asymmetric, with scale and zero point in fp16 beside the codes:
 
-    X' = (Q - z) * s    s = 0.95 (max - min) / 15    z = 7.5 - (max + min) / 2s    Q = clamp(rne(X / s + z), 0, 15)
+    s = 0.95 (max - min) / 15    z = 7.5 - (max + min) / 2s
+    Q = clamp(rne(X / s + z), 0, 15)    X' = (Q - z) * s
 
-QServe has the whole range. Beyond the paper, the line through the codes is fitted by least squares and the values
-are rounded again on it, three times or until that brings them no nearer to X (:func:`refit`): an eighth less squared
-error than on the whole range, in the same format. Squared errors of a key count by what the queries have of each
-channel, where that was calibrated: it differs a hundredfold within a head.
-The zero point is a real number, so the range need not hold zero: keys have channels far from it.
-kv4 takes a calibrated mean of each channel away from the keys before, and adds it after: tokens of a head share
-the range of 64 or 128 channels, which a channel far from zero would widen for all. (Attention without
-soft-capping does not notice if a kernel leaves the addition out: it moves every score of a query alike.)
-``s`` is at least max|X| / 2**14, beyond which z would leave fp16; a constant group is so kept too.
-Codes are packed two a byte, the even channel in the low nibble.
+QServe has the whole range. Beyond the paper, the line through the codes is fitted by least squares
+and the values are rounded again on it, three times or until that brings them no nearer to X
+(:func:`refit`): an eighth less squared error than on the whole range, in the same format. Squared
+errors of a key count by what the queries have of each channel, where that was calibrated: it
+differs a hundredfold within a head. The zero point is a real number, so the range need not hold
+zero: keys have channels far from it. kv4 takes a calibrated mean of each channel away from the keys
+before, and adds it after: tokens of a head share the range of 64 or 128 channels, which a channel
+far from zero would widen for all. (Attention without soft-capping does not notice if a kernel
+leaves the addition out: it moves every score of a query alike.) ``s`` is at least max|X| / 2**14,
+beyond which z would leave fp16; a constant group is so kept too. Codes are packed two a byte, the
+even channel in the low nibble.
 
 Legend: B batch, H heads, T tokens, D head dimension.
 """
@@ -30,7 +32,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.schemes.base import stored_scale
 
 Packed = dict[str, Tensor]
@@ -260,3 +262,14 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 KV_QUANTIZERS: dict[str, type[KVQuantizer]] = {kv.name: kv for kv in (KV8, KV4, KV4Channel)}
+
+
+def require_kv(name: str) -> type[KVQuantizer]:
+    """The KV-cache quantizer ``name``.
+
+    Raises:
+        QtoolError: an unknown one.
+    """
+    if name not in KV_QUANTIZERS:
+        raise QtoolError(f"unknown --kv {name!r}: {suggest(name, KV_QUANTIZERS)}")
+    return KV_QUANTIZERS[name]

@@ -3,7 +3,7 @@
 LiquidGEMM section 4. Per output channel, then per group of g input channels:
 
     s1 = max|W| / 119                Q8 = clamp(rne(W / s1), -119, 119)
-    lo = min Q8    s2 = clamp(rne((max Q8 - lo) / 15), 1, 16)    Q4 = clamp(rne((Q8 - lo) / s2), 0, 15)
+    lo = min Q8  s2 = clamp(rne((max Q8 - lo) / 15), 1, 16)   Q4 = clamp(rne((Q8 - lo) / s2), 0, 15)
     a = 128 + lo                     Q8' = (Q4 * s2 + a) XOR 0x80 = Q4 * s2 + lo
 
 The sum ``Q4 * s2 + a`` never leaves 0..255, so four bytes of a word are dequantized at once:

@@ -6,7 +6,12 @@ zero point:
 
     s1 = max|W| / 119                            Q8 = clamp(rne(W / s1), -119, 119)
     s2 = clamp(rne((hi - lo) / 15), 1, 16)       z = clamp(rne(-lo / s2), 0, 15)
-    Q4 = clamp(rne(Q8 / s2) + z, 0, 15)          Q8' = Q4 * s2 - z * s2    Y = (sum_k Qx * Q8') * sx[m] * s1[n]
+    Q4 = clamp(rne(Q8 / s2) + z, 0, 15)          Q8' = Q4 * s2 - z * s2
+    Y = (sum_k Qx * Q8') * sx[m] * s1[n]
+
+Rounding to nearest is the paper's: it rounds twice, first to Q8. QServe's own tool rounds once,
+``Q4 = clamp(rne(W / (s1 * s2)) + z, 0, 15)``, which is half a percent nearer to normal weights; so
+do GPTQ and distillation, which see the grid ``(Q4 - z) * s2 * s1`` alone.
 
 The kernel multiplies and then subtracts, four bytes of a word at once, so ``Q4 * s2`` stays within
 0..255 and Q8' within -128..127. Rounding to nearest from the protective range always does; GPTQ may

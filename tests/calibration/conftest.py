@@ -28,9 +28,9 @@ from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import propagate, run
 from qtool.calibration.method import Norm, Transform
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq import gptq
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.problem import Rows
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.schemes import Params, Scheme, get
@@ -249,5 +249,5 @@ def solve(
     method: Gptq, scheme: Scheme, weight: Tensor, hessian: Hessian
 ) -> tuple[Tensor, Params, float]:
     """Codes ``[N, K]``, parameters and the damping it took, of one ``weight [N, K]`` float32."""
-    (solution,) = method.solve_all([Rows(scheme, weight, hessian)])
+    (solution,) = gptq.solve([gptq.Problem(scheme, weight, hessian)], method)
     return solution.codes, solution.params, solution.damping

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from qtool.calibration.forwards import run
-from qtool.calibration.rounding.gptq import problem as gptq_problem
-from qtool.calibration.rounding.gptq.gptq import Gptq
-from qtool.calibration.rounding.gptq.problem import stages
+from qtool.calibration.rounding.gptq import rounding as gptq_rounding
+from qtool.calibration.rounding.gptq.rounding import Gptq, successive
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.smooth import Smooth
@@ -69,17 +68,17 @@ def test_an_expert_without_tokens_is_rounded_by_its_weights_and_named(starved, b
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch):
     found, sizes = [], []
-    for limit in (gptq_problem.TOGETHER, 3 * gptq_problem.problem_bytes(128, 128), 1):
+    for limit in (gptq_rounding.TOGETHER, 3 * gptq_rounding.problem_bytes(128, 128), 1):
         block, batches = blocks(make_model(CONFIGS[name]))[0]
-        monkeypatch.setattr(gptq_problem, "TOGETHER", limit)
-        solve, most = Gptq.solve_all, [0]
+        monkeypatch.setattr(gptq_rounding, "TOGETHER", limit)
+        solve, most = gptq_rounding.solve, [0]
 
-        def counted(self, problems, solve=solve, most=most):
+        def counted(problems, options, solve=solve, most=most):
             most[0] = max(most[0], len(problems))
-            return solve(self, problems)
+            return solve(problems, options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Gptq, "solve_all", counted)
+            patched.setattr(gptq_rounding, "solve", counted)
             found.append(Gptq().round(block, batches))
         sizes.append(most[0])
     assert sizes[0] > sizes[2] == 1
@@ -105,8 +104,8 @@ def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
 def test_all_experts_are_observed_at_once(name):
     config = CONFIGS[name]
     groups = family_of(config.model_type).at(config, 0).groups
-    assert [len(stage) for stage in stages(groups)][2:4] == [4, 4]
-    assert [group for stage in stages(groups) for group in stage] == list(groups)
+    assert [len(same) for same in successive(groups)][2:4] == [4, 4]
+    assert [group for same in successive(groups) for group in same] == list(groups)
 
 
 def test_the_router_is_no_linear_to_quantize(blocks):

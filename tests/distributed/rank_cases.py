@@ -42,7 +42,7 @@ def recipe_of(scheme: str, chosen: str | Mapping[str, Any]) -> Recipe:
     """The built-in recipe, its best one for a KV quantizer, or one with another rounding."""
     if isinstance(chosen, str):
         return recipes.load(scheme, chosen)
-    data = recipes.recipe._mapping(recipes.recipe.BUILT_IN / f"{scheme}.yaml")
+    data = recipes.read(recipes.built_in()[scheme])
     del data["variants"]
     made = recipes.parse(data | {"rounding": "rtn"} | chosen, scheme)
     return made.for_kv4() if made.kv == "kv4" else made

@@ -26,7 +26,7 @@ def make_model(vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Models this small run slower on several threads, and the suite's processes share the cores."""
+    """Models this small run slower on several threads, and processes share the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

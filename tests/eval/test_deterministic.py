@@ -1,11 +1,13 @@
-"""One perplexity on every device: where, and that nothing of it stays behind."""
+"""The two arithmetics: as served by default, and the one that is the same on every device."""
+
+import json
 
 import pytest
 import torch
 from torch import Tensor
 
-from qtool.eval.deterministic import deterministic
-from qtool.eval.perplexity import perplexity
+from qtool.eval.deterministic import arithmetic, deterministic_decoder
+from qtool.eval.evaluate import ask, evaluate
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.kernels.order import in_order
 from qtool.runtime.huggingface import quantized_linears, replace_linears
@@ -17,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
 
 
 def packed(scheme: str) -> torch.nn.Module:
-    """The tiny model with its weights in groups of 32 (per channel: the attention's are 32 wide)."""
+    """The tiny model with its weights in groups of 32, or one a channel (attention is 32 wide)."""
     model = make_model()
     weights = {
         name: module.weight
@@ -43,7 +45,7 @@ GROUPS = {"w4a4": 32, "w4a16": 32, "w8a8": None}
 
 def hidden(model: torch.nn.Module, seed: int) -> Tensor:
     tokens = torch.randint(2, 98, (4, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), deterministic(model), Device(seed):
+    with torch.no_grad(), deterministic_decoder(model), Device(seed):
         return model(tokens, output_hidden_states=True, use_cache=False).hidden_states[-1]
 
 
@@ -60,7 +62,7 @@ def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> 
     before = dict(vars(decoder))
     for broken in (False, True):
         try:
-            with torch.no_grad(), deterministic(model):
+            with torch.no_grad(), deterministic_decoder(model):
                 model(torch.full((1, 4), 200 if broken else 3))  # of 98 tokens
         except IndexError:
             assert broken
@@ -70,9 +72,29 @@ def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> 
     assert seen[-1] is False
 
 
-def test_a_perplexity_is_evaluated_so(tokenizer) -> None:
-    model = packed("w4a4")
-    found = [
-        perplexity(TEXT, model, tokenizer, seqlen=20, batch_size=size).window_nll for size in (1, 8)
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+@torch.no_grad()
+def test_by_default_a_model_runs_as_it_is_served() -> None:
+    """No operation of the forward is replaced: the logits are a plain call's, to the bit."""
+    model, ids = packed("w4a4"), torch.arange(2, 34)[None]
+    plain = model(ids).logits
+    with arithmetic(model, deterministic=False):
+        assert torch.equal(model(ids).logits, plain)
+    with arithmetic(model, deterministic=True):
+        assert not torch.equal(model(ids).logits, plain)
+
+
+def test_both_kinds_of_task_take_the_mode_and_record_it(tokenizer, tmp_path) -> None:
+    (tmp_path / "c4.txt").write_text(TEXT)
+    (tmp_path / "tasks").mkdir()
+    row = {"query": "fox", "choices": [" jumps", " lazy"], "gold": 0}
+    (tmp_path / "tasks" / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    model, seen = packed("w4a4"), []
+    model.get_decoder().embed_tokens.register_forward_pre_hook(lambda *_: seen.append(in_order()))
+    options = {"data_dir": tmp_path, "seqlen": 20}
+    for mode in (False, True):
+        for task in ("c4", "mine"):
+            seen.clear()
+            [result] = evaluate([task], model, tokenizer, deterministic=mode, **options).tasks
+            assert set(seen) == {mode} and result.deterministic is mode
+            [asked] = ask([task], tokenizer, deterministic=mode, **options)
+            assert asked.facts["deterministic"] is mode  # no answer of the other mode is reused

@@ -11,7 +11,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.eval.compare import compare, table
-from qtool.eval.evaluate import evaluate
+from qtool.eval.evaluate import evaluate, task_names
 from qtool.eval.results import Metric, Results, TaskResult, from_json
 
 from .conftest import make_model
@@ -83,13 +83,33 @@ def test_perplexity_rise_is_paired_over_windows(results, worse):
     assert delta.change > 0
 
 
-def test_accuracy_errors_combine():
-    def make(value, stderr):
-        return Results([TaskResult("t", "zero_shot", "f", 9, {"acc": Metric(value, stderr, True)})])
+def answered(value, stderr, items=(), questions="q"):
+    details = {"questions": questions, "items": {"acc": list(items)}}
+    metrics = {"acc": Metric(value, stderr, True)}
+    return Results([TaskResult("t", "zero_shot", "f", 4, metrics, details)])
 
-    [delta] = compare(make(0.5, 0.3), make(0.75, 0.4))
-    assert (delta.change, delta.stderr) == (-0.25, 0.5)
-    assert compare(make(0.5, None), make(0.75, 0.4))[0].stderr is None
+
+def test_accuracies_are_paired_over_the_questions_that_both_answered(results):
+    mine, other = answered(0.5, 0.29, [1, 0, 1, 0]), answered(0.75, 0.25, [1, 1, 1, 0])
+    [delta] = compare(mine, other)
+    assert delta.paired and delta.change == -0.25
+    assert delta.stderr == pytest.approx(torch.tensor([0.0, -1, 0, 0]).std().item() / 2)
+    assert delta.interval == pytest.approx(1.96 * delta.stderr)
+    assert compare(mine, mine)[0].stderr == 0
+    assert all(delta.paired for delta in compare(results, results))
+
+
+def test_errors_of_other_questions_combine():
+    [delta] = compare(answered(0.5, 0.3, [1, 0]), answered(0.75, 0.4, [1, 0], questions="others"))
+    assert (delta.change, delta.stderr, delta.paired) == (-0.25, 0.5, False)
+    assert "unpaired" in table(answered(0.5, 0.3), answered(0.75, 0.4))
+    assert compare(answered(0.5, None), answered(0.75, 0.4))[0].stderr is None
+
+
+def test_the_table_says_what_its_errors_are():
+    beside = table(answered(0.5, 0.1), answered(0.75, 0.4)).splitlines()
+    assert "value ± 95 %" in beside[0] and "change ± 95 %" in beside[0]
+    assert "0.5000 ± 0.1960" in beside[2]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +130,7 @@ def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
 
 def test_table(results, worse):
     plain = table(results).splitlines()
-    assert plain[0].split() == ["task", "metric", "value", "samples"]
+    assert plain[0].split() == ["task", "metric", "value", "±", "95", "%", "samples"]
     assert [line.split()[:2] for line in plain[2:]] == [
         ["c4", "perplexity"],
         ["mine", "acc"],
@@ -127,3 +147,10 @@ def test_a_misspelt_last_name_stops_before_any_work(tokenizer, data_dir):
         evaluate(["c4", "min"], None, tokenizer, data_dir=data_dir)
     with pytest.raises(QtoolError, match=r"absent.txt does not exist"):
         evaluate(["c4", "absent.txt"], None, tokenizer, data_dir=data_dir)
+
+
+def test_the_names_of_all_tasks(data_dir):
+    names = task_names(data_dir)
+    assert set(names) == {"perplexity", "local", "lm-eval"}
+    assert "c4" in names["perplexity"] and names["local"] == ["demo_choice", "mine"]
+    assert {"piqa", "hellaswag", "mmlu"} <= set(names["lm-eval"])

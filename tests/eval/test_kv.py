@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from qtool.cli import cli
 from qtool.errors import QtoolError
 from qtool.eval import saved
-from qtool.pipeline import commands
+from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.report.data import quality
 from tests.conftest import MakeModel
 
@@ -52,7 +52,7 @@ def test_only_the_model_gets_it(demo_like: Path) -> None:
     [plain] = perplexities("--model", str(demo_like))
     [kv4] = perplexities("--model", str(demo_like), "--kv", "kv4")
     assert kv4 != plain and kv4 == pytest.approx(plain, rel=0.1)
-    results, baseline = commands.evaluate(
+    results, baseline = evaluate_checkpoints(
         ["demo"], str(demo_like), str(demo_like), kv="kv4", **OPTIONS
     )
     assert baseline is not None
@@ -62,7 +62,7 @@ def test_only_the_model_gets_it(demo_like: Path) -> None:
 
 def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None:
     for kv in (None, "kv4", "kv4"):
-        commands.evaluate(["demo"], str(demo_like), str(demo_like), kv=kv, save=True, **OPTIONS)
+        evaluate_checkpoints(["demo"], str(demo_like), str(demo_like), kv=kv, save=True, **OPTIONS)
     answers, identity = saved.read(demo_like), saved.identity(demo_like)
     assert sorted(answer.facts.get("kv", "") for answer in answers) == ["", "kv4"]
     rows = quality(answers, identity, identity)
@@ -77,8 +77,8 @@ def test_a_dtype_is_for_both(demo_like: Path) -> None:
     )
     assert found != own and found == pytest.approx(own, rel=0.01)
     asked: dict[str, Any] = {"save": True, **OPTIONS}
-    commands.evaluate(["demo"], str(demo_like), None, **asked)
-    results, baseline = commands.evaluate(
+    evaluate_checkpoints(["demo"], str(demo_like), None, **asked)
+    results, baseline = evaluate_checkpoints(
         ["demo"], str(demo_like), str(demo_like), dtype="bfloat16", **asked
     )
     assert baseline is not None
@@ -94,4 +94,4 @@ def test_a_dtype_is_for_both(demo_like: Path) -> None:
 )
 def test_what_it_cannot_be(kv: str, message: str, demo_like: Path) -> None:
     with pytest.raises(QtoolError, match=message):
-        commands.evaluate(["demo"], str(demo_like), None, kv=kv, **OPTIONS)
+        evaluate_checkpoints(["demo"], str(demo_like), None, kv=kv, **OPTIONS)

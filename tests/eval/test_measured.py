@@ -1,4 +1,4 @@
-"""What the report measures by running models: input ranges by channel, the error of the KV cache."""
+"""What the report measures by running models: input ranges by channel, errors of the KV cache."""
 
 import pytest
 import torch

@@ -14,7 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import demo_choice, local_tasks, zero_shot
+from qtool.eval.compare import compare
+from qtool.eval.results import Results
 from qtool.io import hub
+
+from .conftest import make_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -138,11 +142,31 @@ def test_lambada_is_greedy_accuracy_and_perplexity(model, tokenizer, data_dir):
         for row in LAST_WORDS
     ]
     result = run("lambada_openai", model, tokenizer, data_dir)
-    expected = torch.tensor([score for score, _ in scores]).mean().neg().exp().item()
-    assert result.metrics["perplexity"].value == pytest.approx(expected, rel=1e-4)
-    assert result.metrics["perplexity"].stderr is not None
-    assert not result.metrics["perplexity"].higher_is_better
+    nll = -torch.tensor([score for score, _ in scores])  # nats
+    found = result.metrics["log_perplexity"]
+    assert found.value == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert found.stderr == pytest.approx(nll.std().item() / 2**0.5, rel=1e-3)
+    assert not found.higher_is_better and list(result.metrics) == ["log_perplexity", "acc"]
+    assert result.items("log_perplexity") == pytest.approx(nll.tolist(), rel=1e-5)
     assert result.metrics["acc"].value == sum(greedy for _, greedy in scores) / 2
+
+
+def test_a_perplexity_beyond_every_float_is_a_log_perplexity(model, tokenizer, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    rows = [{"context": "a", "continuation": "x" * 28 + letter} for letter in "yz"]
+    path = tmp_path / "tasks" / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    worse = make_model()
+    with torch.no_grad():
+        worse.lm_head.weight.mul_(20)
+    before, after = (run("long", m, tokenizer, tmp_path, questions="q") for m in (model, worse))
+    assert after.metrics["log_perplexity"].value > 710
+    [delta, _] = compare(Results([after]), Results([before]))
+    assert delta.is_log and delta.paired and 0 < delta.stderr < delta.change < 10000
+    rises = [
+        a - b for a, b in zip(*(r.items("log_perplexity") for r in (after, before)), strict=True)
+    ]
+    assert delta.change == pytest.approx(sum(rises) / 2)
 
 
 def test_continuation_that_merges_with_its_context(model, tmp_path):
@@ -160,7 +184,21 @@ def test_continuation_that_merges_with_its_context(model, tmp_path):
     with torch.no_grad():
         expected = -model(torch.tensor([[1]])).logits[0, -1].log_softmax(-1)[6]
     result = run("t", model, tokenizer, tmp_path, limit=1)
-    assert result.metrics["perplexity"].value == pytest.approx(expected.exp().item(), rel=1e-4)
+    assert result.metrics["log_perplexity"].value == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_answers_are_kept_question_by_question(model, tokenizer, data_dir):
+    result = run("piqa", model, tokenizer, data_dir)
+    acc, norm = by_hand(model, tokenizer, CHOICES, "\nAnswer:")
+    assert result.items("acc") == acc and result.items("acc_norm") == norm
+
+
+def test_one_bar_a_task_with_its_name(model, tokenizer, data_dir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    run("piqa", model, tokenizer, data_dir, label="piqa")
+    bars = capsys.readouterr().err.replace("\r", "\n").split("\n")
+    assert {bar.partition(":")[0] for bar in bars if bar.strip()} == {"piqa"}
+    assert "10/10" in bars[-2] + bars[-1]  # choices of four questions
 
 
 def test_limit(model, tokenizer, data_dir):
@@ -253,6 +291,14 @@ def test_a_published_file_without_its_fields(row, message, tmp_path):
     path.write_text(json.dumps(row) + '\n{"ctx_a": "a"}')
     with pytest.raises(QtoolError, match="line 2 has the keys ctx_a, line 1 has"):
         local_tasks.load("hellaswag", path, zero_shot._index)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("pica", "piqa"), ("arc-easy", "arc_easy"), ("mmlu_astronmy", "mmlu_ast")]
+)
+def test_a_misspelt_task_is_first_taken_for_a_common_one(typed, meant, tokenizer):
+    with pytest.raises(QtoolError, match=rf"did you mean {meant}"):
+        zero_shot.load(typed, tokenizer)
 
 
 def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_path):

@@ -62,7 +62,12 @@ def refused(directory: Path, name: str, message: str, **options: Any) -> None:
         ("w4a8-qoq-g128", 64, "qserve", "it takes group size 128"),
         ("w4a16", 64, "compressed-tensors-w4a8-fp8", "it takes group size 128"),
         ("w4a16", 128, "marlin-24", "it takes w4a16-24"),
-        ("w4a8-qoq", "channel", "gptq", "formats that can: .*awq.*qserve"),
+        (
+            "w4a8-qoq",
+            "channel",
+            "gptq",
+            "formats that can: compressed-tensors-w4a16, compressed-tensors-w4a8, awq$",
+        ),
     ],
 )
 def test_schemes_that_do_not_fit(
@@ -182,7 +187,6 @@ def test_one_group_size_for_all_or_a_format_that_mixes(
 
 def test_layers_in_16_bit(make_model: MakeModel, tmp_path: Path) -> None:
     directory = native(make_model(), rule(None, match="layers.0.mlp.down_proj"), rule("w4a16", 128))
-    refused(directory, "marlin", "layers.0.mlp.down_proj is in 16 bit: marlin has no ignore list")
     out = export(directory, "gptq", tmp_path / "gptq").directory
     dynamic = json.loads((out / "config.json").read_text())["quantization_config"]["dynamic"]
     (pattern,) = dynamic
@@ -193,6 +197,17 @@ def test_layers_in_16_bit(make_model: MakeModel, tmp_path: Path) -> None:
         "modules_to_not_convert"
     ]
     assert skipped == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "name"),
+    [("w4a16", 128, "marlin"), ("w4a16", None, "qqq"), ("w4a8-qoq-g128", 128, "qserve")],
+)
+def test_formats_without_an_ignore_list_refuse_layers_in_16_bit(
+    scheme: str, size: int | None, name: str, make_model: MakeModel
+) -> None:
+    directory = native(make_model(), rule(None, match="layers.1.mlp.down_proj"), rule(scheme, size))
+    refused(directory, name, f"layers.1.mlp.down_proj is in 16 bit: {name} has no ignore list")
 
 
 def test_nothing_quantized(make_model: MakeModel) -> None:
@@ -242,6 +257,7 @@ def test_a_killed_export_continues(
     assert not (tmp_path / "cut").exists()
     assert (tmp_path / "cut.partial/model-00002-of-00005.safetensors").exists()
     done = export(directory, "gptq", tmp_path / "cut")
+    assert len(calls) == 32 + 14  # the last block alone is converted again
     assert done.errors == whole.errors
     for path in whole.directory.iterdir():
         assert (tmp_path / "cut" / path.name).read_bytes() == path.read_bytes()
@@ -308,6 +324,7 @@ def test_kv_scales(make_model: MakeModel, tmp_path: Path) -> None:
         scales = {f"model.layers.{block}.self_attn.{x}_scale": torch.rand(2, 32) for x in "kv"}
         save_file(load_file(shard) | scales, shard, {"format": "pt"})
         index["weight_map"] |= dict.fromkeys(scales, shard.name)
+    (directory / "qtool.json").unlink()  # whose hashes are those of the shards before
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     ct = export(directory, "compressed-tensors", tmp_path / "ct")
     ours, theirs = Checkpoint(directory), Checkpoint(ct.directory)
@@ -356,8 +373,9 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
     assert not out.exists() and not out.with_name("q.partial").exists()
     result = CliRunner().invoke(cli, [*arguments, "--scheme", "w4a16", "--format", "gptq"])
     assert result.exit_code == 0, result.output
-    *paths, summary = result.stdout.splitlines()
-    assert paths == [str(out), f"{out}-gptq"]
+    made, following, path, summary = result.stdout.splitlines()
+    assert made.startswith(f"{out}: ") and following.startswith("next: qtool eval")
+    assert path == f"{out}-gptq"
     assert re.fullmatch(
         r"gptq: 14 of 14 linears exact; 0\.\d MB, 1\.0\d times the native checkpoint", summary
     )

@@ -19,6 +19,7 @@ def test_they_are_scales_like_others(
     name: str, native: Native, exported: Export, tmp_path: Path
 ) -> None:
     ours = shutil.copytree(native("w4a16", 128), tmp_path / "ours")
+    (ours / "qtool.json").unlink()  # whose hashes are those of the positive scales
     for path in ours.glob("*.safetensors"):
         held = load_file(path)
         for scale in (tensor for key, tensor in held.items() if key.endswith(".scale")):

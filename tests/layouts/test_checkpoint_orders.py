@@ -1,5 +1,5 @@
-"""compute-aware, marlin and qqq, element by element against the closed forms read from their
-loaders' sources.
+"""compute-aware, marlin, qqq and w4ax-interleaved, element by element against closed forms: those
+read from their loaders' sources, and that of COMET's figures.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
+from qtool.layouts.w4ax_interleaved import W4AX_INTERLEAVED
 
 INTERLEAVE = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -74,6 +75,21 @@ def test_marlin_scales(layout: DigitLayout) -> None:
 def test_one_group_is_a_channel_to_marlin() -> None:
     scales = torch.arange(128.0)[:, None]
     assert torch.equal(MARLIN.pack_group(scales), MARLIN.pack_channel(scales[:, 0])[None])
+
+
+def test_w4ax_words() -> None:
+    """Row n keeps its K / 2 bytes; in a row the columns of COMET's figures 6 and 7."""
+    n, k = 16, 64
+    codes = random_codes(n, k)
+    expected = torch.zeros(n, k // 2, dtype=torch.long)
+    for row, column in product(range(n), range(k)):
+        q, j, c, s, p = (column // size % 2 for size in (16, 8, 4, 2, 1))
+        word = 2 * (2 * (column // 32) + q) + c
+        expected[row, 4 * word + 2 * j + p] |= int(codes[row, column]) << 4 * s
+    stored = W4AX_INTERLEAVED.pack(codes)["qweight"]
+    assert torch.equal(stored.view(torch.uint8).flatten().long(), expected.flatten())
+    scales = torch.arange(n * 3).reshape(n, 3)
+    assert torch.equal(W4AX_INTERLEAVED.pack_group(scales).flatten(), scales.t().flatten())
 
 
 def test_qserve_bytes() -> None:

@@ -1,16 +1,26 @@
 """What families refuse, before any work, and that a declaration fits together for every variant."""
 
+import copy
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from qtool import recipes
+from qtool import models, recipes
 from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, family_of
+from qtool.models.llama import LLAMA
+from qtool.models.unsupported import HYBRID, NEEDED, STATE_SPACE
 from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.huggingface import dequantized, quantized_linears
+from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
 
 
@@ -55,16 +65,62 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
             assert not set(readers) & set(linears)
 
 
-def test_an_unknown_architecture_is_named_with_the_supported_ones() -> None:
-    message = refusal({"model_type": "mamba"})
+@pytest.mark.parametrize(
+    "model_type, what",
+    [
+        ("mamba", "a state-space model"),
+        ("jamba", "a hybrid"),
+        ("t5", "an encoder-decoder"),
+        ("whisper", "an encoder-decoder"),
+        ("bert", "an encoder;"),
+        ("vit", "a vision model"),
+        ("gemma3", "a multimodal wrapper; .*docs/limits.md"),
+        ("mistral3", "a multimodal wrapper"),
+        ("deepseek_v3", "it would need .*MLA"),
+        ("llama4", "it would need .*router that scales"),
+        ("gpt2", "a decoder that nobody declared yet: .*register_family"),
+        ("sam", "no causal language model"),
+        ("lama", "transformers .* does not know it either"),
+    ],
+)
+def test_an_unsupported_architecture_is_told_what_it_is(model_type: str, what: str) -> None:
+    message = refusal({"model_type": model_type})
+    assert re.match(f"unsupported architecture '{model_type}': {what}", message)
     assert all(name in message for family in FAMILIES for name in family.model_types)
-    assert "one declarative file" in message
-    for asked, need in {
-        "deepseek_v3": "MLA",
-        "llama4": "router that scales",
-        "gemma3": "vision tower",
-    }.items():
-        assert need in (message := refusal({"model_type": asked})) and "qwen3_moe" in message
+    assert ("declarative file" in message) == (model_type == "gpt2")
+
+
+def test_types_that_are_named_here_exist() -> None:
+    known = set(CONFIG_MAPPING_NAMES)
+    assert set(STATE_SPACE) | set(HYBRID) | set(NEEDED) <= known
+    assert not known.isdisjoint(t for family in FAMILIES for t in family.model_types)
+
+
+def test_a_family_from_outside(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four lines, and a model of transformers that nobody declared here is quantized and runs."""
+    monkeypatch.setattr(models, "FAMILIES", [*FAMILIES])
+    monkeypatch.setitem(VARIANTS, "smollm3", {"pad_token_id": 0})
+    source = make_model("smollm3")
+    with pytest.raises(QtoolError, match="unsupported architecture 'smollm3'"):
+        quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "out")
+    smol = models.register_family(replace(LLAMA, name="SmolLM3", model_types=("smollm3",)))
+    assert models.register_family(smol) is smol and models.FAMILIES.count(smol) == 1
+    out = quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "out")
+    model, ids = load(out), torch.arange(12)[None]
+    expected = dequantized(copy.deepcopy(model))(ids).logits
+    assert len(quantized_linears(model)) == 14
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_register_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "FAMILIES", [*FAMILIES])
+    with pytest.raises(QtoolError, match="Llama covers model_type 'mistral' already"):
+        models.register_family(replace(LLAMA, model_types=("mine", "mistral")))
+    with pytest.raises(QtoolError, match=r"is no qtool\.models\.Family"):
+        models.register_family("llama")  # type: ignore[arg-type]
+    assert models.FAMILIES == FAMILIES
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])

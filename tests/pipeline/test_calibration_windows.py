@@ -8,27 +8,44 @@ from typing import Any
 import pytest
 import torch
 
+import qtool
 from qtool import recipes
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline import commands
-from qtool.pipeline.calibration_windows import calibration
+from qtool.pipeline.calibration_windows import Windows, calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning.memory import CACHE_SHARE, writing
-from qtool.pipeline.quantize import Calibration
+from qtool.pipeline.planning.plan import as_text, plan
+from qtool.pipeline.quantize import Calibration, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect
 from qtool.runtime.load import load
+from tests.conftest import MakeModel
+from tests.pipeline.test_quantize import files
 
 
-def cut(recipe: str, **wishes: Any) -> Calibration:
+def asked(
+    recipe: str, given: Any = "demo", samples: int = 4, seqlen: int = 64, **overrides: Any
+) -> Windows:
     source = Checkpoint(DEMO)
-    job = Job.of(source.config, commands.Wishes(recipe=recipe, **wishes).of("w4a16"))
+    job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
     return calibration(
-        source, job, "demo", data_dir=None, samples=4, seqlen=64, seed=0, device="cpu"
+        source,
+        job,
+        given,
+        data_dir=None,
+        samples=samples,
+        seqlen=seqlen,
+        seed=0,
+        device="cpu",
     )
+
+
+def cut(recipe: str, *given: Any, **wishes: Any) -> Calibration:
+    return asked(recipe, *given, **wishes).drawn
 
 
 def test_best_continues_the_windows_that_paper_takes_as_they_are() -> None:
@@ -40,7 +57,6 @@ def test_best_continues_the_windows_that_paper_takes_as_they_are() -> None:
         written.facts["tokens"] != given.facts["tokens"]
         and written.facts["sha256"] == given.facts["sha256"]
     )
-    assert cut("best").facts == written.facts  # so an interrupted run can be resumed
 
 
 @pytest.mark.parametrize(("recipe", "windows"), [("best", "given"), ("paper", "continued")])
@@ -49,13 +65,107 @@ def test_the_command_line_has_the_last_word(recipe: str, windows: str) -> None:
     assert cut(recipe, windows=windows).facts["tokens"] == cut(other).facts["tokens"]
 
 
-def test_a_model_that_does_not_fit_whole_keeps_the_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 30_000_000)
-    kept = cut("best")
-    assert kept.facts["windows"] == "given" and kept.facts["tokens"] == cut("paper").facts["tokens"]
-    assert "stay the text's own: to continue them takes the whole model" in capsys.readouterr().err
+
+
+SMOOTHED = {
+    "scheme": "test",
+    "layers": [{"match": ".*", "scheme": "w8a8"}],
+    "transforms": [{"smooth": {"steps": 1}}],
+    "rounding": "rtn",
+    "windows": "continued",
+}
+
+
+def run(model: Path, out: Path, **options: Any) -> Path:
+    """A run that calibrates on continued token ids: a model without a tokenizer."""
+    source, recipe = Checkpoint(model), recipes.parse(SMOOTHED, "test")
+    windows = calibration(
+        source,
+        Job.of(source.config, recipe),
+        torch.arange(200),
+        data_dir=None,
+        samples=2,
+        seqlen=16,
+        seed=0,
+        device="cpu",
+    )
+    return quantize(source, recipe, out, calibration=windows, **options)
+
+
+def stopped(model: Path, out: Path) -> Path:
+    """A run that stops after its first shard; returns where its windows are."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, out, progress=stop)
+    return out.with_name("out.partial") / ".run" / "windows.safetensors"
+
+
+def test_free_memory_decides_nothing(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model does not fit whole, its windows cannot be had: never other ones instead."""
+    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
+    with pytest.raises(QtoolError, match=r"takes the whole model, .* GB .*--windows given"):
+        run(make_model(), tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    assert cut("best", windows="given").facts["tokens"] == cut("paper").facts["tokens"]
+
+
+def test_the_plan_says_that_the_model_does_not_fit() -> None:
+    job = asked("best").job
+    assert "pass --windows given" in as_text(plan(job, device_memory=1e7))
+    assert "pass --windows given" not in as_text(plan(job))
+
+
+def test_windows_are_drawn_once(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run reads them, and loads no model to continue them."""
+    model = make_model()
+    whole = files(run(model, tmp_path / "whole"))
+    stopped(model, tmp_path / "out")
+    monkeypatch.setattr(Windows, "_draw", lambda self: pytest.fail("drawn again"))
+    assert files(run(model, tmp_path / "out", resume=True)) == whole
+    facts = json.loads(whole["qtool.json"])["calibration"]
+    assert facts["tokens"] and facts["windows"] == "continued" and facts["samples"] == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_windows_are_drawn_again(
+    damage: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model()
+    whole = files(run(model, tmp_path / "whole"))
+    stored = stopped(model, tmp_path / "out")
+    stored.unlink() if damage == "gone" else stored.write_bytes(stored.read_bytes()[:-8])
+    assert files(run(model, tmp_path / "out", resume=True)) == whole
+
+
+def test_other_calibration_data_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    stopped(model, tmp_path / "out")
+    SMOOTHED["windows"] = "given"
+    try:
+        with pytest.raises(QtoolError, match=r"another calibration data \(windows: \"continued\""):
+            run(model, tmp_path / "out", resume=True)
+    finally:
+        SMOOTHED["windows"] = "continued"
+
+
+def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.arange(300).reshape(3, 100)
+    assert [b.shape for b in cut("paper", ids, samples=9, seqlen=4096).tokens] == [(3, 100)]
+    assert [record.message for record in caplog.records] == [
+        "calibration windows have 100 tokens, not 4096: the model's context, or the token ids', is "
+        "no longer",
+        "token ids has 3 windows of 100 tokens, not the 9 asked for",
+    ]
+    assert asked("paper", seqlen=4096).seqlen == 512  # the demo's context
 
 
 def test_the_model_that_wrote_is_gone_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,31 +195,19 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     assert [writing(job, 8, n, cpu, 24e9).given for n in (2, 8, 15, 16, 2048)] == [1, 1, 1, 2, 256]
 
 
-def test_of_several_ranks_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for its tokens and load no model."""
-    first = torch.cat(list(cut("best").tokens))
+def test_of_several_ranks_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its windows and load no model."""
+    first = cut("paper")
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr(
-        ranks, "first", lambda value: first if value is None else pytest.fail("written twice")
-    )
-    assert torch.equal(torch.cat(list(cut("best").tokens)), first)
+    monkeypatch.setattr(ranks, "broadcast", lambda value: first)
+    monkeypatch.setattr(Windows, "_draw", lambda self: pytest.fail("drawn twice"))
+    assert cut("paper") is first
 
 
 def test_what_was_done_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    commands.quantize(
-        "demo",
-        "w4a16",
-        out,
-        recipe="best",
-        calib="demo",
-        data_dir=None,
-        samples=2,
-        seqlen=16,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
+    qtool.quantize(
+        "demo", "w4a16", out=out, recipe="best", calibration="demo", samples=2, seqlen=16
     )
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2
@@ -118,6 +216,37 @@ def test_what_was_done_is_recorded(tmp_path: Path) -> None:
 
 def test_windows_of_a_recipe_are_given_or_continued() -> None:
     data = {"layers": [{"match": ".*", "scheme": "w8a8"}], "windows": "continued"}
-    assert recipes.recipe.parse(data, "mine").windows == "continued"
+    assert recipes.parse(data, "mine").windows == "continued"
     with pytest.raises(QtoolError, match="mine: windows is given or continued, found 'long'"):
-        recipes.recipe.parse(data | {"windows": "long"}, "mine")
+        recipes.parse(data | {"windows": "long"}, "mine")
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_what_cannot_run_is_refused_before_windows_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output directory that is there, another recipe, and a run that is complete already."""
+    few: dict[str, Any] = {"recipe": "paper", "samples": 2, "seqlen": 32, "out": tmp_path / "out"}
+
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with pytest.raises(_Stop):
+        qtool.quantize("demo", "w8a8", progress=stop, **few)
+    qtool.quantize("demo", "w8a8", **few | {"out": tmp_path / "done"})
+
+    def drawn(_: object) -> None:
+        raise AssertionError("windows were drawn")
+
+    monkeypatch.setattr(Windows, "_draw", drawn)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "letter.txt").write_text("dear")
+    with pytest.raises(QtoolError, match="exists already"):
+        qtool.quantize("demo", "w8a8", **few | {"out": tmp_path / "there"})
+    with pytest.raises(QtoolError, match=r"another recipe"):
+        qtool.quantize("demo", "w8a8", resume=True, **few | {"recipe": "best"})
+    done = qtool.quantize("demo", "w8a8", resume=True, **few | {"out": tmp_path / "done"})
+    assert done.directory == tmp_path / "done"

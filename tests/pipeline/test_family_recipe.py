@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import qtool
 from qtool import recipes
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models import Fold
-from qtool.pipeline import commands
 from qtool.pipeline.job import Job
+from qtool.pipeline.planning.plan import as_dict, as_text
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
 
 CALIBRATED = [
@@ -34,9 +38,8 @@ def test_every_family_takes_every_built_in_recipe(family: str, make_model: MakeM
     for scheme, variant in CALIBRATED:
         job = job_of(model, scheme, variant)
         assert job.rounding.name == recipes.load(scheme, variant).rounding.name
-        assert bool(job.recipe.left_out) == (
-            job.recipe.transforms != recipes.load(scheme, variant).transforms
-        )
+        changed = job.recipe.transforms != recipes.load(scheme, variant).transforms
+        assert bool(job.recipe.adaptations) == (changed or job.unties)
 
 
 @pytest.mark.parametrize("family", VARIANTS)
@@ -59,34 +62,78 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     family: str, make_model: MakeModel
 ) -> None:
     job = job_of(make_model(family), "w4a8-lqq", "best")
-    assert "residual stream left out" in job.recipe.left_out[0]
+    assert "residual stream left out" in job.recipe.adaptations[0]
     steps = {step.name: dict(step.options) for step in job.recipe.transforms}
     assert steps == {"norm-fusion": {}, "rotate": {"residual": False}, "smooth": {}}
 
 
-def test_what_was_left_out_is_printed_and_recorded(
-    make_model: MakeModel, tmp_path: Path, capsys
-) -> None:  # type: ignore[no-untyped-def]
+def test_what_was_adapted_is_printed_and_recorded(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, said = make_model("gemma2", vocab_size=4096), "rotate: the residual stream left out"
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
-    commands.quantize(
-        str(model),
+    qtool.quantize(
+        model,
         "w8a8",
-        tmp_path / "out",
+        out=tmp_path / "out",
         recipe="best",
-        calib="demo",
-        data_dir=None,
+        calibration="demo",
         samples=2,
         seqlen=32,
-        seed=0,
-        device="cpu",
-        resume=False,
-        progress=None,
     )
-    assert said in capsys.readouterr().err
+    assert said in caplog.text
     recorded = json.loads((tmp_path / "out/qtool.json").read_text())["recipe"]
     assert (
-        said in recorded["left_out"][0] and {"rotate": {"residual": False}} in recorded["methods"]
+        said in recorded["adaptations"][0]
+        and {"rotate": {"residual": False}} in recorded["methods"]
     )
-    assert said in commands.plan(str(model), "w8a8", recipe="best").job.recipe.left_out[0]
+    assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.adaptations[0]
+
+
+@pytest.mark.parametrize("family", [name for name in VARIANTS if name != "llama-tied"])
+def test_untied_models_get_the_recipe_as_it_is(family: str, make_model: MakeModel) -> None:
+    job = job_of(make_model(family, tie_word_embeddings=False), "w4a8-lqq", "best")
+    assert job.tied or not any("tied" in sentence for sentence in job.recipe.adaptations)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a16-24"])
+def test_best_keeps_the_tie_where_a_head_would_be_large(scheme: str, make_model: MakeModel) -> None:
+    small, large = (
+        job_of(make_model("llama-tied", name=f"of-{vocab}", vocab_size=vocab), scheme, "best")
+        for vocab in (32, 4096)
+    )
+    assert small.unties and small.recipe.transforms == recipes.load(scheme, "best").transforms
+    (sentence,) = small.recipe.adaptations
+    assert sentence.startswith("the tied head is stored apart from the embedding, 16 kB (")
+    assert not large.unties and large.recipe.step("norm-fusion").options == {"final": False}  # type: ignore[union-attr]
+    (sentence,) = large.recipe.adaptations
+    share = large.head_bytes / sum(large.shard_bytes())
+    assert f"from the embedding, 2.10 MB ({share:.0%}) more" in sentence
+    assert ("residual stream left out" in sentence) == (scheme == "w4a8-lqq")
+    assert [*large.shards()[-1]] == ["model.norm.weight"]
+
+
+def test_other_recipes_untie_and_say_what_it_takes(make_model: MakeModel) -> None:
+    model = make_model("llama-tied", vocab_size=4096)
+    planned = qtool.plan(model, "w4a4-g128", recipe="paper")
+    job = planned.job
+    assert job.unties and planned.output_bytes == sum(job.shard_bytes())
+    share = job.head_bytes / (planned.output_bytes - job.head_bytes)
+    said = f"stored apart from the embedding, 2.10 MB ({share:.0%}) more"
+    assert said in as_text(planned) and said in as_dict(planned)["adaptations"][0]
+
+
+def test_a_model_whose_tie_is_kept_is_the_same_in_floats(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Norm fusion that stops before the final norm and rotated heads change no output."""
+    model = make_model("llama-tied", vocab_size=4096)
+    methods = job_of(model, "w4a8-lqq", "best").recipe
+    steps = tuple(step for step in methods.transforms if step.name != "smooth")
+    plain = recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, "plain")
+    recipe = replace(plain, transforms=steps)
+    out = quantize(Checkpoint(model), recipe, tmp_path / "out")
+    assert "lm_head.weight" not in Checkpoint(out)
+    ids = torch.arange(24)[None] * 5
+    torch.testing.assert_close(load(out)(ids).logits, load(model)(ids).logits, rtol=0, atol=1e-4)

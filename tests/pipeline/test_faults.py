@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq import rounding
 from qtool.errors import QtoolError
 from qtool.io import safetensors
 from qtool.io.output import difference
@@ -74,7 +74,7 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
     out = tmp_path / "out"
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     with monkeypatch.context() as patch:
-        patch.setattr(Gptq, "solve_all", failing_at(call, error, Gptq.solve_all))
+        patch.setattr(rounding, "solve", failing_at(call, error, rounding.solve))
         with pytest.raises(
             QtoolError,
             match=r"cpu ran out of memory \(CUDA out of memory.*after . of 6 shards.*--resume",
@@ -198,7 +198,7 @@ def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     assert activations.choose(job, tokens, cpu, kept, 9 * kept) == "disk"
 
 
-def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> None:
+def test_a_write_that_fails_stops_the_run_and_what_was_submitted_is_written() -> None:
     finished: list[int] = []
     submitted = Event()
 
@@ -206,9 +206,9 @@ def test_a_write_that_fails_stops_the_run_and_what_was_begun_is_finished() -> No
         submitted.wait()
         raise QtoolError("no space left")
 
-    with pytest.raises(QtoolError, match="no space"), WriteBehind(lambda shard: None) as writer:
-        writer.submit(1, fail)
-        writer.submit(2, lambda: finished.append(2))
+    with pytest.raises(QtoolError, match="no space"), WriteBehind() as writer:
+        writer.submit(fail, lambda: None)
+        writer.submit(lambda: finished.append(2), lambda: None)
         submitted.set()
         writer.wait()
     assert finished == [2]

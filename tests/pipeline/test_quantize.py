@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.errors import QtoolError
 from qtool.io import output
 from qtool.io.source import Checkpoint
@@ -145,12 +145,10 @@ def test_plan_predicts_the_bytes(
     assert planned.output_bytes == sum(t.nbytes for shard in declared for t in shard.values())
 
 
-def test_transformers_loads_it_after_import_qtool_alone(
-    make_model: MakeModel, tmp_path: Path
-) -> None:
+def test_transformers_loads_it_after_one_import(make_model: MakeModel, tmp_path: Path) -> None:
     out = run(make_model(), "w4a8-lqq", tmp_path / "out")
     code = (
-        "import qtool\nfrom transformers import AutoModelForCausalLM\n"
+        "import qtool.transformers\nfrom transformers import AutoModelForCausalLM\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
         "print(type(model.model.layers[0].mlp.up_proj).__name__)"
     )
@@ -228,6 +226,34 @@ def test_resumed_equals_uninterrupted(
     with pytest.raises(QtoolError, match="--resume"):
         make(source, tmp_path / "cut")  # type: ignore[operator]
     assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
+
+
+def test_a_resumed_run_says_where_it_goes_on(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = make_model(num_hidden_layers=3), tmp_path / "out"
+
+    def kill(done: int, *_: object) -> None:
+        if done == 3:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        run(source, "w8a8", out, progress=kill)
+    records = tmp_path / "out.partial" / ".run"
+    for shard in (3, 4):  # the writer may have been ahead
+        (records / f"shard-0000{shard}.json").unlink(missing_ok=True)
+    kept = len(list(records.glob("shard-*.json")))
+    caplog.clear()
+    run(source, "w8a8", out, resume=True)
+    assert (
+        f"resuming {out}.partial: {kept} of 5 shards are whole, goes on with shard " in caplog.text
+    )
+    caplog.clear()
+    before = files(out)
+    assert run(source, "w8a8", out, resume=True) == out and files(out) == before
+    assert caplog.messages == [f"{out} is complete; nothing is left to do"]
+    with pytest.raises(QtoolError, match="exists already"):
+        run(source, "w4a16", out, resume=True)
 
 
 def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) -> None:

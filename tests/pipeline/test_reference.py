@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qtool import recipes
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load

@@ -39,7 +39,7 @@ def test_only_what_does_not_fit(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(num_key_value_heads=1)
     recipe = recipes.load("w4a8-lqq")
     job = Job.of(Checkpoint(source).config, recipe)
-    assert job.recipe.left_out == (
+    assert job.recipe.adaptations == (
         "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile does not divide their weights",
     )
     out = quantize(Checkpoint(source), recipe, tmp_path / "out")
@@ -61,13 +61,13 @@ def test_experts_are_one_role(make_model: MakeModel) -> None:
         "head_dim": 64,
     }
     job = Job.of(config, recipes.load("w4a8-qoq-g128").with_group_size(64))
-    assert job.recipe.left_out == ()
+    assert job.recipe.adaptations == ()
     job = Job.of(
         config | {"moe_intermediate_size": 96}, recipes.load("w4a8-qoq-g128").with_group_size(32)
     )
     assert (
         "mlp.experts.*.gate_proj, mlp.experts.*.up_proj, mlp.experts.*.down_proj"
-        in job.recipe.left_out[0]
+        in job.recipe.adaptations[0]
     )
     formats = {job.format.of(f"model.layers.1.mlp.experts.{e}.gate_proj") for e in (0, 3)}
     assert [made.layout for made in formats if made] == ["row-major"]

@@ -8,8 +8,8 @@ import pytest
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO
-from qtool.pipeline.commands import Wishes
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 BUILT_IN = [
@@ -63,46 +63,101 @@ def test_wishes_change_only_quantized_layers() -> None:
         recipe.with_options("gather-outliers", max_8bit_blocks=1)
 
 
-def test_a_file_wins_over_the_scheme(tmp_path: Path) -> None:
+MINE = "layers: [{match: '.*', scheme: w8a8, group_size: channel}]\nkv: kv4"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "scheme: mine\nlayers: [{match: '.*', scheme: w8a8, group_size: channel}]\nkv: kv4"
-    )
-    recipe = recipes.load("w4a8-lqq", str(path))
-    assert (recipe.scheme, recipe.kv, recipe.variant, recipe.rounding.name) == (
-        "mine",
-        "kv4",
-        "custom",
-        "rtn",
-    )
+    path.write_text(f"scheme: my-mix\n{MINE}")
+    return path
+
+
+def test_a_file_alone_says_its_scheme(mine: Path) -> None:
+    recipe = recipes.load(None, str(mine))
+    assert (recipe.scheme, recipe.kv, recipe.variant) == ("my-mix", "kv4", "custom")
+    assert recipe.rounding.name == "rtn" and not recipe.built_in
+    assert recipes.load("my-mix", str(mine)) == recipe
+    mine.write_text(MINE)
+    assert recipes.load(None, str(mine)).scheme == recipes.load("w8a8", str(mine)).scheme == "mine"
+
+
+def test_a_file_of_another_scheme_is_refused(mine: Path) -> None:
+    with pytest.raises(QtoolError, match=r"--scheme w4a16: mine.yaml is a recipe of my-mix"):
+        recipes.load("w4a16", str(mine))
+    mine.write_text(MINE)
+    with pytest.raises(QtoolError, match=r"--scheme w4a16: mine.yaml is a recipe of w8a8"):
+        recipes.load("w4a16", str(mine))
+    with pytest.raises(QtoolError, match=r"neither a scheme nor a recipe file.*w4a8-lqq"):
+        recipes.load(None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"roles": ["foo_proj"], "scheme": "w4a16"}], r"rule 1 .*foo_proj.* matches no linear"),
+        ([{"match": "lm_head", "scheme": "w8a8"}], r"lm_head.* matches no .*head stay in 16 bit"),
+        ([{"match": "lm_head", "scheme": None}], "matches no linear"),
+        ([*RULES[1:], RULES[0], {"match": "q_proj", "scheme": "w8a8"}], r"rule 3 .*never holds"),
+    ],
+)
+def test_a_rule_that_changes_nothing_is_refused(rules: list[object], message: str) -> None:
+    with pytest.raises(QtoolError, match=message) as refused:
+        Job.of(CONFIG, recipes.parse({"layers": rules}, "mine"))
+    if "never" not in message:
+        assert "model.layers.0.self_attn.q_proj" in str(refused.value)
+        assert "roles q_proj, k_proj" in str(refused.value)
+
+
+def test_departures_are_mappings_of_what_and_effect() -> None:
+    listed = [{"what": "clips", "effect": "lower KL"}]
+    data = {"layers": RULES, "variants": {"paper": {"departures": listed}, "fast": {}}}
+    (found,) = recipes.parse(data, "mine", "paper").departures
+    assert (found.what, found.effect) == ("clips", "lower KL")
+    assert recipes.parse(data, "mine", "fast").departures == ()
+    assert recipes.parse({"layers": RULES, "departures": listed}, "mine").departures == (found,)
+    for wrong in (
+        "clips",
+        ["clips"],
+        [{"what": "clips"}],
+        [listed[0] | {"why": "x"}],
+        [{"what": 1}],
+    ):
+        with pytest.raises(QtoolError, match=r"departure|mapping|must be a text"):
+            recipes.parse({"layers": RULES, "departures": wrong}, "mine")
+
+
+def test_the_departures_of_built_in_recipes_are_listed() -> None:
+    for scheme, variant, departure in recipes.departures():
+        assert departure in recipes.load(scheme, variant).departures
 
 
 @pytest.mark.parametrize(("scheme", "variant"), [pair for pair in BUILT_IN if pair[1] != "fast"])
 def test_calibrated_recipes_smooth_keys_for_4_bit_caches(scheme: str, variant: str) -> None:
-    recipe = Wishes(recipe=variant, kv="kv4").of(scheme)
+    recipe = RecipeOverrides(kv="kv4").recipe(scheme, variant)
     job = Job.of(CONFIG, recipe)  # the order is legal
     assert [t.name for t in job.transforms].count("smooth-attention") == 1
     assert [t.name for t in job.transforms].count("value-basis") == (variant == "best")
     assert recipe.for_kv4() == recipe
     for other in ("kv8", "kv4-channel"):
         assert (
-            Wishes(recipe=variant, kv=other).of(scheme).transforms
+            RecipeOverrides(kv=other).recipe(scheme, variant).transforms
             == recipes.load(scheme, variant).transforms
         )
 
 
 def test_a_gpu_chooses_the_granularity() -> None:
-    assert Wishes(target="a100").of("w4a4").scheme == "w4a4-mix"
-    assert Wishes(target="rtx3090").of("w4a4-mix").scheme == "w4a4-g128"
-    assert Wishes(target="a100").of("w4a8-qoq-g128").scheme == "w4a8-qoq"
-    chosen = Wishes(target="l40s").of("w4a8-qoq")
+    assert RecipeOverrides(target="a100").recipe("w4a4").scheme == "w4a4-mix"
+    assert RecipeOverrides(target="rtx3090").recipe("w4a4-mix").scheme == "w4a4-g128"
+    assert RecipeOverrides(target="a100").recipe("w4a8-qoq-g128").scheme == "w4a8-qoq"
+    chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
     with pytest.raises(QtoolError, match="has one for every GPU"):
-        Wishes(target="a100").of("w8a8")
+        RecipeOverrides(target="a100").recipe("w8a8")
     with pytest.raises(QtoolError, match="did you mean l40s"):
-        Wishes(target="l4os").of("w4a4")
+        RecipeOverrides(target="l4os").recipe("w4a4")
 
 
 def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
-    (step,) = Wishes(max_8bit_blocks=1).of("w4ax-fmpq").transforms
+    (step,) = RecipeOverrides(max_8bit_blocks=1).recipe("w4ax-fmpq").transforms
     assert step.name == "gather-outliers" and step.options["max_8bit_blocks"] == 1

@@ -16,17 +16,17 @@ from click.testing import CliRunner
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.cli import cli
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import Answer
 from qtool.exchange.export import export
-from qtool.exchange.repack import repack
+from qtool.exchange.import_ import import_checkpoint
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
 from qtool.report import commands as report_commands
-from qtool.report import words as report_words
+from qtool.report import glossary
 from qtool.report.build import collect, report, weight_errors
 from qtool.report.data import gains, quality, recorded_errors
 from qtool.report.page import render
@@ -55,7 +55,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.loads += [v for k, v in attributes if k in URLS or k.startswith("on")]
+        self.loads += [
+            v for k, v in attributes if (k in URLS and v[0] != "#") or k.startswith("on")
+        ]
         if tag != "meta":
             self.open.append(tag)
 
@@ -152,11 +154,9 @@ def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
 
 
 def test_every_word_that_occurs_is_explained(page):
-    assert report_words.METHODS.keys() == {*TRANSFORMS, *ROUNDINGS}
-    assert report_words.KV.keys() == KV_QUANTIZERS.keys()
-    assert (
-        report_words.METHODS["rtn"] in page.words and report_words.METHODS["gptq"] not in page.words
-    )
+    assert glossary.METHODS.keys() == {*TRANSFORMS, *ROUNDINGS}
+    assert glossary.KV.keys() == KV_QUANTIZERS.keys()
+    assert glossary.METHODS["rtn"] in page.words and glossary.METHODS["gptq"] not in page.words
     assert {name: about for name, _, about in recipes.overview()}["w4a8-lqq"] in page.words
 
 
@@ -166,15 +166,14 @@ def test_a_cache_s_float32_tensors_do_not_speak_for_the_rest(make_model, tmp_pat
         shutil.copy(path, source)
     page = page_of(quantize(Checkpoint(source), recipes.parse(RECIPE, "test"), tmp_path / "out"))
     assert "The rest, not quantized, has 16.0 bits a weight." in page.words
-    assert "self_attn.k_offset" in page.words and report_words.STORED["k_offset"] in page.words
-    assert report_words.STORED["k_scale"] not in page.words
+    assert "self_attn.k_offset" in page.words and glossary.STORED["k_offset"] in page.words
+    assert glossary.STORED["k_scale"] not in page.words
 
 
 def test_an_imported_model_says_so(base, tmp_path):
     native = quantize(Checkpoint(base), recipes.load("w4a16"), tmp_path / "native")
-    back = repack(
-        Checkpoint(export(native, "gptq", tmp_path / "foreign").directory), tmp_path / "back"
-    )
+    foreign = export(native, "gptq", tmp_path / "foreign").directory
+    back = import_checkpoint(Checkpoint(foreign), tmp_path / "back").directory
     words = page_of(back).words
     assert "Imported code for code from GPTQ (gptq); nothing was quantized here." in words
     assert f"qtool import foreign --out {back} --layout marlin" in words
@@ -187,8 +186,12 @@ def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
     raw[-1] ^= 1
     shard.write_bytes(raw)
     words = page_of(quantized).words
-    assert "All checks passed" not in words
+    assert "All checks passed" not in words and "1 checks FAILED" in words
+    assert words.index("FAILED") < words.index("smaller")  # what failed is told first
     assert f"{shard.name}: the file's sha256 is not the one recorded" in words
+    with pytest.raises(CheckFailed, match=rf"{shard.name}: the file's sha256 is not"):
+        report(quantized, None, [], out=None, data_dir=None, device="cpu")
+    assert (quantized / "report.html").exists()
 
 
 def test_the_written_recipe_makes_the_same_format(quantized):
@@ -267,7 +270,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         ("t", {"limit": 9}),
         ("u", {"limit": 9}),
         ("v", {"seqlen": 64}),
-        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32"}),
+        ("t", {"limit": 9, "kv": "kv4", "dtype": "float32", "deterministic": True}),
     ):
         result = TaskResult(task, "zero_shot", "f", 9, metric)
         saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
@@ -280,7 +283,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     assert [line.replace(common, "...") for line in told] == [
         "qtool eval t u ... --limit 9 --save",
         "qtool eval v ... --seqlen 64 --save",
-        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --save",
+        "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --deterministic --save",
     ]
 
 
@@ -320,8 +323,8 @@ def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
     assert done.exit_code == 0, done.output
     page = Page((tmp_path / "r.html").read_text())
     assert (
-        page.tags.count("svg") == 1 + 6 + 2 * 4 + 2
-    )  # sizes, quantized roles, pairs of ranges, keys and values
+        page.tags.count("svg") == 6 + 2 * 4 + 2
+    )  # quantized roles, pairs of ranges, keys and values
     assert page.words.count("The largest channel is") == 8
     assert page.loads == [] and page.open == []
 

@@ -194,6 +194,21 @@ def test_errors_count_by_importance() -> None:
     )
 
 
+@pytest.mark.parametrize("weighted", (False, True))
+def test_a_line_is_fitted_three_times_from_nineteen_twentieths_of_the_range(weighted: bool) -> None:
+    """The kernel that appends a token does the same: another count gives other bytes."""
+    x = heads(tokens=512)
+    importance = torch.arange(1.0, 65) if weighted else None
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) * (0.95 / 15)).half()
+    zero = (7.5 - (low + high) * 0.5 / scale.float()).half()
+    lines = [(rounded_on(x, scale, zero), scale, zero)]
+    for _ in range(4):
+        lines.append(refit(x, *lines[-1], importance))
+    found = quantize_asymmetric(x, importance)
+    assert [all(map(torch.equal, found, line)) for line in lines] == [0, 0, 0, 1, 0]
+
+
 def test_a_refit_lowers_what_errors_count_and_rounds_go_on() -> None:
     x, importance = (
         heads()[0],

@@ -56,6 +56,24 @@ def test_adversarial_weights(
             raise
 
 
+def test_a_stored_scale_keeps_fp16s_subnormals_and_is_never_zero() -> None:
+    least = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+    for dtype, floor in least.items():
+        scales = torch.tensor([0.0, floor / 2, floor, 3 * floor, 1.0])
+        stored = base.stored_scale(scales, dtype)
+        assert stored.dtype == dtype
+        assert stored.double().tolist() == [floor, floor, floor, 3 * floor, 1.0]
+
+
+def test_a_small_row_keeps_its_fp16_scale() -> None:
+    """A row of 2**-10 has a scale of 2**-10 / 119 = 8.2e-6, a subnormal of fp16."""
+    weight = torch.linspace(-1, 1, 1024).repeat(2, 1) * 2.0**-10
+    scheme = schemes.get("w4a8-lqq", 64, torch.float16)
+    params = scheme.fit(weight)
+    error = scheme.dequantize(scheme.quantize(weight, params), params) - weight
+    assert error.abs().max() < 2.0**-10 / 50
+
+
 def test_ten_thousand_groups(scheme: Scheme, many_groups: Tensor) -> None:
     assert_sound(scheme, many_groups)
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, gptq
 from qtool.errors import CheckFailed
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.base import Scheme
 from qtool.schemes.lqq import LiquidQuant
 from qtool.schemes.qoq import QoQ
 from qtool.schemes.qoq_group import ProgressiveQoQ
@@ -20,6 +22,15 @@ def test_per_channel_parameters_follow_the_paper() -> None:
     assert torch.equal(params["s1"], scale)
     assert torch.equal(params["zero"], zero.to(torch.uint8))
     assert torch.equal(QoQ().quantize(weight, params), codes.to(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", [QoQ(), ProgressiveQoQ(), LiquidQuant()], ids=lambda s: s.name)
+def test_a_row_of_zeros_has_scale_one_and_stays_zero(scheme: Scheme) -> None:
+    weight = torch.randn(3, 256)
+    weight[1] = 0
+    params = scheme.fit(weight)
+    assert params["s1"][1] == 1
+    assert scheme.dequantize(scheme.quantize(weight, params), params)[1].eq(0).all()
 
 
 @pytest.mark.parametrize("sign, zero", [(1, 0), (-1, 15)])
@@ -110,6 +121,21 @@ def test_progressive_parameters_follow_the_paper() -> None:
     params = scheme.fit(weight)
     assert torch.equal(params["s2"], s2.byte()) and torch.equal(params["zero"], zero.byte())
     assert torch.equal(scheme.quantize(weight, params), codes.byte().flatten(1))
+
+
+def test_rounding_once_is_nearer_than_level_by_level_and_legal() -> None:
+    """Rounding to nearest is the paper's; GPTQ rounds onto the grid, as QServe's own tool."""
+    weight, scheme = torch.randn(256, 512), ProgressiveQoQ()
+    params = scheme.fit(weight)
+    twice = scheme.quantize(weight, params)
+    once = scheme.grid(params).nearest(scheme.groups(weight)).flatten(1).to(torch.uint8)
+    scheme.check(once, params)
+    plain = GptqOptions(clip_steps=1, residual=0, rounds=0)
+    codes, fitted = gptq(weight, scheme, hessian=torch.eye(512), options=plain)
+    assert all(torch.equal(fitted[name], params[name]) for name in params)
+    assert torch.equal(codes, once) and not torch.equal(codes, twice)
+    errors = [(scheme.dequantize(found, params) - weight).norm() for found in (once, twice)]
+    assert errors[0] < errors[1]
 
 
 def test_one_sided_group_keeps_its_zero_point() -> None:

@@ -39,7 +39,7 @@ SEQUENCES = 16
 
 
 class KVObserver:
-    """Stands in for the KV cache and notes the largest magnitudes ``[H, D]`` of keys and of values."""
+    """Stands in for the KV cache and notes the largest magnitudes ``[H, D]`` of keys and values."""
 
     def __init__(self) -> None:
         self.keys, self.values = KeyObserver(), KeyObserver()

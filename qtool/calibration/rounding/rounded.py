@@ -1,4 +1,4 @@
-"""A linear whose weight has been rounded: the codes, and what they compute until they are packed."""
+"""A linear whose weight has been rounded: its codes, and what they compute until packed."""
 
 from dataclasses import dataclass
 

@@ -14,7 +14,7 @@ Legend: N output channels, K input channels, G groups.
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.gptq.row_products import product
+from qtool.calibration.precision import product
 from qtool.schemes.base import Params, Scheme, stored_scale
 
 
@@ -25,7 +25,7 @@ def float_scale(params: Params) -> str:
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:
-    """``params`` with the best scales for ``codes [N, K]``, target ``T [N, K]`` and ``H [K, K]``."""
+    """``params`` with the best scales for ``codes [N, K]``, ``T [N, K]`` and ``H [K, K]``."""
     name = float_scale(params)
     scale = params[name]
     values = scheme.dequantize(codes, params)

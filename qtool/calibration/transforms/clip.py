@@ -3,7 +3,7 @@
 QServe B.2.4, AWQ (Lin et al., 2024). With Q(W; r) the weight rounded by its scheme on ranges shrunk
 by r:
 
-    layer output     r[n]    = argmin || X (w_n - Q(w_n; r)) ||^2              per output channel (level 1)
+    layer output     r[n]    = argmin || X (w_n - Q(w_n; r)) ||^2      per output channel (level 1)
                      r[n, G] = argmin || X_G (w_nG - Q(w_nG; r)) ||^2          per group (level 2)
     block output     r       = argmin || Block(X; W) - Block(X; Q(W; r)) ||^2  for q_proj and k_proj
 
@@ -26,7 +26,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.gptq.tensor_cores import tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks

@@ -17,7 +17,7 @@ def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
 
 
 def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
-    """``X / lambda`` into the source of the group's input, ``W lambda`` into its linears, in place."""
+    """Fold ``X / lambda`` into the source of the group's input, ``W lambda`` into its linears."""
     for name in group.linears:
         block.weight(name).mul_(factor.double())  # float64 in between
     if group.fold is Fold.HEADS:

@@ -17,8 +17,15 @@ from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
 from qtool.errors import QtoolError
 
 #: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
-#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92 and 116, which Paley does not.
-WILLIAMSON = {23: (0x0BB, 0x563, 0x511, 0x736), 29: (0x04F5, 0x2435, 0x27D2, 0x38ED)}
+#: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley
+#: does not. For 39 the rows searched were those that multiplying the indices by 16 turns into each
+#: other (the last one into itself), for 43 those that multiplying them by 6 leaves as they are.
+WILLIAMSON = {
+    23: (0x0BB, 0x563, 0x511, 0x736),
+    29: (0x04F5, 0x2435, 0x27D2, 0x38ED),
+    39: (0x543C8, 0x02CB9, 0x6A606, 0x43688),
+    43: (0x01AA63, 0x1BAF06, 0x1392F5, 0x16686F),
+}
 
 #: what a factor costs besides its order: one pass over the data
 PASS_COST = 16
@@ -61,6 +68,28 @@ class Hadamard:
         return y if self.seed is None else y * random_signs(self.n, self.seed).to(y)
 
 
+def rotation(n: int, *, seed: int | None = 0, keeps_ones: bool = False) -> Hadamard:
+    """The orthogonal ``Q [n, n]`` that spreads outliers: call it on ``x [..., n]`` for ``x Q``.
+
+    Args:
+        seed: of the random signs; None: all plus.
+        keeps_ones: ``ones Q = ones``, as LayerNorm needs.
+
+    Raises:
+        QtoolError: for an odd n above 1.
+
+    >>> q = rotation(96)
+    >>> x, w = torch.randn(4, 96), torch.randn(8, 96)
+    >>> torch.allclose(q(x) @ q(w).T, x @ w.T, atol=1e-4)
+    True
+    >>> outlier = torch.zeros(96)
+    >>> outlier[3] = 96.0
+    >>> torch.allclose(q(outlier).abs(), torch.full((96,), 96**0.5))
+    True
+    """
+    return Hadamard(n, seed, keeps_ones)
+
+
 def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
     """``x (H1 kron H2 kron ...)`` for ``x [..., d1 d2 ...]``."""
     y = x.unflatten(-1, orders)
@@ -83,7 +112,8 @@ def largest_order(n: int) -> int:
     """
     if n > 1 and n % 2:
         raise QtoolError(
-            f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none divides {n}"
+            f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none "
+            f"divides {n}"
         )
     return next(d for d in range(n, 0, -1) if n % d == 0 and _cheapest(d) is not None)
 
@@ -98,7 +128,8 @@ def factors(n: int) -> tuple[int, ...]:
     found = _cheapest(n)
     if found is None:
         raise QtoolError(
-            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and their Kronecker products)"
+            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and "
+            "their Kronecker products)"
         )
     return found
 

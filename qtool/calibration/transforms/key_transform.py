@@ -52,7 +52,7 @@ class KeyTransform:
 
 
 def turned(x: Tensor, phase: Tensor) -> Tensor:
-    """``x [..., Hkv, T, D]`` with each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
+    """``x [..., Hkv, T, D]``, each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
     half = phase.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cosine, sine = phase.cos().unsqueeze(-2), phase.sin().unsqueeze(-2)

@@ -24,14 +24,17 @@ from qtool.models.family import Family
 class NormFusion(Transform):
     """Every norm of the residual stream becomes a plain one, the final norm too (into the head).
 
-    Where the residual stream cannot be rotated (Gemma 2 and 3) nothing needs the final norm plain:
-    it stays, and with it the one table for embedding and head.
+    Args:
+        final: fuse the final norm. Where the residual stream is not rotated (Gemma 2 and 3, whose
+            stream cannot be) nothing needs it plain: it stays, and with it the one table for
+            embedding and head.
     """
+
+    final: bool = True
 
     name = "norm-fusion"
     needs_data = False
     after: ClassVar[dict[str, str]] = {}
-    final = True
 
     @property
     def rewrites_embedding(self) -> bool:
@@ -39,7 +42,7 @@ class NormFusion(Transform):
 
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)
-        self.final = not family.post_norms
+        self.final = self.final and not family.post_norms
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -85,6 +88,7 @@ def kept_bias(gain: Tensor, bias: Tensor, name: str) -> Tensor:
     """
     if lost := int(((gain == 0) & (bias != 0)).sum()):
         raise QtoolError(
-            f"norm-fusion: {name} has {lost} channels with a bias and no weight, and nothing takes its bias"
+            f"norm-fusion: {name} has {lost} channels with a bias and no weight, and nothing takes "
+            "its bias"
         )
     return torch.where(gain == 0, 0.0, bias.double() / gain.double())

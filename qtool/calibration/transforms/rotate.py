@@ -3,8 +3,9 @@
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
 and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
 
-    residual stream   x <- x Q:   embedding <- E Q,   readers  W <- W Q,   writers  W <- Q^T W, b <- b Q
-    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P (a head's rows),   W_o <- W_o P (its columns)
+    residual stream   x <- x Q:   embedding <- E Q,  readers W <- W Q,  writers W <- Q^T W, b <- b Q
+    values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
+                                  W_o <- W_o P                    (its columns)
 
 All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before)
 commutes with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean
@@ -26,7 +27,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.method import Norm, Transform
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
-from qtool.calibration.transforms.hadamard import Hadamard
+from qtool.calibration.transforms.hadamard import Hadamard, rotation
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
@@ -63,30 +64,30 @@ class Rotate(Transform):
         self.keeps_mean = self.keeps_mean or family.layer_norm
         if self.residual and family.post_norms:
             raise QtoolError(
-                f"rotate: the residual stream of a {family.name} model cannot be rotated: the weight of "
-                f"{family.post_norms[0]} acts on what is written to it, and no linear behind could take it; "
-                "set {rotate: {residual: false}}"
+                f"rotate: the residual stream of a {family.name} model cannot be rotated: the "
+                f"weight of {family.post_norms[0]} acts on what is written to it, and no linear "
+                "behind could take it; set {rotate: {residual: false}}"
             )
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         if self.residual:
-            rotation = self.rotation(block.config.hidden_size)
-            block.notes["rotate"] = {"order": rotation.n, "hadamard": rotation.block}
+            q = self.rotation(block.config.hidden_size)
+            block.notes["rotate"] = {"order": q.n, "hadamard": q.block}
             for group in block.family.folds():
                 if group.reads_residual:
                     self._check_norm(block, group.source)
-                    rotate_bias(block, group.source, rotation)
+                    rotate_bias(block, group.source, q)
                 for name in group.linears:
                     if group.reads_residual:
-                        rotate_inputs(block, name, rotation)
+                        rotate_inputs(block, name, q)
                     if group.writes_residual:
-                        rotate_outputs(block, name, rotation)
+                        rotate_outputs(block, name, q)
         if self.heads:
-            rotation = Hadamard(block.heads.dim)
+            of_head = rotation(block.heads.dim, seed=None)
             balance_heads(block)
-            rotate_outputs(block, block.family.attention.v, rotation)
-            rotate_inputs(block, block.family.attention.o, rotation)
+            rotate_outputs(block, block.family.attention.v, of_head)
+            rotate_inputs(block, block.family.attention.o, of_head)
 
     def embedding(self, rows: Tensor) -> Tensor:
         return self._rows(rows)
@@ -104,13 +105,14 @@ class Rotate(Transform):
 
     def rotation(self, hidden: int) -> Hadamard:
         """The ``Q [H, H]`` of the residual stream."""
-        return Hadamard(hidden, self.seed, self.keeps_mean)
+        return rotation(hidden, seed=self.seed, keeps_ones=self.keeps_mean)
 
     def _check_norm(self, block: Block, name: str) -> None:
         norm = block.get(name)
         if not (block.weight(name) == 1 - block.family.norm_offset).all():
             raise QtoolError(
-                f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come first"
+                f"rotate: {name} of block {block.index} still has a weight; norm-fusion must come "
+                "first"
             )
         if isinstance(norm, nn.LayerNorm) and not self.keeps_mean:
             raise QtoolError(
@@ -133,24 +135,22 @@ def balance_heads(block: Block) -> None:
     fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
 
 
-def rotate_inputs(block: Block, name: str, rotation: Hadamard) -> None:
+def rotate_inputs(block: Block, name: str, q: Hadamard) -> None:
     """``W <- W Q`` on every ``n`` consecutive columns of ``W [N, K]``, in place."""
     weight = block.weight(name)
-    weight.copy_(_by_parts(weight.double(), rotation))
+    weight.copy_(_by_parts(weight.double(), q))
 
 
-def rotate_outputs(block: Block, name: str, rotation: Hadamard) -> None:
+def rotate_outputs(block: Block, name: str, q: Hadamard) -> None:
     """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
-    block.change_rows(
-        name, lambda rows: _by_parts(rows.double().movedim(0, -1), rotation).movedim(-1, 0)
-    )
+    block.change_rows(name, lambda rows: _by_parts(rows.double().movedim(0, -1), q).movedim(-1, 0))
 
 
-def rotate_bias(block: Block, name: str, rotation: Hadamard) -> None:
+def rotate_bias(block: Block, name: str, q: Hadamard) -> None:
     """``b <- b Q`` of a norm that has one, in place."""
     if (bias := block.bias(name)) is not None:
-        bias.copy_(_by_parts(bias.double(), rotation))
+        bias.copy_(_by_parts(bias.double(), q))
 
 
-def _by_parts(x: Tensor, rotation: Hadamard) -> Tensor:
-    return rotation(x.unflatten(-1, (-1, rotation.n))).flatten(-2)
+def _by_parts(x: Tensor, q: Hadamard) -> Tensor:
+    return q(x.unflatten(-1, (-1, q.n))).flatten(-2)

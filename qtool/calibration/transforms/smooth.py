@@ -7,6 +7,7 @@ K]:
 
     X <- X / lambda,  W <- W lambda,   lambda_k = max|X_k|^alpha / max|W_k|^beta
 
+SmoothQuant itself has ``beta = 1 - alpha`` and one alpha for all (``alpha: 0.5``, norms only). Else
 ``(alpha, beta)`` is searched so that the output error of the group is least with the scheme's own
 weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe finds alpha near 0
 best for the output modules (o, down); the search finds that by itself where it is so.
@@ -26,7 +27,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.gptq.tensor_cores import tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.statistics import Inputs, collect
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.distributed import ranks
@@ -44,12 +45,14 @@ class Smooth(Transform):
     Args:
         groups: which groups by what their factor folds into: ``norm`` (qkv, gate and up),
             ``heads`` (o), ``product`` (down).
+        alpha: SmoothQuant's migration strength, 0 to 1, taken as it is; None: search.
         steps: grid steps in alpha and in beta, each from 0 to 1.
         tokens: size of the random sample of inputs the error is measured on.
         seed: of that sample.
     """
 
     groups: Sequence[str] = ("norm", "heads", "product")
+    alpha: float | None = None
     steps: int = 5
     tokens: int = 512
     seed: int = 0
@@ -66,6 +69,8 @@ class Smooth(Transform):
         for group in self.groups:
             if group not in FOLDS:
                 raise QtoolError(f"smooth: unknown group {group!r}; {suggest(group, FOLDS)}")
+        if self.alpha is not None and self.alpha > 1:
+            raise QtoolError(f"smooth: alpha {self.alpha}; expected 0 to 1")
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -79,7 +84,7 @@ class Smooth(Transform):
         for group in reversed(chosen):
             seen = inputs.get(group.linears[0])
             if seen is not None and any(name in block.schemes for name in group.linears):
-                factor, found[group.linears[0]] = search(block, group, seen, self.steps)
+                factor, found[group.linears[0]] = search(block, group, seen, self.grid())
                 fold_factor(block, group, factor)
         for name, values in found.items():  # only here is a GPU waited for
             keys = ("alpha", "beta", "error", "error_unsmoothed")
@@ -87,42 +92,95 @@ class Smooth(Transform):
                 zip(keys, values.tolist(), strict=True)
             )
 
+    def grid(self) -> Tensor:
+        """The exponents tried, ``[C, 2]`` float64."""
+        if self.alpha is not None:
+            return torch.tensor([[self.alpha, 1 - self.alpha]], dtype=torch.float64)
+        return exponent_grid(self.steps)
+
     def work(self, block: BlockShape) -> Work:
-        candidates = (self.steps + 1) ** 2 + 1
+        candidates = len(self.grid()) + 1
         weights, linears = candidates * block.weights, candidates * len(block.quantized)
         return super().work(block) + Work(
             search_weights=weights, search_flops=2 * self.tokens * weights, search_tries=linears
         )
 
 
-def search(block: Block, group: LinearGroup, inputs: Inputs, steps: int) -> tuple[Tensor, Tensor]:
-    """The best ``lambda [K]`` of the grid, and what was found: alpha, beta, its error and that
-    without, float64.
-    """
-    share = per_kv_head if group.fold is Fold.HEADS else lambda amax, heads: amax
-    weight_amax = (
-        torch.stack([block.weight(name).abs().amax(0) for name in group.linears]).amax(0).float()
+def search(block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`smooth_factors` of a group of linears; query heads of one kv head share a factor."""
+    weights = {name: block.weight(name) for name in group.linears}
+    w_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0).float()
+    x_amax = inputs.amax
+    if group.fold is Fold.HEADS:
+        x_amax, w_amax = (per_kv_head(amax, block.heads) for amax in (x_amax, w_amax))
+    quantized = [name for name in weights if name in block.schemes]
+    return smooth_factors(
+        [weights[name] for name in quantized],
+        inputs.sample,
+        [block.schemes[name] for name in quantized],
+        grid=grid,
+        x_amax=x_amax,
+        w_amax=w_amax,
     )
-    x_amax, w_amax = share(inputs.amax, block.heads), share(weight_amax, block.heads)
-    problems = [
-        (block.schemes[name], block.weight(name).float())
-        for name in group.linears
-        if name in block.schemes
-    ]
-    targets = [inputs.sample @ weight.T for _, weight in problems]
-    exponents = torch.arange(steps + 1, dtype=torch.float64, device=x_amax.device) / steps
-    grid = torch.cartesian_prod(exponents, exponents)  # [C, 2]
+
+
+def exponent_grid(steps: int) -> Tensor:
+    """All pairs ``[C, 2]`` float64 of exponents alpha and beta from 0 to 1 in ``steps`` steps."""
+    exponents = torch.arange(steps + 1, dtype=torch.float64) / steps
+    return torch.cartesian_prod(exponents, exponents)
+
+
+@torch.no_grad()
+def smooth_factors(
+    weights: Sequence[Tensor],
+    inputs: Tensor,
+    schemes: Sequence[Scheme],
+    *,
+    grid: Tensor | None = None,
+    x_amax: Tensor | None = None,
+    w_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best factors ``lambda [K]`` of linears that read one input, and what was found.
+
+    Args:
+        weights: of the linears, each ``[N, K]``; with ``schemes``, one each.
+        inputs: a sample ``X [T, K]`` float32 that the output error is measured on.
+        grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
+            taken even where no smoothing is better.
+        x_amax, w_amax: ``[K]`` of the formula; None: the largest of ``inputs`` and ``weights``.
+
+    Returns:
+        ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
+        ``X / lambda`` and ``W lambda`` quantized, and the error without.
+
+    >>> from qtool import schemes
+    >>> random = torch.Generator().manual_seed(0)
+    >>> weight = torch.randn(32, 128, generator=random)
+    >>> inputs = torch.randn(64, 128, generator=random)
+    >>> inputs[:, 5] *= 50  # an outlier channel
+    >>> scheme = schemes.get("w8a8")
+    >>> factor, (alpha, beta, error, before) = smooth_factors([weight], inputs, [scheme])
+    >>> int(factor.argmax()), bool(error < before / 4)
+    (5, True)
+    """
+    grid = (exponent_grid(5) if grid is None else grid).to(inputs.device)
+    if x_amax is None:
+        x_amax = inputs.abs().amax(0)
+    if w_amax is None:
+        w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     pairs = grid.to(x_amax.dtype)
     factors = smoothing_factor(x_amax, w_amax, pairs[:, :1], pairs[:, 1:])
+    problems = [(s, weight.float()) for s, weight in zip(schemes, weights, strict=True)]
+    targets = [inputs @ weight.T for _, weight in problems]
 
     def error_of(factor: Tensor | None) -> Tensor:
         with tensor_cores():
-            return output_error(inputs.sample, problems, targets, factor)
+            return output_error(inputs, problems, targets, factor)
 
     errors = ranks.map_scalars(error_of, [None, *factors])
     errors, start = errors[1:], errors[:1]
     least = errors.argmin(0, keepdim=True)  # of equals the first
-    better = errors[least] < start
+    better = (errors[least] < start) | (len(grid) == 1)
     factor = torch.where(better, factors[least], 1.0)[0]
     choice = torch.where(better, grid[least], 0.0)[0]
     return factor, torch.cat([choice, torch.where(better, errors[least], start), start])
@@ -148,9 +206,7 @@ def output_error(
     targets: Sequence[Tensor],
     factor: Tensor | None,
 ) -> Tensor:
-    """Mean squared error ``[]`` of the group's outputs when ``x [T, K]`` and the weights ``[N, K]``
-    are quantized.
-    """
+    """Mean squared error ``[]`` of all outputs when ``x [T, K]`` and weights are quantized."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     smoothed = x if factor is None else x / factor
     for (scheme, weight), target in zip(problems, targets, strict=True):

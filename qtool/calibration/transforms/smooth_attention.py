@@ -3,7 +3,7 @@
 QServe section 3.2. On post-RoPE keys K [Hkv, D], for the channels i and j that RoPE turns together
 (j = i + D/2 in Llama-like models):
 
-    lambda_i = lambda_j = max(max|K_i|, max|K_j|)^alpha      W_q <- Lambda W_q,   W_k <- Lambda^-1 W_k
+    lambda_i = lambda_j = max(max|K_i|, max|K_j|)^alpha    W_q <- Lambda W_q,  W_k <- Lambda^-1 W_k
 
 and the biases with them. One lambda per kv head, which its query heads share. Where norms follow
 the projections (Qwen3) the factor goes into their weights: one lambda for all heads then.

@@ -4,7 +4,8 @@ and o.
 Attention adds values up and o reads the sum, so any invertible A of a kv head's channels may stand
 between (a rotation is one, :mod:`~qtool.calibration.transforms.rotate`):
 
-    V <- V A:    W_v <- A^T W_v, b_v <- A^T b_v (the head's rows),    W_o <- W_o A^-T (the columns of its query heads)
+    V <- V A:    W_v <- A^T W_v, b_v <- A^T b_v    (the head's rows)
+                 W_o <- W_o A^-T                   (the columns of its query heads)
 
 A token is quantized on 15 steps between its extremes, so what o makes of the error is, to first
 order, proportional to

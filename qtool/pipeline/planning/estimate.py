@@ -1,8 +1,8 @@
-"""Seconds of a calibrated run on a known GPU: its work by the rates that runs on that GPU reached.
+"""Seconds of a calibrated run: its work by the rates that runs on that device reached.
 
 The rates are measured by ``qtool bench quantize`` (docs/scale.md has the tables) and hold for
 blocks of at least a few thousand channels; smaller ones are bound by launches, which nothing here
-counts.
+counts. Of several GPUs each takes its share of what docs/distributed.md says is split.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,17 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import Writing
 from qtool.pipeline.planning.work import work_of
 
+#: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
+#: exchange of terms (docs/distributed.md: 224 ms a block on one rank, 164 on two)
+REPEATED_ROUNDING = 0.46
+
 
 @dataclass(frozen=True)
 class Rates:
     """What runs reached on one device, a second.
 
     Attributes:
+        memory: bytes of the device; 0 where it is the host's.
         forward, hessian, learning, search, rounding: operations. tried: weights rounded by a
             candidate of a search.
         tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks
@@ -48,21 +53,25 @@ class Rates:
     start: float
     compiling: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, gpus: int = 1) -> float:
         """Of a run: its blocks one after another, or its files if those take longer."""
-        blocks = (
+        shared = (
             work.forward_flops / self.forward
             + work.hessian_flops / self.hessian
             + work.learning_flops / self.learning
             + work.search_flops / self.search
             + work.search_weights / self.tried
             + work.search_tries / self.tries
-            + work.rounding_flops / self.rounding
-            + work.rounding_weights / self.looked
-            + work.rounding_steps / self.steps
             + work.packed_weights / self.packed
         )
-        return self.start + max(blocks, work.read_bytes / self.read, work.write_bytes / self.write)
+        rounding = (
+            work.rounding_flops / self.rounding
+            + work.rounding_weights / self.looked
+            + work.rounding_panels / self.steps
+        )
+        blocks = shared / gpus + rounding * (REPEATED_ROUNDING + (1 - REPEATED_ROUNDING) / gpus)
+        written = work.write_bytes / self.write / gpus  # every rank reads all of the source
+        return self.start + max(blocks, work.read_bytes / self.read, written)
 
 
 H200 = Rates(
@@ -86,16 +95,47 @@ H200 = Rates(
     compiling=4.0,
 )
 
+#: of two cores: those that one thread reached in its CPU time, doubled. It smoothed, clipped,
+#: rounded by GPTQ and distilled one block of 1024 channels on 8 x 256 tokens in float32
+CPU = Rates(
+    name="two CPU cores",
+    memory=0,
+    forward=120e9,
+    hessian=86e9,
+    learning=67e9,
+    search=120e9,
+    tried=350e6,
+    tries=1e4,
+    rounding=120e9,
+    looked=90e6,
+    steps=140.0,
+    packed=450e6,
+    read=1.5e9,
+    write=0.45e9,
+    token=1e-3,
+    cached=10e9,
+    start=3.0,
+    compiling=0.0,
+)
+
 
 def seconds(
-    job: Job, samples: int, seqlen: int, writing: Writing | None = None, rates: Rates = H200
+    job: Job,
+    samples: int,
+    seqlen: int,
+    writing: Writing | None = None,
+    rates: Rates = H200,
+    gpus: int = 1,
 ) -> float:
-    """Of quantizing by ``job`` on the GPU of ``rates``; ``writing``: of the windows, where the
-    model continues them.
+    """Of quantizing by ``job`` on ``gpus`` devices of ``rates``.
+
+    Args:
+        writing: of the windows, where the model continues them, which one device does.
     """
-    took = rates.seconds(work_of(job, samples, seqlen))
+    took = rates.seconds(work_of(job, samples, seqlen), gpus)
     if writing:
         cache = writing.cache * (writing.given + seqlen) / (2 * seqlen)  # it grows
         tokens = -(-samples // writing.at_once) * (seqlen - writing.given)
-        took += tokens * (job.blocks * rates.token + cache / rates.cached)
+        computed = 2 * writing.parameters * samples * (seqlen - writing.given) / rates.forward
+        took += max(tokens * (job.blocks * rates.token + cache / rates.cached), computed)
     return took

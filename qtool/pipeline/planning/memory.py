@@ -1,8 +1,8 @@
-"""What a calibrated run holds in memory at most, from config.json and recipe: one block, its
-activations, its solver.
+"""The peak memory of a calibrated run, from config.json and recipe.
 
-Counted, not measured: each line of a sum is what some code keeps alive at its worst moment. Whole
-numbers of bytes on the device are those torch allocates; its cache may reserve a third more.
+It is that of one block, its activations and its solver. Counted, not measured: each line of a sum
+is what some code keeps alive at its worst moment. Bytes on the device are those torch allocates;
+its cache may reserve a third more.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ CACHE_SHARE = 0.25
 
 
 def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """The hidden states of ``tokens`` between two blocks, and the float model's where the rounding
-    looks at them.
+    """The hidden states of ``tokens`` between two blocks.
+
+    Where the rounding compares with the float model, the float model's too.
     """
     paths = 1 + job.rounding.compares
     return paths * tokens * int(job.config["hidden_size"]) * compute_bytes(job, device)
@@ -39,16 +40,12 @@ def compute_bytes(job: Job, device: torch.device) -> int:
 
 
 def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """On ``device``, beside the activations of ``tokens`` tokens: a block, and the hungriest
-    method's own tensors.
-    """
-    return max(_working_bytes(job, block, tokens, device) for block in job.first_of_kinds())
+    """What ``device`` holds beside the activations: a block, and what its methods hold at most."""
+    return max(_working_bytes(job, block, tokens, device) for block in job.distinct_blocks)
 
 
 def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
-    """16-bit weights, a batch's tensors and a packed block that waits to be written; then what a
-    method holds.
-    """
+    """Of block ``block``: weights, tensors of a batch and of a method, and a packed block."""
     itemsize = compute_bytes(job, device)
     shape = block_shape(job, block, 1, tokens, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
@@ -59,21 +56,19 @@ def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> i
 
 
 def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:
-    """The process's peak: blocks on their way in and out, or the rows of the embedding at the
-    start.
+    """The process's peak: blocks that are read and written, or at the start the embedding's rows.
 
     Args:
         kept_on_host: bytes of activations kept in host memory.
     """
-    blocks = job.first_of_kinds()
+    blocks = job.distinct_blocks
     largest = max(sum(map(prod, job.block_shapes(block).values())) for block in blocks)
     packed = max(map(job.block_bytes, blocks))
     dims = job.family.dimensions(job.namespace)
-    embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.dtype.itemsize
-    block = largest * job.dtype.itemsize
-    if (
-        device.type == "cuda"
-    ):  # pinned memory of a block is used again once that is on the GPU: one to two of them
+    embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.source_dtype.itemsize
+    block = largest * job.source_dtype.itemsize
+    if device.type == "cuda":
+        # pinned memory of a block is used again once that is on the GPU: one to two of them
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
     return (
         CPU_PROCESS
@@ -84,15 +79,17 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
 
 @dataclass(frozen=True)
 class Writing:
-    """Calibration windows that the model continues after their first ``given`` tokens, and what a
-    device holds then.
+    """What a device holds while the model continues the calibration windows.
 
     Attributes:
-        at_once: how many are written side by side. weights, cache: bytes.
+        given: tokens of each window that the text gives.
+        at_once: windows that are continued side by side.
+        parameters: of the model. weights, cache: bytes.
     """
 
     given: int
     at_once: int
+    parameters: int
     weights: int
     cache: int
 
@@ -101,27 +98,24 @@ class Writing:
         return self.weights + self.cache
 
     def fits(self, device_memory: float, host_memory: float) -> bool:
-        """Whether there is room: on the device, and on the host for the weights, which pass through
-        it.
-        """
+        """Whether there is room on the device, and on the host, which the weights pass through."""
         return self.bytes <= device_memory and self.weights <= host_memory
 
 
 def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
-    """The float model; of each window its keys and values, what a block makes of its beginning, a
-    token's logits.
+    """What continuing ``samples`` windows takes on a device of ``memory`` bytes.
 
-    How many windows are written at once is a matter of the device's whole ``memory``, not of what
-    is free: it is the same each time, and so are the tokens.
+    Counted are the float model and, for each window, its keys and values, what a block makes of its
+    beginning and a token's logits. The number of windows at once depends on the whole memory, not
+    on what is free, so that it, and with it every token, is the same each time.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
     given = max(1, int(seqlen * GIVEN_SHARE))
     widest = max(
-        sum(shape) for block in job.first_of_kinds() for shape in job.linears(block).values()
+        sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
     cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
     window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
     at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
-    return Writing(
-        given, at_once, itemsize * sum(map(prod, job.source_shapes().values())), at_once * window
-    )
+    parameters = sum(map(prod, job.source_shapes().values()))
+    return Writing(given, at_once, parameters, itemsize * parameters, at_once * window)

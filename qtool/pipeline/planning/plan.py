@@ -2,11 +2,10 @@
 
 Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are
 estimates: of plain rounding by the constants below, on two CPU cores; of calibrated runs by
-:mod:`qtool.pipeline.planning.memory` and :mod:`qtool.pipeline.planning.estimate`, on one GPU.
+:mod:`qtool.pipeline.planning.memory` and :mod:`qtool.pipeline.planning.estimate`.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,12 +13,15 @@ from typing import Any
 
 import torch
 
-from qtool.pipeline.job import Job
+from qtool.errors import QtoolError
+from qtool.exchange.exportable import formats_that_take
+from qtool.pipeline.job import Job, dtype_name
 from qtool.pipeline.planning import memory
-from qtool.pipeline.planning.estimate import H200, seconds
+from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
-from qtool.recipes.recipe import CONTINUED, GIVEN
-from qtool.text_table import render
+from qtool.pipeline.units import bytes_text, duration
+from qtool.recipes.schema import CONTINUED, GIVEN
+from qtool.table import render
 
 #: weights rounded to nearest a second on two CPU cores, reading and writing included
 PLAIN_WEIGHTS_PER_SECOND = 60e6
@@ -42,25 +44,36 @@ class PlannedLinear:
 
 
 @dataclass(frozen=True)
+class PlannedBlocks:
+    """Blocks that store the same tensors in the same formats, and the linears of one of them."""
+
+    blocks: list[int]
+    linears: list[PlannedLinear]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
 
     Attributes:
-        linears: of a block of the commonest kind.
-        device: what time and memory are of. compiling: seconds that the first run on a machine
-            takes longer.
-        activation_bytes, place: the calibration activations and where they are kept between blocks.
+        kinds: of blocks.
+        device: what time and memory are of; ``gpus`` of them.
+        host_bytes: at the peak, of all processes. device_bytes: of each GPU.
+        compiling: seconds that the first run on a machine takes longer.
+        activation_bytes, place: the calibration activations and where they are kept between blocks;
+            no place where nothing is calibrated.
         continued: the model writes most of the calibration windows first, and is held whole
             meanwhile.
     """
 
     job: Job
-    linears: list[PlannedLinear]
+    kinds: list[PlannedBlocks]
     source_bytes: int
     shard_bytes: list[int]
     host_bytes: int
     seconds: float
     device: str = "cpu"
+    gpus: int = 1
     device_bytes: int = 0
     activation_bytes: int = 0
     place: str = ""
@@ -68,13 +81,19 @@ class Plan:
     continued: bool = False
 
     @property
+    def linears(self) -> list[PlannedLinear]:
+        """Those of a block of the commonest kind."""
+        return max(self.kinds, key=lambda kind: len(kind.blocks)).linears
+
+    @property
     def output_bytes(self) -> int:
         return sum(self.shard_bytes)
 
     @property
     def disk_bytes(self) -> int:
-        """What the run takes on disk beside the source: the result, and activations that fit
-        nowhere else.
+        """What the run takes on disk beside the source.
+
+        That is the result, and activations that fit nowhere else.
         """
         return self.output_bytes + (self.activation_bytes if self.place == "disk" else 0)
 
@@ -85,64 +104,92 @@ def plan(
     seqlen: int = 2048,
     device_memory: float = H200.memory,
     host_memory: float | None = None,
+    *,
+    device: str = "cuda",
+    gpus: int = 1,
 ) -> Plan:
-    """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no
-    weights.
+    """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no weight.
 
     Args:
-        device_memory: free bytes of the GPU that a calibrated run gets.
+        device_memory: free bytes of a GPU of a calibrated run.
         host_memory: free bytes of the host; by default this machine's.
+        device: of a calibrated run, ``cuda`` (an H200's rates) or ``cpu`` (two cores').
+        gpus: that share a calibrated run.
+
+    Raises:
+        QtoolError: several GPUs on a CPU.
     """
-    size = job.dtype.itemsize
+    where = torch.device(device)
+    if gpus > 1 and where.type != "cuda":
+        raise QtoolError(f"--gpus {gpus} and --device {device}: GPUs are counted with cuda")
     shapes = job.source_shapes()
-    weights = sum(prod(shape) for shape in shapes.values())
-    first, last = job.embedding_and_head()
-    if job.tied and not job.unties:
-        del last[f"{job.family.head}.weight"]
-    ends = [sum(map(prod, end.values())) * size for end in (first, last)]
-    nbytes = {block: job.block_bytes(block) for block in job.first_of_kinds()}
-    shards = [ends[0], *(nbytes[block] for block in job.kinds), ends[1]]
-    commonest = Counter(job.kinds).most_common(1)[0][0]
-    linears, source = _linears(job, commonest), weights * size
+    source = sum(prod(shape) for shape in shapes.values())
+    sizes: dict[str, Any] = {
+        "job": job,
+        "kinds": _kinds(job),
+        "source_bytes": source * job.source_dtype.itemsize,
+        "shard_bytes": job.shard_bytes(),
+    }
     if not job.needs_data:
-        return Plan(
-            job, linears, source, shards, _host_bytes(job), weights / PLAIN_WEIGHTS_PER_SECOND
-        )
-    device, tokens = torch.device("cuda"), samples * seqlen
+        took = source / PLAIN_WEIGHTS_PER_SECOND
+        return Plan(**sizes, host_bytes=_plain_host_bytes(job), seconds=took)
     host = activations.available_host_bytes() if host_memory is None else host_memory
-    place = activations.choose(job, tokens, device, device_memory, host)
-    kept, working = (
-        memory.activation_bytes(job, tokens, device),
-        memory.working_bytes(job, tokens, device),
-    )
-    host_bytes = memory.host_bytes(job, device, tokens, kept if place == "host" else 0)
-    device_bytes, writing = working + (kept if place == "device" else 0), None
+    free = device_memory if where.type == "cuda" else host
+    return Plan(**sizes, **_calibrated(job, samples, seqlen, where, free, host, gpus))
+
+
+def _calibrated(
+    job: Job,
+    samples: int,
+    seqlen: int,
+    device: torch.device,
+    device_memory: float,
+    host_memory: float,
+    gpus: int,
+) -> dict[str, Any]:
+    """Time, memory and activations of a calibrated run: the fields of a :class:`Plan`."""
+    rates: Rates = H200 if device.type == "cuda" else CPU
+    tokens = -(-samples // gpus) * seqlen  # of each rank
+    place = activations.choose(job, tokens, device, device_memory, host_memory / gpus)
+    kept = memory.activation_bytes(job, tokens, device)
+    on_host = place == "host" or (place == "device" and device.type == "cpu")
+    host_bytes = memory.host_bytes(job, device, tokens, kept if on_host else 0)
+    device_bytes = memory.working_bytes(job, tokens, device) + (kept if place == "device" else 0)
+    continued = None
     if job.recipe.windows == CONTINUED:
-        writing = memory.writing(job, samples, seqlen, device, device_memory)
-        if writing.fits(activations.DEVICE_SHARE * device_memory, activations.HOST_SHARE * host):
-            device_bytes = max(device_bytes, writing.bytes)
-            host_bytes = max(host_bytes, memory.CUDA_PROCESS + writing.weights)
-        else:
-            writing = None
-    took = seconds(job, samples, seqlen, writing)
-    return Plan(
-        job,
-        linears,
-        source,
-        shards,
-        host_bytes,
-        took,
-        H200.name,
-        device_bytes,
-        kept,
-        place,
-        H200.compiling,
-        writing is not None,
-    )
+        continued = memory.writing(job, samples, seqlen, device, device_memory)
+        share = activations.DEVICE_SHARE if device.type == "cuda" else activations.HOST_SHARE
+        if not continued.fits(share * device_memory, activations.HOST_SHARE * host_memory):
+            continued = None
+    if continued and device.type == "cuda":
+        device_bytes = max(device_bytes, continued.bytes)
+        host_bytes = max(host_bytes, memory.CUDA_PROCESS + continued.weights)
+    elif continued:
+        host_bytes = max(host_bytes, memory.CPU_PROCESS + continued.bytes)
+    return {
+        "host_bytes": host_bytes * gpus,
+        "seconds": seconds(job, samples, seqlen, continued, rates, gpus),
+        "device": rates.name,
+        "gpus": gpus,
+        "device_bytes": device_bytes if device.type == "cuda" else 0,
+        "activation_bytes": kept * gpus,
+        "place": "host" if on_host else place,
+        "compiling": rates.compiling,
+        "continued": continued is not None,
+    }
 
 
-def _linears(job: Job, block: int) -> list[PlannedLinear]:
-    return [_linear(job, block, name, shape) for name, shape in job.linears(block).items()]
+def _kinds(job: Job) -> list[PlannedBlocks]:
+    """The blocks of ``job``, those alike together."""
+    alike: dict[int, list[int]] = {}
+    for block, first in enumerate(job.representatives):
+        alike.setdefault(first, []).append(block)
+    return [
+        PlannedBlocks(
+            blocks, [_linear(job, first, name, shape) for name, shape in job.linears(first).items()]
+        )
+        for first, blocks in alike.items()
+    ]
 
 
 def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedLinear:
@@ -150,57 +197,122 @@ def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedL
     full = job.full(block, name)
     linear_format = job.format.of(full)
     if linear_format is None:
-        dtype = str(job.dtype).removeprefix("torch.")
-        return PlannedLinear(name, dtype, None, "", (n, k), n * k * job.dtype.itemsize)
+        nbytes = n * k * job.dtype.itemsize
+        return PlannedLinear(name, dtype_name(job.dtype), None, "", (n, k), nbytes)
     nbytes = linear_format.nbytes(n, k) + (4 * k if job.format.is_permuted(full) else 0)
     return PlannedLinear(
         name, linear_format.scheme, linear_format.group_size, linear_format.layout, (n, k), nbytes
     )
 
 
-def _host_bytes(job: Job) -> int:
-    """Streamed: one weight, its codes, its packed form and chunk temporaries. Else: one block in
-    float32, twice.
+def _plain_host_bytes(job: Job) -> int:
+    """Peak host memory of a run without calibration.
+
+    Streamed, it is one weight, its codes, its packed form and temporaries of a chunk; otherwise one
+    block in float32, twice.
     """
-    blocks = [[n * k for n, k in job.linears(block).values()] for block in job.first_of_kinds()]
+    blocks = [[n * k for n, k in job.linears(block).values()] for block in job.distinct_blocks]
     if job.is_plain:
-        return memory.CPU_PROCESS + max(map(max, blocks)) * (job.dtype.itemsize + 2) + (200 << 20)
+        return (
+            memory.CPU_PROCESS
+            + max(map(max, blocks)) * (job.source_dtype.itemsize + 2)
+            + (200 << 20)
+        )
     return memory.CPU_PROCESS + 2 * 4 * max(map(sum, blocks))
 
 
 def as_dict(planned: Plan) -> dict[str, Any]:
     """The plan as plain data, for ``--json``."""
-    linears = [
+    kinds = [
         {
-            "name": x.name,
-            "scheme": x.scheme,
-            "group_size": x.group_size,
-            "layout": x.layout,
-            "shape": list(x.shape),
-            "bytes": x.nbytes,
-            "bits_per_weight": x.bits,
+            "blocks": kind.blocks,
+            "linears": [
+                {
+                    "name": x.name,
+                    "scheme": x.scheme,
+                    "group_size": x.group_size,
+                    "layout": x.layout,
+                    "shape": list(x.shape),
+                    "bytes": x.nbytes,
+                    "bits_per_weight": x.bits,
+                }
+                for x in kind.linears
+            ],
         }
-        for x in planned.linears
+        for kind in planned.kinds
     ]
     return {
         "scheme": planned.job.format.scheme,
         "reason": planned.job.recipe.reason,
-        "left_out": list(planned.job.recipe.left_out),
+        "adaptations": list(planned.job.recipe.adaptations),
         "unsupported": planned.job.family.unsupported or None,
         "blocks": planned.job.blocks,
-        "linears_of_a_block": linears,
+        "kinds_of_blocks": kinds,
         "source_bytes": planned.source_bytes,
         "output_bytes": planned.output_bytes,
         "peak_host_bytes": planned.host_bytes,
         "seconds": planned.seconds,
         "seconds_to_compile": planned.compiling,
         "device": planned.device,
+        "gpus": planned.gpus,
         "peak_device_bytes": planned.device_bytes,
         "activation_bytes": planned.activation_bytes,
         "activations": planned.place,
         "windows": CONTINUED if planned.continued else GIVEN,
         "disk_bytes": planned.disk_bytes,
     }
+
+
+def as_text(planned: Plan) -> str:
+    """The plan as a person reads it."""
+    job = planned.job
+    methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
+    unsupported, reason = job.family.unsupported, job.recipe.reason
+    ratio = planned.source_bytes / planned.output_bytes
+    return "\n".join(
+        [
+            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe "
+            f"{job.recipe.variant}: {methods}",
+            *([f"only a plan: quantizing it would need {unsupported}"] if unsupported else []),
+            *job.recipe.adaptations,
+            *([f"chosen because {reason}"] if reason else []),
+            _table(planned.kinds),
+            f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "
+            f"({ratio:.2f}x smaller) in {len(planned.shard_bytes)} shards",
+            *_costs(planned),
+            *([] if unsupported else [_exports(job)]),
+        ]
+    )
+
+
+def _table(kinds: Sequence[PlannedBlocks]) -> str:
+    """One row a linear; of several kinds of blocks the first column says which."""
+    header = ("linear of a block", "shape", "scheme", "group", "layout", "bits", "MB")
+    rows = [
+        (
+            _ranges(kind.blocks),
+            name,
+            f"{x.shape[0]} x {x.shape[1]}",
+            x.scheme,
+            x.group_size or ("channel" if x.layout else ""),
+            x.layout,
+            f"{x.bits:.3f}",
+            f"{x.nbytes / 1e6:.2f}",
+        )
+        for kind in kinds
+        for name, x in _experts_once(kind.linears)
+    ]
+    if len(kinds) == 1:
+        return render(header, [row[1:] for row in rows])
+    return render(("blocks", *header), rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2, 5`` of 0, 1, 2 and 5."""
+    ends = [n for n in numbers if n + 1 not in numbers]
+    starts = [n for n in numbers if n - 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, PlannedLinear]]:
@@ -213,58 +325,48 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
 
 
-def as_text(planned: Plan) -> str:
-    """The plan as a person reads it."""
-    rows = [
-        (
-            name,
-            f"{x.shape[0]} x {x.shape[1]}",
-            x.scheme,
-            x.group_size or ("channel" if x.layout else ""),
-            x.layout,
-            f"{x.bits:.3f}",
-            f"{x.nbytes / 1e6:.2f}",
-        )
-        for name, x in _experts_once(planned.linears)
-    ]
-    job = planned.job
-    table = render(("linear of a block", "shape", "scheme", "group", "layout", "bits", "MB"), rows)
-    return "\n".join(
-        [
-            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe {job.recipe.variant}: "
-            + " -> ".join([*(t.name for t in job.transforms), job.rounding.name]),
-            *(
-                [f"only a plan: quantizing it would need {job.family.unsupported}"]
-                if job.family.unsupported
-                else []
-            ),
-            *job.recipe.left_out,
-            *([f"chosen because {job.recipe.reason}"] if job.recipe.reason else []),
-            table,
-            f"read {planned.source_bytes / 1e9:.2f} GB, write {planned.output_bytes / 1e9:.2f} GB "
-            f"({planned.source_bytes / planned.output_bytes:.2f}x smaller) in {len(planned.shard_bytes)} shards",
-            *_costs(planned),
-        ]
-    )
+def exports(job: Job) -> list[str]:
+    """Names of the formats that the result can be exported to.
+
+    Raises:
+        QtoolError: there is none for such a model, and why.
+    """
+    untied = {"tie_word_embeddings": False} if job.unties else {}
+    return formats_that_take(job.format, job.config | untied)
+
+
+def _exports(job: Job) -> str:
+    try:
+        return f"export formats: {', '.join(exports(job)) or 'none takes it'}"
+    except QtoolError as error:
+        return f"export formats: none, {error}"
 
 
 def _costs(planned: Plan) -> Iterator[str]:
     """Memory, time and disk."""
     took = f"time about {duration(planned.seconds)}"
-    host = f"peak host memory about {planned.host_bytes / 1e9:.2f} GB"
+    host = f"peak host memory about {bytes_text(planned.host_bytes)}"
     if not planned.place:
-        yield f"{host}, {took}"
+        yield f"on two CPU cores: {took}, {host}"
         return
-    took += f" (first run {planned.compiling:.0f} s more)"
-    yield f"on one {planned.device}: {took}, peak device memory about {planned.device_bytes / 1e9:.1f} GB, {host}"
+    device, each = f"one {planned.device}", ""
+    if planned.gpus > 1:
+        device, each = f"{planned.gpus} {planned.device}s", " of each"
+    if not planned.device_bytes:
+        yield f"on {planned.device}: {took}, {host}"
+    else:
+        yield (
+            f"on {device}: {took} (first run {planned.compiling:.0f} s more), peak device memory"
+            f"{each} about {bytes_text(planned.device_bytes)}, {host}"
+        )
+    if planned.job.recipe.windows == CONTINUED and not planned.continued:
+        yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continued:
-        yield "calibration windows: begun by the text and continued by the model (--windows given: all of the text)"
-    kept = f"calibration activations: {planned.activation_bytes / 1e9:.2f} GB, kept {activations.PLACES[planned.place]}"
-    yield f"{kept}; disk {planned.disk_bytes / 1e9:.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    """``95 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        yield (
+            "calibration windows: begun by the text and continued by the model "
+            "(--windows given: all of the text)"
+        )
+    yield (
+        f"calibration activations: {bytes_text(planned.activation_bytes)}, kept "
+        f"{activations.PLACES[planned.place]}; disk {bytes_text(planned.disk_bytes)}"
+    )

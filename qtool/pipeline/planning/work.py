@@ -1,8 +1,7 @@
-"""How much a calibrated run has to do, stage by stage, from config.json and recipe alone.
+"""How many operations and bytes a calibrated run takes, from config.json and recipe alone.
 
-Counts, no times: :mod:`qtool.pipeline.planning.estimate` turns them into seconds, ``bench
-quantize`` into floors. A stage is what :class:`qtool.calibration.timing.Stages` records under the
-same name.
+:mod:`qtool.pipeline.planning.estimate` turns them into seconds, ``bench quantize`` into the least
+time a device allows.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
     """Everything a block takes, the forward that makes the next block's inputs included."""
     shape = block_shape(job, block, samples, seqlen)
     work = Work(
-        read_bytes=sum(map(prod, job.block_shapes(block).values())) * job.dtype.itemsize,
+        read_bytes=sum(map(prod, job.block_shapes(block).values())) * job.source_dtype.itemsize,
         write_bytes=job.block_bytes(block),
         forward_flops=(1 + job.rounding.compares) * shape.forward(),  # the float model's beside
         packed_weights=2 * shape.weights,
@@ -38,16 +37,18 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
 
 
 def work_of(job: Job, samples: int, seqlen: int) -> Work:
-    """The whole run: all blocks (the last one's outputs are not needed) and the ends, which are
-    read and written.
+    """The whole run: all blocks, and embedding and head, which are read and written.
+
+    The outputs of the last block are not needed.
     """
     total = Work()
-    for block, times in Counter(job.kinds).items():
+    for block, times in Counter(job.representatives).items():
         total += block_work(job, block, samples, seqlen) * times
     last = block_shape(job, job.blocks - 1, samples, seqlen)
-    ends = (
-        sum(prod(shape) for end in job.embedding_and_head() for shape in end.values())
-        * job.dtype.itemsize
+    edges = job.source_dtype.itemsize * sum(
+        prod(shape) for shapes in job.embedding_and_head() for shape in shapes.values()
     )
     spared = Work(forward_flops=-last.forward(), packed_weights=-last.weights)
-    return total + spared + Work(read_bytes=2 * ends if job.needs_data else ends, write_bytes=ends)
+    return (
+        total + spared + Work(read_bytes=2 * edges if job.needs_data else edges, write_bytes=edges)
+    )

@@ -1,5 +1,4 @@
-"""Where the calibration activations are between two blocks: on the device, in pinned host memory,
-or in a file.
+"""Where calibration activations are between two blocks: on the device, on the host, or in a file.
 
 They are all that grows with the number of calibration tokens: tokens x hidden size, in the dtype of
 forwards. A file is mapped into memory, laid out on disk in full before the first byte is used, and
@@ -45,7 +44,8 @@ def available_host_bytes() -> int:
 
 def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
     """One line for plans and logs."""
-    return f"calibration activations: {activation_bytes(job, tokens, device) / 1e9:.2f} GB, kept {PLACES[place]}"
+    size = activation_bytes(job, tokens, device) / 1e9
+    return f"calibration activations: {size:.2f} GB, kept {PLACES[place]}"
 
 
 def choose(
@@ -59,7 +59,7 @@ def choose(
 
 
 def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:
-    """The dtype of forwards: the model's own 16-bit one on CUDA; None: float32, as the weights are."""
+    """The dtype of forwards: the model's own 16-bit one on CUDA; None is float32."""
     return job.dtype if device.type == "cuda" and job.dtype.itemsize == 2 else None
 
 

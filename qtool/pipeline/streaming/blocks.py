@@ -1,15 +1,16 @@
-"""The two ways through a block.
+"""How a block is quantized: streamed weight by weight, or built as a module.
 
 Streamed: without transforms and data each weight is read, rounded, packed, written and forgotten by
 itself. Built: the block is a module, rewritten by the transforms and rounded; its *packed* tensors
-are then unpacked as the block that computes the next one's inputs - so a resumed run, which reads
-them from the written blocks, sees the same numbers to the bit.
+are then unpacked as the block that computes the next one's inputs. A resumed run reads these from
+the written blocks and sees the same numbers to the bit.
 
 On CUDA forwards are in the model's 16-bit dtype; the weights that methods change lie beside them in
 float32.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,11 +25,18 @@ from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import Stages, stage
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
-from qtool.io.read_ahead import Prefetch
+from qtool.io.read_ahead import ReadAhead
+from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
-from qtool.pipeline.streaming.embedding_and_head import all_finite, finite, table_rows
+from qtool.pipeline.streaming.embedding_and_head import (
+    all_finite,
+    as_stored,
+    finite,
+    table_rows,
+)
+from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.packed_kv import NEUTRAL
 
 
@@ -41,7 +49,7 @@ class StreamedBlocks:
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterator[tuple[str, Tensor]]:
-        """``(full name, tensor)`` of everything block ``index`` stores, in the order of ``spec``."""
+        """``(full name, tensor)`` of all that block ``index`` stores, in the order of ``spec``."""
         job = self.job
         for name in job.linears(index):
             full = job.full(index, name)
@@ -53,7 +61,7 @@ class StreamedBlocks:
                     yield f"{full}.{part}", tensor
         for full, tensor in spec.items():
             if full in self.source:
-                yield full, finite(full, self.source.read(full)).to(job.dtype)
+                yield full, as_stored(full, finite(full, self.source.read(full)), job)
             elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
                 yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
@@ -70,7 +78,11 @@ class BuiltBlocks:
     Args:
         tokens: calibration token batches ``[B, S]`` of all ranks; empty if no method looks at
             activations.
-        activations: where the batches are kept. stages: where time is recorded.
+        activations: where the batches are kept. snapshots: writes them to disk block by block.
+        start: the first block that anything is computed of. kept: this rank's inputs of it on disk,
+            by path and number of the batch (:mod:`~qtool.pipeline.streaming.snapshots`); without
+            them ``start`` is 0.
+        stages: where time is recorded.
     """
 
     def __init__(
@@ -80,66 +92,93 @@ class BuiltBlocks:
         tokens: Sequence[Tensor],
         device: torch.device,
         activations: Activations,
+        snapshots: Snapshots,
         stages: Stages,
+        start: int = 0,
+        kept: Mapping[str, Entry] | None = None,
     ) -> None:
         from transformers import AutoConfig
 
         from qtool.models.skeleton import fuse_norms, skeleton
 
         self.source, self.job, self.device = source, job, device
+        self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
         self.model = skeleton(AutoConfig.from_pretrained(source.directory))
         if self.compute:
             fuse_norms(self.model)
-        self.prefetch = Prefetch(
+        self.read_ahead = ReadAhead(
             source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read")
         )
         tokens = tokens if job.needs_data else []
         own = ranks.local_items(tokens)
         shapes = [(len(ids), ids.shape[1]) for ids in tokens]
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
-        #: the same in the float model, up to block ``self.reached``
+        #: the same in the float model; they enter block ``self.reached``
         self.references = [
-            activations.batch(b.hidden, b.kwargs) for b in self.batches if job.rounding.compares
+            activations.batch(self._kept("float", i) if kept else b.hidden, b.kwargs)
+            for i, b in enumerate(self.batches)
+            if job.rounding.compares
         ]
-        self.reached = 0
+        self.reached = start
         #: whether there are references: they may all be other ranks'
         self.compares = job.needs_data and job.rounding.compares
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
-        """The inputs of block 0, from the embedding's rows of the tokens that occur."""
+        """The inputs of the first block that is computed, and the arguments of every block.
+
+        They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
+        that occur. The arguments depend on the tokens' shape alone.
+        """
         from qtool.models.skeleton import release
 
         job, tables = self.job, self.job.family.tables
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
         for name in tables:
-            every = torch.arange(self.source.entry(f"{name}.weight").shape[0])
+            rows_of_it, hidden = self.source.entry(f"{name}.weight").shape
+            every = torch.arange(rows_of_it)
             wanted = (occurring if name == job.family.embedding else every).to(self.device)
-            rows = table_rows(self.source, job, name, wanted)
+            rows = (
+                torch.zeros(len(wanted), hidden)
+                if self.kept
+                else table_rows(self.source, job, name, wanted)
+            )
             module = self.model.get_submodule(name)
             module.padding_idx = None  # type: ignore[assignment]
             module.weight = torch.nn.Parameter(
                 rows.to(self.device, self.compute or torch.float32), requires_grad=False
             )
         places = [torch.searchsorted(occurring, ids).to(self.device) for ids in tokens]
-        batches = first_inputs(self.model, job.family, places, activations.batch)
+        numbers = count()
+
+        def batch(hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> Batch:
+            stored = self._kept("quantized", next(numbers)) if self.kept else hidden
+            return activations.batch(stored, kwargs)
+
+        batches = first_inputs(self.model, job.family, places, batch)
         for name in tables:
             release(self.model.get_submodule(name))
         return batches
 
+    def _kept(self, path: str, number: int) -> Tensor:
+        """The hidden states on disk of this rank's batch ``number`` on one of the two paths."""
+        assert self.kept is not None
+        return read(self.kept[f"{path}.{number}"]).to(self.device)
+
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Transform and round block ``index``: what it stores, in the order of ``spec``; fills
-        ``notes``.
+        """Transform and round block ``index``: what it stores, in the order of ``spec``.
 
         Args:
-            following: the block whose weights are read meanwhile.
+            following: the block whose weights are read meanwhile. notes: are filled.
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
         stored = {
-            prefix + n: p.to(job.dtype) for n, p in block.parameters().items() if prefix + n in spec
+            prefix + n: as_stored(prefix + n, p, job)
+            for n, p in block.parameters().items()
+            if prefix + n in spec
         }
         constants = kv_constants(block, job.format.kv, self.batches)
         with quantized_kv(block, job.format.kv, constants), stage("rounding"):
@@ -164,13 +203,14 @@ class BuiltBlocks:
     def _transformed(
         self, index: int, following: int | None, notes: dict[str, Any]
     ) -> tuple[Block, dict[str, LinearFormat]]:
-        """Block ``index`` after all transforms, beside the float model if the rounding looks at it;
-        its formats.
+        """Block ``index`` after all transforms, and the formats of its linears.
+
+        Beside it is the float model's where the rounding looks at it.
         """
         job = self.job
         with stage("read"):
             module = self._module(
-                index, self.prefetch.block(index, following), self.compute or torch.float32
+                index, self.read_ahead.block(index, following), self.compute or torch.float32
             )
             exact = (
                 {n: p.detach().float() for n, p in module.named_parameters()}
@@ -199,23 +239,31 @@ class BuiltBlocks:
         return block, formats
 
     def _advance(self, block: Block) -> None:
-        """The float model's batches pass ``block``."""
+        """Run the float model's ``block`` on its batches: they enter the next one."""
+        self.snapshots.settle()
         if block.reference and block.index < self.job.blocks - 1:
             propagate(block.reference.block, self.references)
             block.reference, self.reached = None, block.index + 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Run block ``index`` as ``stored`` (by full name) on every batch: its outputs are the next
-        block's inputs.
+        """Run block ``index`` as ``stored`` (by full name) on every batch.
+
+        Its outputs are the next block's inputs, which are then written to disk.
         """
         if index == self.job.blocks - 1:
             return
+        self.snapshots.settle()
         if self.compares and self.reached <= index:  # the block was written by an earlier run
             block, _ = self._transformed(index, None, {})
             self._advance(block)
             _empty(block.module)
-        if not self.batches:
-            return
+        if self.batches:
+            self._run(index, stored)
+        if self.job.needs_data:
+            self.snapshots.take(index + 1, quantized=self.batches, float=self.references)
+
+    def _run(self, index: int, stored: Mapping[str, Tensor]) -> None:
+        """The quantized path of :meth:`propagate`."""
         job, prefix = self.job, self.job.full(index, "")
         parts = {
             name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()
@@ -240,24 +288,26 @@ class BuiltBlocks:
                         block.permutations[name] = own["permutation"].long()
                     block.install(name, Rounded(*linear_format.unpack(own, n, k)))
         if self.device.type == "cuda":
-            self.prefetch.move(self.device)
+            self.read_ahead.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
             propagate(block, self.batches)
         _empty(module)
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self.prefetch.close()
+        self.read_ahead.close()
 
     def _module(
         self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> torch.nn.Module:
-        """Block ``index`` of the skeleton with ``weights`` (names within the block; some on
-        ``meta``) in ``dtype``.
+        """Block ``index`` of the skeleton with ``weights`` in ``dtype``.
+
+        Their names are those within the block; some may be on ``meta``.
         """
         from qtool.models.skeleton import fill
 
-        module: torch.nn.Module = self.model.get_submodule(self.job.family.blocks)[index]  # type: ignore[index]
+        modules = self.model.get_submodule(self.job.family.blocks)
+        module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
         there = {
             n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
@@ -268,9 +318,7 @@ class BuiltBlocks:
 
 
 def _empty(module: torch.nn.Module) -> None:
-    """Give the block's memory back: plain linears where it simulated quantized ones, all on
-    ``meta``.
-    """
+    """Give the block's memory back: all on ``meta``, and its linears plain ones again."""
     for name, child in list(module.named_modules()):
         if isinstance(child, SimulatedLinear):
             n, k = child.weight.shape

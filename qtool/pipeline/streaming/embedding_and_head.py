@@ -1,6 +1,4 @@
-"""The two ends of a model - embedding; final norm and head - rewritten by the transforms, a few
-rows at a time.
-"""
+"""Embedding, final norm and head, rewritten by the transforms a few rows at a time."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,7 +25,7 @@ def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tens
     """``(name, rows)`` of one table of the result, in pieces."""
     name = f"{module}.weight"
     for rows in _rows(source, job, name):
-        yield name, _embedded(rows, job)
+        yield name, as_stored(name, _embedded(rows, job), job)
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
@@ -38,7 +36,7 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
     name, start, found = f"{module}.weight", 0, []
     for rows in _rows(source, job, name, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
-        found.append(_embedded(rows[here], job))
+        found.append(as_stored(name, _embedded(rows[here], job), job))
         start += len(rows)
     return torch.cat(found)
 
@@ -46,25 +44,32 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
 def _embedded(rows: Tensor, job: Job) -> Tensor:
     for transform in job.transforms:
         rows = transform.embedding(rows)
-    return rows.to(job.dtype)
+    return rows
 
 
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
-    """The final norm, then the rows of the head unless it stays tied to the embedding."""
+    """The final norm, the rows of the head unless it stays tied, and what the family does not know."""
+    yield from _norm_and_head(source, job)
+    for name in job.unknown:
+        yield name, source.read(name)
+
+
+def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
     family = job.family
     head_name = f"{family.head}.weight"
     norms = [_final_norm(source, job)]  # before each transform, and after the last
     for transform in job.transforms:
         norms.append(transform.final_norm(norms[-1]))
     for part, stored in norms[-1].stored().items():
-        yield f"{family.final_norm}.{part}", stored.to(job.dtype)
+        name = f"{family.final_norm}.{part}"
+        yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
         return
     for rows in _rows(source, job, f"{family.embedding}.weight" if job.tied else head_name):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
             changed = transform.head(changed, norm.gain)
-        yield head_name, changed.to(job.dtype)
+        yield head_name, as_stored(head_name, changed, job)
 
 
 def _final_norm(source: Checkpoint, job: Job) -> Norm:
@@ -75,8 +80,7 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
 
 
 def require_tied(source: Checkpoint, job: Job) -> None:
-    """Refuse a head that is stored beside the embedding it is said to be, with other values (reads
-    both).
+    """Refuse a stored head that differs from the embedding it is tied to; reads both.
 
     Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
     embedding.
@@ -89,8 +93,9 @@ def require_tied(source: Checkpoint, job: Job) -> None:
         torch.equal(a.to(b), b) for a, b in pairs
     ):
         raise QtoolError(
-            f"{head} is not {embedding}, although config.json ties the two: set tie_word_embeddings to false there if "
-            "the model has a head of its own, or remove that tensor"
+            f"{head} is not {embedding}, although config.json ties the two: set "
+            "tie_word_embeddings to false there if the model has a head of its own, or remove that "
+            "tensor"
         )
 
 
@@ -102,6 +107,21 @@ def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -
             name,
             source.read(name, slice(start, start + step), pinned=device.type == "cuda").to(device),
         )
+
+
+def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
+    """``tensor`` in the dtype in which the result stores it under its full ``name``.
+
+    Raises:
+        QtoolError: values beyond what float16 holds, where the model is cast to it.
+    """
+    cast = tensor.to(job.stored_dtype(name))
+    if cast.dtype == torch.float16 != tensor.dtype and not _only_finite(cast):
+        raise QtoolError(
+            f"{name}: its largest value {float(tensor.abs().max()):.3g} is beyond float16's 65504; "
+            "pass --dtype bfloat16"
+        )
+    return cast
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> None:
@@ -124,8 +144,9 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 
 
 def _only_finite(tensor: Tensor) -> Tensor:
-    """Whether no element is NaN or Inf, ``[]``: on a CPU by the extremes, which show both in a
-    fraction of the time.
+    """Whether no element is NaN or Inf, ``[]``.
+
+    A CPU looks at the extremes, which show both in a fraction of the time.
     """
     on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
     return torch.isfinite(torch.stack(torch.aminmax(tensor)) if on_cpu else tensor).all()

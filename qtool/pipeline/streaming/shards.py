@@ -1,8 +1,10 @@
-"""The block loop: every shard that is missing is made and handed to the writer, whose record makes
-it count.
+"""The block loop: makes every missing shard and hands it to the writer.
 
-The two ends of the model, which no block depends on, are written first, beside the first blocks. A
-block that is written already is only run, on what its shard holds, for the inputs of the next one.
+A shard counts once its record is on disk.
+
+Embedding and head, which no block depends on, are written first, beside the first blocks. A resumed
+run starts at the newest block whose inputs are on disk; a block from there on that is written
+already is only run, on what its shard holds, for the inputs of the next one.
 
 Of several ranks each writes every R-th shard. Plain blocks it makes alone, the others all ranks
 make together.
@@ -10,6 +12,7 @@ make together.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,14 @@ from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
 from qtool.pipeline.run_record import RunRecord
 from qtool.pipeline.streaming import embedding_and_head as edges
-from qtool.pipeline.streaming.activations import Activations, compute_dtype, place_for
+from qtool.pipeline.streaming.activations import (
+    Activations,
+    compute_dtype,
+    described,
+    place_for,
+)
 from qtool.pipeline.streaming.blocks import BuiltBlocks, StreamedBlocks
+from qtool.pipeline.streaming.snapshots import Snapshots
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 
@@ -73,8 +82,9 @@ class Shards:
             self._make(tokens, activations)
         except torch.OutOfMemoryError as error:
             raise QtoolError(
-                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after {len(self.output.records)} of "
-                f"{len(self.specs)} shards; these are kept: free memory or pass --activations host, then --resume"
+                f"{self.device} ran out of memory ({str(error).splitlines()[0]}) after "
+                f"{len(self.output.records)} of {len(self.specs)} shards; these are kept: free "
+                "memory or pass --activations host, then --resume"
             ) from error
 
     def _make(self, tokens: Sequence[Tensor], activations: str) -> None:
@@ -84,61 +94,101 @@ class Shards:
             for s in range(2, last)
             if s not in output.records and (self.together or output.is_mine(s))
         ]
-        with (
-            recording(self.stages),
-            closing(self._blocks(self._batches(tokens), activations)) as blocks,
-            WriteBehind(self._written) as writer,
-        ):
-            for shard, end in ((1, edges.tables), (last, edges.head)):
-                if shard not in output.records and output.is_mine(shard):
-                    writer.submit(shard, self._putting(shard, end(self.source, self.job), {}))
-            for shard in range(2, max(missing, default=1) + 1):
-                following = next((other for other in missing if other > shard), None)
-                tensors: Iterable[tuple[str, Tensor]] | None = None
-                if shard in missing:
-                    notes: dict[str, Any] = {}
-                    ahead = None if following is None else following - 2
-                    tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
-                    with stage("write"):
-                        if output.is_mine(shard):
-                            writer.submit(shard, self._putting(shard, tensors, notes))
-                if following is not None and isinstance(blocks, BuiltBlocks):
-                    blocks.propagate(shard - 2, dict(tensors or _stored(output.path(shard))))
+        with recording(self.stages), WriteBehind() as writer:
+            start, blocks = self._blocks(self._batches(tokens), activations, missing, writer)
+            with closing(blocks):
+                for shard, tables in ((1, edges.tables), (last, edges.head)):
+                    if shard not in output.records and output.is_mine(shard):
+                        self._write(writer, shard, tables(self.source, self.job), {})
+                for shard in range(2 + start, max(missing, default=1) + 1):
+                    self._block(blocks, shard, missing, writer)
+                with stage("write"):
+                    writer.wait()
+
+    def _block(
+        self,
+        blocks: StreamedBlocks | BuiltBlocks,
+        shard: int,
+        missing: Sequence[int],
+        writer: WriteBehind,
+    ) -> None:
+        """Make the block of ``shard`` if it is missing; run it if a later one is."""
+        following = next((other for other in missing if other > shard), None)
+        tensors: Iterable[tuple[str, Tensor]] | None = None
+        if shard in missing:
+            notes: dict[str, Any] = {}
+            ahead = None if following is None else following - 2
+            tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
             with stage("write"):
-                writer.wait()
+                if self.output.is_mine(shard):
+                    self._write(writer, shard, tensors, notes)
+        if following is not None and isinstance(blocks, BuiltBlocks):
+            blocks.propagate(shard - 2, dict(tensors or _stored(self.output.path(shard))))
+
+    def _write(
+        self,
+        writer: WriteBehind,
+        shard: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        notes: dict[str, Any],
+    ) -> None:
+        writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU and for steps: the same for every number of
-        ranks.
+        """The calibration batches, larger on a GPU and where each is a step of an optimizer.
+
+        They are the same for every number of ranks.
         """
-        steps = self.job.rounding.steps
+        steps = self.job.rounding.iterates
         if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
         if steps:
             return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
         widest = max(
-            k for block in self.job.first_of_kinds() for _, k in self.job.linears(block).values()
+            k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
         )
         sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
         return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
 
-    def _blocks(self, tokens: Sequence[Tensor], activations: str) -> StreamedBlocks | BuiltBlocks:
+    def _blocks(
+        self,
+        tokens: Sequence[Tensor],
+        activations: str,
+        missing: Sequence[int],
+        writer: WriteBehind,
+    ) -> tuple[int, StreamedBlocks | BuiltBlocks]:
+        """The first block that must be looked at, and what makes it and the later ones."""
         if not self.together:
-            return StreamedBlocks(self.source, self.job)
-        if activations == "auto":
-            activations = place_for(
-                self.job, sum(ids.numel() for ids in ranks.local_items(tokens)), self.device
-            )
-        kept = Activations(
+            return 0, StreamedBlocks(self.source, self.job)
+        if self.job.needs_data:
+            own = sum(ids.numel() for ids in ranks.local_items(tokens))
+            if activations == "auto":
+                activations = place_for(self.job, own, self.device)
+            ranks.log(described(self.job, own, self.device, activations))
+        place = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN
         )
-        return BuiltBlocks(self.source, self.job, tokens, self.device, kept, self.stages)
+        timed = partial(self.stages.thread, "activations")
+        snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
+        start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
+        blocks = BuiltBlocks(
+            self.source, self.job, tokens, self.device, place, snapshots, self.stages, start, kept
+        )
+        return start, blocks
+
+    def missing_bytes(self) -> int:
+        """What the shards that are not written yet will take on the disk."""
+        missing = (
+            spec for shard, spec in enumerate(self.specs, 1) if shard not in self.output.records
+        )
+        return sum(t.numel() * t.dtype.itemsize for spec in missing for t in spec.values())
 
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
     ) -> Callable[[], None]:
-        """What writes ``shard``, in another thread: the copy from a GPU waits for ``tensors``, the
-        GPU not for it.
+        """What writes ``shard``, in another thread.
+
+        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()

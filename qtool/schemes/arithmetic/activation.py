@@ -28,7 +28,7 @@ class Activation:
     group_size: int | None = None
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes int8 ``[..., K]`` and scales float32 ``[..., K / group_size]`` of ``x [..., K]``."""
+        """Codes int8 ``[..., K]`` and scales float32 ``[..., K / group_size]`` of ``x``."""
         return quantize_groups(x, self.group_size or x.shape[-1], 2 ** (self.bits - 1) - 1)
 
     def dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Level 1 of the two-level W4A8 schemes: per-channel symmetric s8 inside the protective range.
 
 QServe section 3.1, LiquidGEMM section 4: ``s1[n] = max_k |W[n, k]| / 119``,
-``Q8 = clamp(rne(W / s1), -119, 119)``. The head room to 127 is what the second level's rounding may use.
+``Q8 = clamp(rne(W / s1), -119, 119)``. The second level's rounding may use the room up to 127.
 """
 
 import torch

@@ -5,8 +5,9 @@ A sum of floats depends on its order and a product on when it is rounded, so the
 the kernels' main loop and epilogue do (csrc/hopper/epilogue.cuh, weights_s4.cuh, mma_gemm.cuh), to
 the bit: ``fma`` rounds once.
 
-    y = fma(float(v) * sx, sw, bias)                                     one scale a token and channel
-    total = fma(float(v_G) * sx_G, sw_G, total) for each G in turn       scales by group, 128 inputs at most at a time
+    y = fma(float(v) * sx, sw, bias)                    one scale a token and channel
+    total = fma(float(v_G) * sx_G, sw_G, total)         for each G in turn: scales by group, 128
+                                                        inputs at most at a time
 """
 
 from functools import cache

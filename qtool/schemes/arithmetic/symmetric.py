@@ -1,6 +1,7 @@
 """Symmetric one-level quantization, what W8A8, W4A16, W4A4 and FMPQ weights have in common.
 
-Per group: ``s = max|W| / divisor``, ``Q = clamp(rne(W / s), low, high) + zero``, value ``(Q - zero) * s``.
+Per group: ``s = max|W| / divisor``, ``Q = clamp(rne(W / s), low, high) + zero``, and the value is
+``(Q - zero) * s``.
 A scheme states four constants. A group of zeros gets scale 1.
 """
 

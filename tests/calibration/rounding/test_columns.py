@@ -1,4 +1,4 @@
-"""The blocked sweep against the method written column by column, on CPU, under Triton's interpreter
+"""The sweep by panels against the method written column by column, on CPU, under Triton's interpreter
 and on a GPU.
 """
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.rounding.gptq import columns_triton
-from qtool.calibration.rounding.gptq.columns import descent_feedback, sweep
-from qtool.calibration.rounding.gptq.hessian import Factor
-from qtool.calibration.rounding.gptq.sparsegpt import prune
+from qtool.calibration.rounding.gptq.gptq import Factor, descent_feedback, prune, sweep
 from qtool.schemes.base import Grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,14 +55,14 @@ def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
     return codes * grid.step[:, group] + grid.offset[:, group]
 
 
-@pytest.mark.parametrize("block", [1, 7, 32, 128])
-def test_blocked_sweep_is_gptq_column_by_column(block: int) -> None:
+@pytest.mark.parametrize("panel", [1, 7, 32, 128])
+def test_a_sweep_by_panels_is_gptq_column_by_column(panel: int) -> None:
     weight, hessian = correlated(24, 64)
     grid = four_bits(weight, 4)
     group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
     error = torch.zeros_like(weight)
     codes = sweep(
-        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, block=block
+        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, panel=panel
     )
     assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
     torch.testing.assert_close(error, weight - values(codes, grid, group))
@@ -105,25 +103,25 @@ def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, spars
                     groups[i],
                     causal=causal,
                     keep=kept,
-                    block=16,
+                    panel=16,
                 )
             )
             lefts.append(left)
         found = sweep(
-            start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep, block=16
+            start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep, panel=16
         )
         assert torch.equal(found, torch.stack(expected)) and torch.equal(error, torch.stack(lefts))
 
 
-@pytest.mark.parametrize("block", [5, 64])
-def test_after_descent_no_single_code_can_be_better(block: int) -> None:
+@pytest.mark.parametrize("panel", [5, 64])
+def test_after_descent_no_single_code_can_be_better(panel: int) -> None:
     weight, hessian = correlated(8, 32)
     grid, group = four_bits(weight, 2), torch.arange(32) // 16
     error = torch.zeros_like(weight)
-    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, block=block)
+    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, panel=panel)
     first = before = (error @ hessian * error).sum()
     for _ in range(20):
-        codes = sweep(weight, error, descent_feedback(hessian), grid, group, block=block)
+        codes = sweep(weight, error, descent_feedback(hessian), grid, group, panel=panel)
         now = (error @ hessian * error).sum()
         assert now <= before + 1e-9
         before = now
@@ -159,9 +157,9 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
     reason="no CUDA device and TRITON_INTERPRET is not 1",
 )
-@pytest.mark.parametrize(("n", "k", "block", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
+@pytest.mark.parametrize(("n", "k", "panel", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, causal: bool) -> None:
+def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, causal: bool) -> None:
     weight, hessian = correlated(n, k, torch.float32)
     grid = four_bits(weight, 2)
     group = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // (k // 2)
@@ -173,7 +171,7 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
         else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
     )
     error_at_start, on_device = error.clone(), error.clone().to(DEVICE)
-    expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, block=block)
+    expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, panel=panel)
     moved = [t.to(DEVICE) for t in (weight, feedback, group)]
     fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
     kept = None if keep is None else keep.to(DEVICE)
@@ -187,14 +185,14 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
         moved[2][None],
         causal=causal,
         keep=kept_one,
-        block=block,
+        panel=panel,
     )[0].cpu()
     # two of them at once
     twice = torch.stack([error_at_start] * 2).to(DEVICE)
     both = columns_triton.sweep(
         torch.stack([moved[0]] * 2), twice, torch.stack([moved[1]] * 2),
         Grid(*(torch.stack([f] * 2) for f in vars(fields).values())), torch.stack([moved[2]] * 2),
-        causal=causal, keep=None if kept is None else torch.stack([kept] * 2), block=block,
+        causal=causal, keep=None if kept is None else torch.stack([kept] * 2), panel=panel,
     )  # fmt: skip
     assert torch.equal(both.cpu(), torch.stack([codes] * 2)) and torch.equal(
         twice, torch.stack([on_device] * 2)
@@ -204,6 +202,31 @@ def test_fused_kernel_equals_torch(n: int, k: int, block: int, sparse: bool, cau
     assert (codes != expected).any(1).float().mean() < 0.1
     same = (codes == expected).all(1)
     torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
+
+
+def sparsegpt(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
+    """SparseGPT's n:m mask by optimal brain surgery, one column and one inverse at a time (section
+    3.3): a column that is done leaves the problem, those after it hold what makes up for it.
+    """
+    weight, keep = weight.clone(), torch.zeros_like(weight, dtype=torch.bool)
+    inverses = [torch.linalg.inv(hessian[k:, k:]) for k in range(len(hessian))]
+    cost = torch.stack([inverse[0, 0] for inverse in inverses])
+    for k, inverse in enumerate(inverses):
+        if k % m == 0:
+            score = weight[:, k : k + m].square() / cost[k : k + m]
+            keep[:, k : k + m].scatter_(1, score.topk(n).indices, True)
+        error = torch.where(keep[:, k], 0.0, weight[:, k]) / inverse[0, 0]
+        weight[:, k:] -= torch.outer(error, inverse[0])
+    return keep
+
+
+@pytest.mark.parametrize("panel", [8, 32, 64])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
+def test_the_mask_is_that_of_sparsegpt(n: int, m: int, panel: int) -> None:
+    weight, hessian = correlated(32, 64)
+    factor = Factor(hessian.clone(), 0.0)
+    found = prune(weight, factor.feedback, factor.cost, (n, m), panel)
+    assert torch.equal(found, sparsegpt(weight, hessian, n, m))
 
 
 def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
@@ -217,6 +240,6 @@ def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
     feedback = torch.zeros(12, 12)
     feedback[1, 5] = 5.0  # of column 1, which is pruned
     feedback[5, 10] = -1.0  # of column 5, which stays, but 5.5 above its target
-    for block in (4, 8, 12):
-        heard = prune(target, feedback, cost, (2, 4), block)
+    for panel in (4, 8, 12):
+        heard = prune(target, feedback, cost, (2, 4), panel)
         assert heard.nonzero()[:, 1].tolist() == [0, 2, 4, 5, 8, 10]

@@ -75,6 +75,19 @@ def test_the_loss_falls_and_so_does_the_error_of_the_block(
     assert error < before
 
 
+@pytest.mark.parametrize(("decay", "last"), [(True, 0.0), (False, 1.0)])
+def test_steps_decay_to_nothing_or_stay(
+    block: tuple[Block, list], decay: bool, last: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(
+        Distill, "optimizer", lambda *a, of=Distill.optimizer: made.append(of(*a)) or made[-1]
+    )
+    distilled(block, decay=decay, epochs=2)
+    rates = [(group["lr"], group["initial_lr"]) for group in made[-1].param_groups]
+    assert all(rate == pytest.approx(last * first) for rate, first in rates)
+
+
 @pytest.mark.parametrize("start", ["rtn", "gptq"])
 def test_a_16_bit_module_learns_beside_the_exact_weights(
     block: tuple[Block, list], start: str

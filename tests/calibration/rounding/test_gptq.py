@@ -13,9 +13,10 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.rounding import group_fit
-from qtool.calibration.rounding.gptq.gptq import Gptq
-from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, relative_error
-from qtool.calibration.rounding.gptq.problem import Rows
+from qtool.calibration.rounding.gptq import gptq
+from qtool.calibration.rounding.gptq.gptq import Factor, Problem, prepare
+from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.group_fit import fit_groups
 from qtool.calibration.rounding.scales import float_scale
 from qtool.models import family_of
@@ -134,7 +135,7 @@ def test_problems_together_get_what_each_gets_alone(name: str) -> None:
     for seed, tokens in enumerate((1024, 3, 600)):
         weight, hessian = problem(tokens=tokens, seed=seed)
         problems.append(
-            Rows(
+            Problem(
                 scheme,
                 weight,
                 hessian,
@@ -143,10 +144,10 @@ def test_problems_together_get_what_each_gets_alone(name: str) -> None:
             )
         )
     method = Gptq(damping=1e-12)
-    found = method.solve_all(problems)
+    found = gptq.solve(problems, method)
     assert found[1].damping > found[0].damping
     for own, together in zip(problems, found, strict=True):
-        (alone,) = method.solve_all([own])
+        (alone,) = gptq.solve([own], method)
         assert torch.equal(alone.codes, together.codes) and alone.damping == together.damping
         assert all(torch.equal(alone.params[key], together.params[key]) for key in alone.params)
         assert torch.equal(alone.lost, together.lost) and torch.equal(alone.power, together.power)
@@ -250,7 +251,7 @@ def test_clips_of_a_recipe_are_the_start_of_the_search(block: tuple[Block, list]
 def test_a_sparse_weight_whose_input_is_off_is_pruned_and_rounded_as_its_target() -> None:
     scheme, method, (weight, hessian) = get("w4a16-24"), Gptq(residual=1), problem()
     hessian.d = 0.03 * torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) @ hessian.h
-    target = method.begin(Rows(scheme, weight, hessian)).target
+    target = prepare(Problem(scheme, weight, hessian), method).target
     assert (target - weight).norm() > 0.1 * weight.norm()
     found = solve(method, scheme, weight, hessian)
     hessian.d = None

@@ -5,9 +5,10 @@ the damped sum.
 import pytest
 import torch
 
+from qtool.calibration.precision import halves, precise_matmul
 from qtool.calibration.rounding.gptq import hessian as hessian_module
-from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, panels
-from qtool.calibration.rounding.gptq.tensor_cores import halves, precise_matmul
+from qtool.calibration.rounding.gptq.gptq import Factor
+from qtool.calibration.rounding.gptq.hessian import Hessian, panels
 from qtool.calibration.rounding.group_fit import group_error
 from qtool.errors import QtoolError
 

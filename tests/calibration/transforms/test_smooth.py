@@ -6,9 +6,10 @@ import torch
 from qtool.calibration.forwards import run
 from qtool.calibration.method import check_order
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.rotate import Rotate
-from qtool.calibration.transforms.smooth import Smooth, smoothing_factor
+from qtool.calibration.transforms.smooth import Smooth, search, smoothing_factor
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold
 from qtool.schemes import get
@@ -61,12 +62,50 @@ def test_only_the_groups_asked_for(llama, blocks):
         Smooth(groups=("head",))
 
 
+def test_smoothquants_alpha_is_taken_as_it_is(llama, blocks):
+    block, batches = blocks(llama, get("w8a8"))[0]
+    group = next(group for group in block.family.folds() if group.fold is Fold.NORM)
+    seen = collect(block, batches, [group.linears[0]], 8)[group.linears[0]]
+    before = [block.weight(name).clone() for name in group.linears]
+    w_amax = torch.cat(before).abs().amax(0)
+    Smooth(groups=("norm",), alpha=0.5).apply(block, batches)
+    factor = smoothing_factor(seen.amax, w_amax, 0.5, 0.5)
+    for name, weight in zip(group.linears, before, strict=True):
+        torch.testing.assert_close(block.weight(name), weight * factor)
+    assert {note["alpha"] for note in block.notes["smooth"].values()} == {0.5}
+    with pytest.raises(QtoolError, match="expected 0 to 1"):
+        Smooth(alpha=1.5)
+
+
 def test_a_block_without_quantized_linears_is_left_alone(llama, blocks):
     block, batches = blocks(llama)[0]
     block.schemes.clear()
     before = {name: t.clone() for name, t in block.module.state_dict().items()}
     Smooth().apply(block, batches)
     assert all(torch.equal(t, before[name]) for name, t in block.module.state_dict().items())
+
+
+def test_reported_errors_are_mean_squares_of_the_quantized_outputs(llama, blocks):
+    """Of all outputs of a group alike, though k and v are narrower than q."""
+    block, batches = blocks(llama, get("w4a4", 32))[0]
+    group = next(iter(block.family.folds()))
+    seen = collect(block, batches, [group.linears[0]], 64)[group.linears[0]]
+    weights = [block.weight(name).clone() for name in group.linears]
+    assert len({len(weight) for weight in weights}) == 2
+    scheme = block.schemes[group.linears[0]]
+    factor, (alpha, beta, error, unsmoothed) = search(block, group, seen, Smooth(steps=2).grid())
+
+    def mean_square(factor):
+        inputs, scaled = seen.sample / factor, [weight * factor for weight in weights]
+        params = [scheme.fit(weight) for weight in scaled]
+        rounded = torch.cat(list(map(scheme.fake_weight, scaled, params)))
+        outputs = scheme.fake_activation(inputs, params[0]) @ rounded.T
+        return (outputs - seen.sample @ torch.cat(weights).T).square().mean()
+
+    torch.testing.assert_close(unsmoothed.float(), mean_square(torch.ones(())))
+    torch.testing.assert_close(error.float(), mean_square(factor))
+    amax = torch.cat(weights).abs().amax(0)
+    torch.testing.assert_close(factor, smoothing_factor(seen.amax, amax, float(alpha), float(beta)))
 
 
 def test_dead_channels_keep_factor_one():

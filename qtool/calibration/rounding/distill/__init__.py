@@ -1,1 +1,1 @@
-"""Block distillation: weights and scales learned until the block answers as the float block does."""
+"""Block distillation: a block learns until it answers as the float block does."""

@@ -5,7 +5,7 @@ APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, g
 teacher see the same input, the output of the quantized blocks before; the teacher is the float
 block after all transforms. Per token of block output y:
 
-    loss = 1 - cos(y_student, y_teacher)        or        |y_student - y_teacher|^2 / mean |y_teacher|^2
+    loss = 1 - cos(y_student, y_teacher)    or    |y_student - y_teacher|^2 / mean |y_teacher|^2
 
 Adam learns every linear's weight, float scale and, where the scheme has zero points, both clipping
 bounds through the straight-through estimator of
@@ -30,7 +30,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import forward, run
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
-from qtool.calibration.rounding.gptq.gptq import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.statistics import own_subset
@@ -51,15 +51,16 @@ class Distill(Rounding):
         start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. GPTQ's dense
             codes are better than what is learned from RTN's and rarely improve; its 2:4 ones do, by
             a fifth.
-        loss: ``cosine`` is APEX4's. It is blind to the length of y, which drifts: ``mse`` came out
-            ahead on every scheme measured.
+        loss: ``cosine`` is APEX4's, blind to the length of y; ``mse`` is OmniQuant's.
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
         weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
-            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
+            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
+            in OmniQuant's learned clipping.
         scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
             a group's width.
+        decay: let both steps fall to 0, in equal parts, until the last iteration; APEX4's stay.
         seed: of the order of the batches.
     """
 
@@ -70,11 +71,12 @@ class Distill(Rounding):
     held_out: float = 0.125
     weight_lr: float = 0.005
     scale_lr: float = 1e-4
+    decay: bool = True
     seed: int = 0
 
     name = "distill"
     needs_data = True
-    steps = True
+    iterates = True
     positive = ("samples",)
 
     def __post_init__(self) -> None:
@@ -121,8 +123,8 @@ class Distill(Rounding):
 
         optimizer = self.optimizer(linears)
         learned = [p for group in optimizer.param_groups for p in group["params"]]
-        steps = max(1, self.epochs * len(taught))
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        iterations, last = max(1, self.epochs * len(taught)), 0.0 if self.decay else 1.0
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=iterations)
         random = torch.Generator().manual_seed(self.seed + block.index)
         curve, best = [judge()], {n: m.rounded() for n, m in linears.items()}
         for _ in range(self.epochs):

@@ -5,12 +5,13 @@ Forward is what the quantized linear computes, codes and all: ``V = grid.nearest
 passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and shift
 by b,
 
-    dV/dW = 1 where the code is not clamped, else 0        dV/da = V - W dV/dW        dV/db = 1 - dV/dW
+    dV/dW = 1 where the code is not clamped, else 0
+    dV/da = V - W dV/dW        dV/db = 1 - dV/dW
 
 (LSQ arXiv 1902.08153 for the scale, LSQ+ arXiv 2004.09576 for the shift). A scheme without zero
 points has one unknown, the logarithm r of its float scale's change, ``a = e^r``: both clipping
-bounds move together. One with them (:meth:`Scheme.clip_bounds`) has also the lowest and the highest value
-of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137, equation 2), and the
+bounds move together. One with them (:meth:`Scheme.clip_bounds`) has also the lowest and the highest
+value of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137, equation 2), and the
 integers are rounded to them:
 
     a = e^r (H - L) / (H_0 - L_0)        b = e^r L - a L_0
@@ -76,7 +77,7 @@ class LearnedLinear(nn.Module):
         self.shift = None if bounds is None else nn.Parameter(torch.zeros_like(bounds))
 
     def clip_bounds(self) -> Tensor | None:
-        """The groups' bounds as learned so far ``[2, N, G]``, real numbers in units of the scale."""
+        """The groups' bounds as learned so far ``[2, N, G]``, real, in units of the scale."""
         start = self.scheme.clip_bounds(self.params)
         if start is None or self.shift is None:
             return None

@@ -73,7 +73,7 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can take ``weight``; without triton a GPU uses torch's operations."""
+    """Whether the fused kernel can take ``weight``; a GPU without triton uses torch's."""
     return weight.is_cuda and find_spec("triton") is not None
 
 

@@ -1,1 +1,1 @@
-"""GPTQ: the Hessian, the column loop, 2:4 pruning."""
+"""GPTQ: gptq.py is the method; hessian.py sums its input, rounding.py is what recipes name."""

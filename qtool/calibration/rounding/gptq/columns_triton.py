@@ -1,9 +1,9 @@
-"""The sweep on a GPU: one fused kernel and one matrix product for each block of columns.
+"""The sweep on a GPU: one fused kernel and one matrix product for each panel of columns.
 
-The kernel rounds a block: a program holds ``ROWS x b`` targets in registers, reads column k out of
+The kernel rounds a panel: a program holds ``ROWS x b`` targets in registers, reads column k out of
 the tile by a masked sum, rounds it and adds what its error changed to the columns after it. The
-product then adds what the block changed to all columns behind it, ``T[:, later] += (E - E_old)
-M[block, later]``, so that a target is ready when its turn comes. A product sums over ``b`` terms
+product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
+M[panel, later]``, so that a target is ready when its turn comes. A product sums over ``b`` terms
 only, in one order for any number of rows: rows may be shared out, and their codes stay.
 """
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.gptq.row_products import product, together
+from qtool.calibration.precision import product, stack
 from qtool.schemes.base import Grid
 
 #: rows and warps of a program for at least so many rows: few and small ones, to fill all
@@ -27,7 +27,7 @@ if find_spec("triton"):
     MAGIC = tl.constexpr(12582912.0)
 
     @triton.jit
-    def _round_block(  # type: ignore[no-untyped-def]
+    def _round_panel(  # type: ignore[no-untyped-def]
         target_ptr,
         weight_ptr,
         error_ptr,
@@ -84,7 +84,7 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can round ``weight``; without triton a GPU uses torch's operations."""
+    """Whether the fused kernel can round ``weight``; a GPU without triton uses torch's."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
@@ -97,23 +97,21 @@ def sweep(
     *,
     causal: bool = False,
     keep: Tensor | None = None,
-    block: int = 128,
+    panel: int = 128,
 ) -> Tensor:
-    """As ``columns.sweep``, but the codes are int16; ``error`` is contiguous. All dimensions ``[E,
-    ...]``.
-    """
+    """``gptq.sweep`` with a first dimension E on all and contiguous ``error``; codes are int16."""
     problems, n, columns = weight.shape
     weight, feedback, group = weight.contiguous(), feedback.contiguous(), group.contiguous()
     alone = zip(weight, error, feedback, strict=True)
-    target = weight.clone() if causal else together([product(e, m).add_(w) for w, e, m in alone])
-    codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(block)
+    target = weight.clone() if causal else stack([product(e, m).add_(w) for w, e, m in alone])
+    codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(panel)
     change = weight.new_empty(problems, n, width)
     fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
     rows, warps = next(size for least, *size in SIZES if problems * n >= least)
-    for start in range(0, columns, block):
-        b = min(block, columns - start)
-        _round_block[(triton.cdiv(n, rows), problems)](
+    for start in range(0, columns, panel):
+        b = min(panel, columns - start)
+        _round_panel[(triton.cdiv(n, rows), problems)](
             target,
             weight,
             error,

@@ -1,355 +1,455 @@
-"""GPTQ: second-order rounding, column by column, of every linear of a block.
+"""GPTQ: second-order rounding of a weight, column by column.
 
-Frantar et al. 2022 (arXiv 2210.17323), with MARLIN's changes (section 3.5: clipping search by
-group, calibration sequences of any length) and three that won when measured. The demo model's KL
-divergence on its held-out text in 1/1000 nats, calibrated on 128 x 512 tokens of Wikipedia: w4a16
-22.9 to nearest, 16.7 plain GPTQ, 14.1 with 3 and the clipping search, 13.1 with 2, 12.7 with ten
-times the damping (w4a8-lqq 15.2 to 9.5):
+Frantar et al. 2022 (arXiv 2210.17323), in the form of LDLQ (arXiv 2307.13304, theorem 6: the same
+codes, one Cholesky and no inverse), with MARLIN's clipping search by group (section 3.5). For a
+weight W and the inputs X that the quantized linear sees, after its own activation quantizer:
 
-1. H is taken of the inputs as the quantized linear sees them, after its own activation quantizer.
-2. The target is not W but what best makes up for the error already in the input (after GPTAQ,
-   arXiv 2504.02692): X_fp is the float model's input to the linear, X the quantized path's,
-       min_V ||X V^T - X_fp W^T||  =>  T = W + residual * W (X_fp - X)^T X H^-1
-3. After the GPTQ pass, rounds of: float scales by least squares, then coordinate descent over the
-   codes.
+    H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
+    T = W + residual W D H^-1                           D = 2 (X_fp - X)^T X        prepare
+    v_k = nearest(t_k + sum_{j<k} e_j M_jk)             M = R diag(R)^-1 - I        sweep
+    then, ``rounds`` times:
+        the float scales by least squares, the codes as they are                    refit
+        v_k = nearest(t_k + sum_{j!=k} e_j M_jk)        M = H diag(H)^-1 - I        sweep
+
+``e = t - v`` is the error of a column. T makes up for the error that is already in the input (after
+GPTAQ, arXiv 2504.02692): ``X_fp`` is the float model's input, and ``X T^T`` comes nearest to ``X_fp
+W^T``. The last step is coordinate descent: each code is the best one given all the others.
 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"),
-so columns may be visited in the order of falling H_kk. Linears that share an input share H and are
-one problem: their rows are stacked. Experts of one shape are solved together, each as if it were
-alone. Groups follow the data flow: each sees the inputs that the quantized linears before it
-produce. Of several ranks each solves whole problems where there are enough (experts), else its
-share of the rows of each: rows do not depend on each other.
+so that columns may be visited in the order of falling ``H_kk``. A 2:4 scheme is pruned first
+(:func:`prune`, SparseGPT); GPTQ and coordinate descent then round what stays, so that errors of
+pruning and rounding are made up for together.
 
-Legend: M tokens, N output channels, K input channels, G groups, g channels of a group.
+Problems of one shape (experts) are solved together: a column is a few small operations, most of
+whose time is not work. Each gets the codes that it gets alone, to the bit.
+
+Legend: E problems, N output channels, K input channels, G groups, b columns of a panel.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.batch import Batch
-from qtool.calibration.block import Block
-from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import Reference, inputs_of, observe
-from qtool.calibration.method import Rounding
-from qtool.calibration.rounding.gptq.columns import descent_feedback, sweep
-from qtool.calibration.rounding.gptq.hessian import Factor, Hessian, panels, relative_error
-from qtool.calibration.rounding.gptq.problem import (
-    GptqState,
-    Problem,
-    Rows,
-    Solution,
-    alike,
-    others_bytes,
-    row_ranges,
-    solved_together,
-    stages,
-)
-from qtool.calibration.rounding.gptq.row_products import ROWS, by_rows, product, together
-from qtool.calibration.rounding.gptq.sparsegpt import prune
+from qtool.calibration.precision import by_rows, product, stack
+from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.group_fit import fit_groups
-from qtool.calibration.rounding.rounded import Rounded
-from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.rounding.scales import refit
-from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
-from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.schemes.base import Grid, Params, Scheme
+from qtool.schemes.base import Clip, Grid, Params, Scheme
+
+#: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
+LARGE = 1 << 30
 
 
 @dataclass(kw_only=True)
-class Gptq(Rounding):
-    """Options, all of them recipe keys.
+class GptqOptions:
+    """What can be chosen; all of them are recipe keys.
 
     Args:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
             The paper's 0.01 follows the calibration text more closely than other texts like it.
         act_order: visit columns in the order of falling ``H_kk``.
-        block: columns rounded before the rest of the weight hears of it; changes speed only.
+        column_panel: columns rounded before the rest of the weight gets their errors; changes speed
+            only.
         clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no
             search.
-        negative_scales: try them with scales below 0 too, where the scheme takes those: 9 % less
-            squared error in groups of 128 normal weights, w4a16's divergence on the demo 8.4 in
-            place of 9.0.
+        negative_scales: try them with scales below 0 too, where the scheme takes those.
         residual: share of the input's error that the target makes up for; 0: the target is W. All
-            of it (1) wins with 16-bit activations and 64 k calibration tokens (w4a16: 8.5 against
-            9.1), is no better with fewer tokens or 8-bit activations and worse with 4-bit ones.
+            of it (1) is best with 16-bit activations and much calibration text.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
     """
 
     damping: float = 0.1
     act_order: bool = True
-    block: int = 128
+    column_panel: int = 128
     clip_steps: int = 20
     clip_least: float = 0.6
     negative_scales: bool = False
     residual: float = 0.5
     rounds: int = 2
 
-    name = "gptq"
-    needs_data = True
-    positive = ("block", "clip_steps")
+    def clip_ratios(self, scheme: Scheme) -> list[float]:
+        """The candidates of the clipping search, from 1 down; below 0 for a scale below 0."""
+        last = max(1, self.clip_steps - 1)
+        ratios = [1 - (1 - self.clip_least) * i / last for i in range(self.clip_steps)]
+        both = self.negative_scales and scheme.negative_scales
+        return [*ratios, *(-ratio for ratio in ratios)] if both else ratios
+
+
+@dataclass
+class Problem:
+    """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before."""
+
+    scheme: Scheme
+    weight: Tensor
+    hessian: Hessian
+    clip: Clip = 1.0
+    group_clip: Clip = 1.0
+
+
+@dataclass
+class Solution:
+    """Codes and parameters of a weight.
+
+    Attributes:
+        damping: the share of the mean diagonal that was added to H.
+        lost, power: ``2 ||X e_n||^2`` of the error and of the weight ``[N]``.
+    """
+
+    codes: Tensor
+    params: Params
+    damping: float
+    lost: Tensor
+    power: Tensor
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Solution"], scheme: Scheme) -> "Solution":
+        """The solution of all rows from those of some rows each."""
+        first = parts[0]
+        params = {k: t if k in scheme.shared_params else torch.cat([p.params[k] for p in parts])
+                  for k, t in first.params.items()}  # fmt: skip
+        codes, lost, power = (
+            torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "lost", "power")
+        )
+        return cls(codes, params, first.damping, lost, power)
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    inputs: Tensor | None = None,
+    hessian: Tensor | None = None,
+    options: GptqOptions | None = None,
+) -> tuple[Tensor, Params]:
+    """Codes ``[N, K]`` and parameters of ``weight [N, K]`` under ``scheme``.
+
+    Args:
+        inputs: ``X [M, K]`` of the linear, before the scheme's activation quantizer; or
+        hessian: ``2 X^T X [K, K]`` float32 of what that quantizer makes of them.
+        options: the defaults if None.
+
+    Raises:
+        QtoolError: neither or both of inputs and hessian; NaN or Inf in them or in the weight; a K
+            that the scheme's group size does not divide.
+
+    >>> from qtool import schemes
+    >>> random = torch.Generator().manual_seed(0)
+    >>> weight = torch.randn(32, 128, generator=random)
+    >>> inputs = torch.randn(512, 128, generator=random) @ torch.randn(128, 128, generator=random)
+    >>> scheme = schemes.get("w4a16", 128)
+    >>> codes, params = gptq(weight, scheme, inputs=inputs)
+    >>> def error(rounded):
+    ...     return (inputs @ (rounded - weight).T).norm() / (inputs @ weight.T).norm()
+    >>> nearest = scheme.fake_weight(weight, scheme.fit(weight))
+    >>> bool(error(scheme.dequantize(codes, params)) < error(nearest))
+    True
+    """
+    if (inputs is None) == (hessian is None):
+        raise QtoolError("gptq: give either inputs or hessian")
+    weight = weight.float()
+    moments = Hessian(weight.shape[1], weight.device)
+    if inputs is not None:
+        moments.add(scheme.fake_activation(inputs, scheme.fit(weight)))
+        moments.complete()
+    else:
+        moments = Hessian.of(hessian)  # type: ignore[arg-type]
+    (solution,) = solve([Problem(scheme, weight, moments)], options or GptqOptions())
+    return solution.codes, solution.params
+
+
+def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
+    """Solve problems of one scheme and shape, each as if it were alone."""
+    scheme, states = problems[0].scheme, [prepare(problem, options) for problem in problems]
+    target = stack([s.target[:, s.order] for s in states])
+    feedback = stack([s.feedback for s in states])
+    keep = stack([s.keep for s in states if s.keep is not None]) if scheme.sparsity else None
+    group = stack([s.order // scheme.groups(s.target).shape[2] for s in states])
+    error = torch.zeros_like(target)
+    for s in states:
+        s.feedback = s.feedback.new_empty(0)
+    for turn in range(1 + options.rounds):
+        grids = [scheme.grid(s.params) for s in states]
+        grid = Grid(*(stack([getattr(g, f.name) for g in grids]) for f in fields(Grid)))
+        panel = options.column_panel
+        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=panel)
+        for s, found in zip(states, codes, strict=True):
+            s.codes = found[:, s.back].to(scheme.code_dtype)
+        if turn < options.rounds:
+            del feedback
+            for e, (s, problem) in enumerate(zip(states, problems, strict=True)):
+                s.params = refit(scheme, s.params, s.codes, s.target, problem.hessian.h)
+                error[e] = (s.target - scheme.dequantize(s.codes, s.params))[:, s.order]
+            feedback = stack([descent_feedback(s.damped) for s in states if s.damped is not None])
+    del target, feedback, error
+    return [s.solution(problem) for s, problem in zip(states, problems, strict=True)]
+
+
+@dataclass
+class State:
+    """A problem while it is solved.
+
+    Attributes:
+        order, back: the columns as they are visited ``[K]``, and its inverse.
+        target: T ``[N, K]``. codes: found so far ``[N, K]``. Both in the order of the weight.
+        keep: what pruning left ``[N, K]``, bool, as visited; None of a dense scheme.
+        damping: the share of the mean diagonal that was added to H.
+        damped, feedback: H after that, where descent needs it, and M ``[K, K]``, as visited.
+    """
+
+    order: Tensor
+    back: Tensor
+    target: Tensor
+    keep: Tensor | None
+    params: Params
+    damping: float
+    damped: Tensor | None
+    feedback: Tensor
+    codes: Tensor
+
+    def solution(self, problem: Problem) -> Solution:
+        """What became of it."""
+        weight, power = problem.weight, problem.hessian.power
+        lost = power(weight - problem.scheme.dequantize(self.codes, self.params))
+        return Solution(self.codes, self.params, self.damping, lost, power(weight))
+
+
+def prepare(problem: Problem, options: GptqOptions) -> State:
+    """All that comes before the columns: their order, the target, the grid and the feedback."""
+    scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
+    order = visiting_order(hessian.h.diagonal(), scheme, options.act_order)
+    back = torch.argsort(order)
+
+    def fit(kept: Tensor) -> Params:
+        clips = {"clip": problem.clip, "group_clip": problem.group_clip}
+        ratios = options.clip_ratios(scheme)
+        return fit_groups(scheme, kept, hessian.h.diagonal(), ratios, **clips)
+
+    # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits
+    # for that
+    plain = hessian.d is None and not scheme.sparsity
+    params = fit(weight) if plain else {}
+    factor = Factor(hessian.h, options.damping, order)
+    damped = factor.h if options.rounds else None
+    target = weight
+    if hessian.d is not None:
+        missing = by_rows(factor.solve, product(weight, hessian.d)[:, order])[:, back]
+        target = weight + options.residual * missing
+    keep = None
+    if scheme.sparsity:
+        pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity
+        keep = prune(*pruned, options.column_panel)
+    if not plain:
+        params = fit(target if keep is None else target * keep[:, back])
+    factor.forget()
+    no_codes = weight.new_empty(0)
+    feedback = factor.feedback
+    return State(order, back, target, keep, params, factor.damping, damped, feedback, no_codes)
+
+
+def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
+    """The columns ``[K]`` by falling ``importance``; those pruned together stay together."""
+    size = scheme.sparsity[1] if scheme.sparsity else 1
+    columns = torch.arange(len(importance), device=importance.device).view(-1, size)
+    if act_order:
+        falling = importance.view(-1, size).sum(1).argsort(descending=True, stable=True)
+        columns = columns[falling]
+    return columns.flatten()
+
+
+class Factor:
+    """``H + damping mean(diag H) I = R R^T``, R upper triangular.
+
+    The damping is raised x10 until Cholesky succeeds. A channel that was never active (``H_kk =
+    0``) gets the mean of the diagonal first (1 where that is 0), so that its weights are rounded to
+    nearest and no other is disturbed.
+
+    Args:
+        hessian: ``H [K, K]``.
+        order: of its columns ``[K]``; None as they lie.
+
+    Attributes:
+        damping: the share of the mean diagonal that was added.
+
+    Raises:
+        QtoolError: NaN or Inf in ``H``, which no damping mends.
+    """
+
+    def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
+        if hessian.is_cuda and hessian.nbytes > LARGE:
+            torch.cuda.empty_cache()  # no hole is large enough for two more of its size
+        #: the damped Hessian, last column first: what has a lower factor where it itself has an
+        #: upper one
+        self._reversed = (
+            hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
+        )
+        diagonal = self._reversed.diagonal()
+        dead = diagonal == 0
+        mean = float(diagonal.mean())
+        if not math.isfinite(mean):
+            raise QtoolError("gptq: NaN or Inf in the inputs of a linear on the calibration text")
+        diagonal[dead] = mean or 1.0
+        added = 0.0
+        self.damping = damping
+        while True:
+            diagonal += self.damping * mean - added
+            added = self.damping * mean
+            self._lower, failed = torch.linalg.cholesky_ex(self._reversed)
+            if not int(failed):
+                return
+            self.damping = max(self.damping * 10, 1e-6)
 
     @property
-    def compares(self) -> bool:
-        return self.residual > 0
+    def h(self) -> Tensor:
+        """The damped Hessian ``[K, K]``."""
+        return self._reversed.flip(0, 1)
 
-    @torch.no_grad()
-    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        reference = block.reference or Reference.of(block) if self.residual else None
-        rounded: dict[str, Rounded] = {}
-        tokens, turns = (
-            count_tokens(batches),
-            list(ranks.lockstep(batches, len(batch_shapes(batches)))),
+    def forget(self) -> None:
+        """Free the damped Hessian: two more of its size are alive while the feedback is made."""
+        self._reversed = self._reversed.new_empty(0)
+
+    @property
+    def feedback(self) -> Tensor:
+        """``R diag(R)^-1 - I [K, K]``, strictly upper: the feedback of GPTQ."""
+        upper = self._lower.flip(0, 1)
+        return upper.div_(upper.diagonal().clone()).fill_diagonal_(0)
+
+    @property
+    def cost(self) -> Tensor:
+        """``diag(R)^2 [K]``: what an error in column k costs once later columns made up for it."""
+        return self._lower.diagonal().flip(0).square()
+
+    def solve(self, right: Tensor) -> Tensor:
+        """``right H^-1`` for ``right [N, K]``."""
+        return torch.cholesky_solve(right.T.flip(0), self._lower).flip(0).T
+
+
+def descent_feedback(hessian: Tensor) -> Tensor:
+    """``H diag(H)^-1 - I [K, K]``: the feedback of coordinate descent."""
+    return (hessian / hessian.diagonal()).fill_diagonal_(0)
+
+
+def sweep(
+    weight: Tensor,
+    error: Tensor,
+    feedback: Tensor,
+    grid: Grid,
+    group: Tensor,
+    *,
+    causal: bool = False,
+    keep: Tensor | None = None,
+    panel: int = 128,
+) -> Tensor:
+    """One pass over the columns, a panel of them at a time.
+
+    Args:
+        weight: the targets ``[E, N, K]``, float32.
+        error: ``[E, N, K]``: zeros before the first pass; in place, the errors of the new codes.
+        feedback: ``M [E, K, K]``.
+        grid: of the groups, each field ``[E, N, G]``.
+        group: the group of each column ``[E, K]``.
+        causal: ``M`` is strictly upper (GPTQ's): a column gets the errors of those before it only.
+        keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
+        panel: columns of a panel; changes speed only.
+
+    Of one problem all of them may lack the first dimension, as the result then does.
+
+    Returns:
+        Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
+    """
+    if weight.dim() == 2:
+        one = Grid(grid.step[None], grid.offset[None], grid.low[None], grid.high[None])
+        kept = None if keep is None else keep[None]
+        own = weight[None], error[None], feedback[None], one, group[None]
+        return sweep(*own, causal=causal, keep=kept, panel=panel)[0]
+    if columns_triton.runs_on(weight):
+        arguments = weight, error, feedback, grid, group
+        return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
+    codes = torch.empty_like(weight)
+    for start in range(0, weight.shape[2], panel):
+        columns = slice(start, start + panel)
+        before = slice(0, start) if causal else slice(None)
+        target = torch.empty_like(weight[:, :, columns])
+        # one by one: a batched product may add in another order
+        for one, own, its_error, m in zip(target, weight, error, feedback, strict=True):
+            torch.addmm(own[:, columns], its_error[:, before], m[before, columns], out=one)
+        of = group[:, columns]
+        by_column = (
+            stack([one[:, at] for one, at in zip(getattr(grid, f.name), of, strict=True)])
+            for f in fields(Grid)
         )
-        for stage in stages(block.family.groups):
-            found: dict[str, Rounded] = {}
-            problems: list[Problem] = []
-            inputs = [names for group in stage for names in alike(block, group.linears)]
-            experts = self.moments_of_experts(block, turns, inputs) if stage[0].routed else {}
-            for names in inputs:
-                hessian = experts.pop(names[0], None) or self.moments(
-                    block, reference, turns, names[0]
-                )
-                if saw_enough(block, names, hessian.tokens, tokens):
-                    problems.append(Problem(names, hessian))
-                else:
-                    found |= RoundToNearest().round(
-                        replace(block, schemes={n: block.schemes[n] for n in names}), []
-                    )
-            try:
-                found |= self.round_problems(block, problems)
-            except QtoolError as error:
-                raise QtoolError(f"block {block.index}: {error}") from error
-            for name, result in found.items():
-                block.install(name, result)
-                block.forget(name)
-            rounded |= found
-        for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
-            note["error"] = float(note["error"])
-        return rounded
-
-    def moments(
-        self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str
-    ) -> Hessian:
-        """The moments of linear ``name``'s input, as it will see it; ``turns``: the batches by
-        ``ranks.lockstep``.
-        """
-        scheme, params = block.schemes[name], block.fit(name)
-        hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
-        for batch in turns:
-            if batch is not None and (x := inputs_of(block, batch, name)) is not None:
-                float_x = None if reference is None else reference.inputs(batch, name)
-                hessian.add(scheme.fake_activation(x, params), float_x)
-            hessian.step()
-        return hessian.complete()
-
-    def moments_of_experts(
-        self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
-    ) -> dict[str, Hessian]:
-        """The moments of every expert's input in one pass, by the first of the linears that read
-        it.
-
-        The float block's router may send other tokens, so that its inputs say nothing about these.
-        """
-        hessians = {
-            names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs
-        }
-
-        def observer(name: str) -> Callable[[Tensor], None]:
-            scheme, params = block.schemes[name], block.fit(name)
-            return lambda x: hessians[name].add(scheme.fake_activation(x, params))
-
-        observers = {name: observer(name) for name in hessians}
-        for batch in turns:
-            if batch is not None:
-                observe(block, [batch], observers)
-            for hessian in hessians.values():
-                hessian.step()
-        return {name: hessian.complete() for name, hessian in hessians.items()}
-
-    def work(self, block: BlockShape) -> Work:
-        """A group's inputs come from forwards that end there, the float block's too; those of all
-        experts from one.
-        """
-        work, before = Work(), 0.0
-        for number, stage in enumerate(stages(block.family.groups)):
-            routed, problems = stage[0].routed, block.stacked(stage)
-            drift = bool(self.residual) and not routed
-            if problems:
-                work += Work(forward_flops=block.forward() if routed else (1 + drift) * before)
-            for n, k in problems:
-                moments = sum(
-                    rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
-                )
-                work += Work(
-                    hessian_flops=2
-                    * block.tokens
-                    * block.share(stage[0].linears[0])
-                    * (moments + drift * k * k),
-                    rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
-                    rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
-                    rounding_steps=-(-k // self.block) * (1 + self.rounds),
-                )
-            before += (
-                0 if routed else block.multiplied(stage[0].linears)
-            )  # shared experts come before
-            before += block.attention() if number == 0 else 0
-        return work
-
-    def held_bytes(self, block: BlockShape) -> int:
-        """Of the worst stage: exact weights, codes of those rounded before, its Hessians, and what
-        solves it.
-
-        First Hessian, damped one and factor; then Hessian and feedback beside the stacked weight,
-        its target, errors and codes. Several experts are solved together.
-        """
-        left, total, worst = block.weights, block.weights, 0
-        for stage in stages(block.family.groups):
-            drift = bool(self.residual) and not stage[0].routed
-            problems = block.stacked(stage)
-            for n, k in problems[:1]:  # experts are alike
-                factoring, sweeping = (
-                    (3 + drift) * 4 * k * k,
-                    (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k,
-                )
-                solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
-                worst = max(worst, 4 * left + (total - left) + solving)
-            left -= sum(n * k for n, k in problems)
-        return worst + (2 * total if self.residual else 0)
-
-    def round_problems(self, block: Block, problems: Sequence[Problem]) -> dict[str, Rounded]:
-        """Round the linears of all ``problems``."""
-
-        def work(problem: Problem) -> float:
-            return sum(block.weight(name).numel() for name in problem.names)
-
-        if len(problems) >= ranks.size():
-            solutions = ranks.map_groups(
-                lambda own: self.solve_problems(block, own), problems, work
-            )
-        else:
-            solutions = [
-                Solution.stacked(
-                    ranks.all_gather(self.solve_rows(block, p)), block.schemes[p.names[0]]
-                )
-                for p in problems
-            ]
-        rounded = {}
-        for problem, solution in zip(problems, solutions, strict=True):
-            scheme, params = block.schemes[problem.names[0]], solution.params
-            weights = [block.weight(name) for name in problem.names]
-            for name, part in zip(problem.names, row_ranges(weights), strict=True):
-                own = {
-                    key: t if key in scheme.shared_params else t[part] for key, t in params.items()
-                }
-                rounded[name] = Rounded(solution.codes[part], own)
-                error = relative_error(solution.lost[part], solution.power[part])
-                note = {
-                    "error": error,
-                    "damping": solution.damping,
-                    "tokens": problem.hessian.tokens,
-                }
-                block.notes.setdefault(self.name, {})[name] = note
-        return rounded
-
-    def solve_problems(self, block: Block, problems: Sequence[Problem]) -> list[Solution]:
-        """Solve problems whole, those of one shape and scheme together as far as memory goes."""
-        found: dict[int, Solution] = {}
-        for numbers in solved_together(block, problems):
-            solved = self.solve_all([Rows.of(block, problems[i]) for i in numbers])
-            found |= dict(zip(numbers, solved, strict=True))
-        return [found[i] for i in range(len(problems))]
-
-    def solve_rows(self, block: Block, problem: Problem) -> Solution:
-        """Solve this rank's share of the rows of a problem."""
-        part = ranks.local_rows(sum(len(block.weight(name)) for name in problem.names), ROWS)
-        return self.solve_all([Rows.of(block, problem, part)])[0]
-
-    def solve_all(self, problems: Sequence[Rows]) -> list[Solution]:
-        """Solve problems of one scheme and shape, each as if it were alone."""
-        scheme, begun = problems[0].scheme, [self.begin(problem) for problem in problems]
-        wanted = together([b.target[:, b.order] for b in begun])
-        feedback = together([b.feedback for b in begun])
-        keep = together([b.keep for b in begun if b.keep is not None]) if scheme.sparsity else None
-        group = together([b.order // scheme.groups(b.target).shape[2] for b in begun])
-        error = torch.zeros_like(wanted)
-        for b in begun:
-            b.feedback = b.feedback.new_empty(0)
-        for turn in range(1 + self.rounds):
-            grids = [scheme.grid(b.params) for b in begun]
-            grid = Grid(*(together([getattr(g, f.name) for g in grids]) for f in fields(Grid)))
-            codes = sweep(
-                wanted, error, feedback, grid, group, causal=turn == 0, keep=keep, block=self.block
-            )
-            for b, found in zip(begun, codes, strict=True):
-                b.codes = found[:, b.back].to(scheme.code_dtype)
-            if turn < self.rounds:
-                del feedback
-                for e, b in enumerate(begun):
-                    b.params = refit(scheme, b.params, b.codes, b.target, b.hessian.h)
-                    error[e] = (b.target - scheme.dequantize(b.codes, b.params))[:, b.order]
-                feedback = together(
-                    [descent_feedback(b.damped) for b in begun if b.damped is not None]
-                )
-        del wanted, feedback, error
-        return [b.solution(problem) for b, problem in zip(begun, problems, strict=True)]
-
-    def begin(self, problem: Rows) -> GptqState:
-        """What comes before the columns: their order, the target, the grid and the feedback."""
-        scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
-        order = self.visit(hessian.h.diagonal(), scheme)
-        back = torch.argsort(order)
-
-        def fit(kept: Tensor) -> Params:
-            clips = {"clip": problem.clip, "group_clip": problem.group_clip}
-            return fit_groups(scheme, kept, hessian.h.diagonal(), self.ratios_of(scheme), **clips)
-
-        # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor
-        # waits for that
-        plain = hessian.d is None and not scheme.sparsity
-        params = fit(weight) if plain else {}
-        factor = Factor(hessian.h, self.damping, order)
-        damped = factor.h if self.rounds else None
-        target = weight
-        if hessian.d is not None:
-            target = (
-                weight
-                + self.residual
-                * by_rows(factor.solve, product(weight, hessian.d)[:, order])[:, back]
-            )
-        keep = None
-        if scheme.sparsity:
-            keep = prune(
-                target[:, order], factor.feedback, factor.cost, scheme.sparsity, self.block
-            )
-        if not plain:
-            params = fit(target if keep is None else target * keep[:, back])
-        factor.forget()
-        return GptqState(
-            hessian, order, back, target, keep, params, factor.damping, damped, factor.feedback
+        codes[:, :, columns], error[:, :, columns] = round_panel(
+            target,
+            weight[:, :, columns],
+            error[:, :, columns],
+            feedback[:, columns, columns],
+            Grid(*by_column),
+            None if keep is None else keep[:, :, columns],
         )
+    return codes
 
-    def visit(self, importance: Tensor, scheme: Scheme) -> Tensor:
-        """The order ``[K]`` of the columns; those that are pruned together stay together."""
-        together = scheme.sparsity[1] if scheme.sparsity else 1
-        columns = torch.arange(len(importance), device=importance.device).view(-1, together)
-        if self.act_order:
-            columns = columns[
-                importance.view(-1, together).sum(1).argsort(descending=True, stable=True)
-            ]
-        return columns.flatten()
 
-    def ratios_of(self, scheme: Scheme) -> list[float]:
-        """The candidates of the clipping search, from 1 down; below 0 for a scale below 0."""
-        ratios = [
-            1 - (1 - self.clip_least) * i / max(1, self.clip_steps - 1)
-            for i in range(self.clip_steps)
-        ]
-        return (
-            [*ratios, *(-ratio for ratio in ratios)]
-            if self.negative_scales and scheme.negative_scales
-            else ratios
-        )
+def round_panel(
+    target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and errors ``[E, N, b]`` of one panel; every field of ``grid`` is ``[E, N, b]`` here.
+
+    Works on the transposes: a column is then contiguous.
+    """
+    target, weight, error, step, offset, low, high = (
+        t.permute(2, 0, 1).contiguous()  # [b, E, N]
+        for t in (target, weight, error, grid.step, grid.offset, grid.low, grid.high)
+    )
+    codes, errors = torch.empty_like(target), torch.empty_like(target)
+    for k in range(len(target)):
+        wanted = target[k] if keep is None else torch.where(keep[:, :, k], target[k], 0.0)
+        codes[k] = torch.round((wanted - offset[k]) / step[k]).clamp(low[k], high[k])
+        errors[k] = weight[k] - (codes[k] * step[k] + offset[k])
+        for e, change in enumerate(errors[k] - error[k]):
+            target[k + 1 :, e].addr_(feedback[e, k, k + 1 :], change)
+    return codes.permute(1, 2, 0), errors.permute(1, 2, 0)
+
+
+def prune(
+    target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
+) -> Tensor:
+    """The mask ``[N, K]`` of the weights that stay: n of every m consecutive inputs.
+
+    SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774, section 3.3). The columns are visited as
+    in GPTQ, m at a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are
+    the m weights after they have made up for all columns before, each for those of the m before it
+    too; ``D = diag(R)^2`` is what an error costs once all later columns have made up for it. The
+    later columns then get the errors of the pruned ones.
+
+    Args:
+        target: ``[N, K]``, in the order of the visit, in which every m columns belong together.
+        feedback: GPTQ's ``[K, K]``.
+        cost: ``D [K]``.
+        sparsity: ``(n, m)``: n of m stay.
+        panel: columns at a time, a multiple of m; changes speed only.
+    """
+    n, m = sparsity
+    keep, error = torch.zeros_like(target, dtype=torch.bool), torch.zeros_like(target)
+    for start in range(0, target.shape[1], panel):
+        columns = slice(start, start + panel)
+        wanted = torch.addmm(target[:, columns], error, feedback[:, columns])  # [N, b]
+        inner = feedback[columns, columns]
+        for k in range(0, wanted.shape[1], m):
+            few = slice(k, k + m)
+            free = wanted[:, few].clone()  # where these columns go while none of them is pruned
+            for j in range(m - 1):
+                moved = target[:, start + k + j] - free[:, j]
+                free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])
+            score = free.square() * cost[columns][few]
+            keep[:, columns][:, few].scatter_(1, score.topk(n, 1).indices, True)
+            for j in range(k, k + m):
+                column = start + j
+                value = torch.where(keep[:, column], wanted[:, j], 0.0)
+                error[:, column] = target[:, column] - value
+                wanted[:, j + 1 :].addr_(error[:, column], inner[j, j + 1 :])
+    return keep

@@ -7,25 +7,18 @@ batches whatever rank has which.
 Legend: M tokens, N output channels, K input channels.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.gptq.tensor_cores import precise_matmul
+from qtool.calibration.precision import precise_matmul
 from qtool.calibration.timing import stage
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
-
-#: bytes of a Hessian above which torch's cache is emptied first: 70B's down (28672 channels) had 3
-#: GB reserved in vain
-LARGE = 1 << 30
 
 
 class Hessian:
-    """``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32; both are there after
-    :meth:`complete`.
+    """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
     On a GPU ``h`` is summed as the panels that reach its upper triangle, one behind the other.
     """
@@ -42,10 +35,15 @@ class Hessian:
         self._sums = [ranks.OrderedSum(size, device, room=k * k) for size in sizes[: 1 + drift]]
         self.tokens = 0
 
+    @classmethod
+    def of(cls, h: Tensor) -> "Hessian":
+        """The complete sum ``h [K, K]``, made elsewhere."""
+        made = cls.__new__(cls)
+        made.h, made.tokens = h, 0
+        return made
+
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
-        """Count the inputs ``x [M, K]`` and, for the same tokens, the float block's ``reference [M,
-        K]``.
-        """
+        """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
         h, *drift = self._sums
         with stage("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
@@ -63,7 +61,7 @@ class Hessian:
             start = stop
 
     def step(self) -> None:
-        """After each batch: what the ranks counted in it is added up."""
+        """After each batch: add up what the ranks counted in it."""
         for part in self._sums:
             part.step()
 
@@ -87,8 +85,9 @@ class Hessian:
         return self
 
     def power(self, weight: Tensor) -> Tensor:
-        """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``: exact also where its products
-        with X cancel.
+        """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``.
+
+        Precise also where the products with X cancel.
         """
         if not weight.is_cuda:
             return (weight @ self.h).mul_(weight).sum(1)
@@ -111,15 +110,14 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Rows and columns of what is summed of ``[K, K]``: the panels on a GPU, else one that is all
-    of it.
-    """
+    """Rows and columns of what is summed of ``[K, K]``: panels on a GPU, all in one elsewhere."""
     return list(panels(k)) if device.type == "cuda" else [(slice(0, k), slice(0, k))]
 
 
 def panels(k: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of up to 8 panels that cover the upper triangle of ``[K, K]``: all rows
-    above, some columns.
+    """Rows and columns of up to 8 panels that cover the upper triangle of ``[K, K]``.
+
+    Each has some columns and all rows down to the last of them.
     """
     width = max(512, -(-k // 8))
     for start in range(0, k, width):
@@ -128,80 +126,8 @@ def panels(k: int) -> Iterator[tuple[slice, slice]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += 2 a^T b`` in place; 16-bit operands are multiplied on tensor cores and added in
-    float32.
-    """
+    """``total += 2 a^T b`` in place; tensor cores multiply 16-bit operands and add in float32."""
     if on_tensor_cores(a):
         torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
     else:
         total.add_(2 * (a.T.float() @ b.float()))
-
-
-class Factor:
-    """``H + damping mean(diag H) I = R R^T``, R upper triangular, damping raised x10 until Cholesky
-    succeeds.
-
-    A channel that was never active (``H_kk = 0``) gets the diagonal 1: its weights are rounded to
-    nearest.
-
-    Args:
-        hessian: ``H [K, K]``. order: of its columns ``[K]``; None as they lie.
-
-    Attributes:
-        damping: the share of the mean diagonal that was added.
-
-    Raises:
-        QtoolError: NaN or Inf in ``H``, which no damping mends.
-    """
-
-    def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
-        if (
-            hessian.is_cuda and hessian.nbytes > LARGE
-        ):  # for two more of its size no hole is large enough
-            torch.cuda.empty_cache()
-        #: the damped Hessian, last column first: what has a lower factor where it itself has an
-        #: upper one
-        self._reversed = (
-            hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
-        )
-        diagonal = self._reversed.diagonal()
-        dead = diagonal == 0
-        mean = float(diagonal.mean())
-        if not math.isfinite(mean):
-            raise QtoolError("gptq: NaN or Inf in the inputs of a linear on the calibration text")
-        diagonal[dead] = mean or 1.0
-        added = 0.0
-        self.damping = damping
-        while True:
-            diagonal += self.damping * mean - added
-            added = self.damping * mean
-            self._lower, failed = torch.linalg.cholesky_ex(self._reversed)
-            if not int(failed):
-                return
-            self.damping = max(self.damping * 10, 1e-6)
-
-    @property
-    def h(self) -> Tensor:
-        """The damped Hessian ``[K, K]``."""
-        return self._reversed.flip(0, 1)
-
-    def forget(self) -> None:
-        """Let the damped Hessian go: two more of its size are alive while the feedback is made."""
-        self._reversed = self._reversed.new_empty(0)
-
-    @property
-    def feedback(self) -> Tensor:
-        """``R diag(R)^-1 - I [K, K]``, strictly upper: the feedback of GPTQ."""
-        upper = self._lower.flip(0, 1)
-        return upper.div_(upper.diagonal().clone()).fill_diagonal_(0)
-
-    @property
-    def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: what an error in column k costs once all later columns have made up
-        for it.
-        """
-        return self._lower.diagonal().flip(0).square()
-
-    def solve(self, right: Tensor) -> Tensor:
-        """``right H^-1`` for ``right [N, K]``."""
-        return torch.cholesky_solve(right.T.flip(0), self._lower).flip(0).T

@@ -1,0 +1,203 @@
+"""Draw the pictures of README and docs: ``python benchmarks/pictures.py`` writes docs/images/*.svg.
+
+The picture of quality against speed is made of stored results; the others explain.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.colors
+import numpy
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "qtool"
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+INK, BLUE, ORANGE, GREEN, GREY = "#263238", "#3f51b5", "#ef6c00", "#2e7d32", "#b0bec5"
+#: column of the kernels' results that runs a scheme
+COLUMNS = {
+    "w8a8": "w8a8",
+    "w4a16": "w4a16-g128",
+    "w4a8-lqq": "w4a8-lqq-g64",
+    "w4a8-qoq-g128": "w4a8-qoq-g128",
+    "w4a8-qoq": "w4a8-qoq",
+    "w4ax-fmpq": "w4ax-fmpq",
+    "w4a4-g128": "w4a4-g128",
+    "w4a16-24": "w4a16-24-g128",
+}
+
+
+def figure(width: float, height: float) -> Axes:
+    """Axes of a new figure, in inches."""
+    plt.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK})
+    return plt.subplots(figsize=(width, height), facecolor="white")[1]
+
+
+def save(name: str) -> None:
+    """Write the current figure to ``docs/images/NAME.svg``, the same bytes each time."""
+    IMAGES.mkdir(exist_ok=True)
+    plt.savefig(IMAGES / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close("all")
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def quality_speed(model: str = "llama-3-8b", tokens: int = 16) -> None:
+    """KL divergence of ``best`` on the demo against the time of a layer's linears."""
+    kernels = [
+        row
+        for row in results("kernels")["measurements"]
+        if row["model"] == model and row["m"] == tokens
+    ]
+    axes = figure(7.5, 4.2)
+    for row in results("accuracy")["rows"]:
+        column = COLUMNS.get(row["scheme"])
+        if row["recipe"] != "best" or column is None or column not in kernels[0]["us"]:
+            continue
+        time = sum(kernel["us"][column] for kernel in kernels)
+        axes.scatter(time, row["kl"], s=60, color=BLUE, zorder=3)
+        axes.annotate(row["scheme"], (time, row["kl"]), (7, 4), textcoords="offset points")
+    for name, colour in (("torch fp8", ORANGE), ("torch bf16", GREY)):
+        time = sum(kernel["us"][name] for kernel in kernels)
+        axes.axvline(time, color=colour, linestyle="--", linewidth=1)
+        axes.annotate(
+            name, (time, 0.98), (4, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", color=colour, va="top",
+        )  # fmt: skip
+    axes.set(
+        yscale="log",
+        xlabel=f"microseconds for a layer's linears, Llama-3-8B, {tokens} tokens (less is better)",
+        ylabel="KL from full precision, nats (less is better)",
+    )
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    save("quality-speed")
+
+
+def boxes(axes: Axes, texts: list[str], y: float = 0.5, colour: str = BLUE) -> None:
+    """Boxes from left to right with arrows between."""
+    step = 1 / len(texts)
+    for i, text in enumerate(texts):
+        left = i * step + 0.01
+        axes.add_patch(
+            FancyBboxPatch(
+                (left, y - 0.13),
+                step - 0.05,
+                0.26,
+                boxstyle="round,pad=0.005",
+                facecolor="white",
+                edgecolor=colour,
+                linewidth=1.5,
+            )  # fmt: skip
+        )
+        axes.text(left + (step - 0.05) / 2, y, text, ha="center", va="center", fontsize=8)
+        if i + 1 < len(texts):
+            start, end = (left + step - 0.045, y), (left + step, y)
+            axes.add_patch(FancyArrowPatch(start, end, arrowstyle="->", mutation_scale=12))
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.axis("off")
+
+
+def block_loop() -> None:
+    """The block loop of calibration."""
+    axes = figure(11, 1.8)
+    boxes(
+        axes,
+        ["read block i\n(ahead, by a thread)", "transforms\nfloat output unchanged",
+         "rounding\ncodes and scales", "propagate the\nquantized output",
+         "pack, write, record\n(behind, by a thread)"],
+    )  # fmt: skip
+    axes.annotate(
+        "", (0.11, 0.33), (0.71, 0.33),
+        arrowprops={"arrowstyle": "->", "connectionstyle": "arc3,rad=-0.25", "color": ORANGE},
+    )  # fmt: skip
+    axes.text(0.41, 0.02, "inputs of block i + 1", ha="center", color=ORANGE, fontsize=9)
+    save("block-loop")
+
+
+def pipeline() -> None:
+    """Producer, ring and consumers of the W4A8 kernel."""
+    axes = figure(11, 2.4)
+    boxes(axes, ["weights: bulk copy\ntokens: TMA", "ring of stages in\nshared memory",
+                 "consumer warpgroup:\nnibbles to bytes", "wgmma s8 x s8,\nint32 sums",
+                 "epilogue: scales,\nbias, 16-bit out"], 0.72)  # fmt: skip
+    boxes(axes, ["", "", "second warpgroup,\none stage apart", "wgmma while the\nother dequantizes",
+                 ""], 0.24, ORANGE)  # fmt: skip
+    for patch in [p for p in axes.patches if isinstance(p, FancyBboxPatch)][5:]:
+        left = patch.get_x()
+        if left < 0.35 or left > 0.75:
+            patch.set_visible(False)
+    for arrow in [p for p in axes.patches if isinstance(p, FancyArrowPatch)][4:]:
+        arrow.set_visible(False)
+    save("pipeline")
+
+
+def bits() -> None:
+    """Bits a weight of every scheme at its default group size, for K = 4096."""
+    from qtool.format import LinearFormat
+    from qtool.recipes import load, overview
+
+    axes = figure(7.5, 3.2)
+    names, sizes = [], []
+    for scheme, _, _ in overview():
+        rule = load(scheme, "fast").layers[-1]
+        stored = LinearFormat(rule.scheme, rule.group_size, rule.layout, "bfloat16")
+        names.append(scheme)
+        sizes.append(8 * stored.nbytes(4096, 4096) / 4096**2)
+    axes.barh(names[::-1], sizes[::-1], color=BLUE)
+    for i, size in enumerate(sizes[::-1]):
+        axes.text(size + 0.05, i, f"{size:.2f}", va="center", fontsize=9)
+    axes.set(xlabel="bits a weight, scales included", xlim=(0, 9))
+    save("bits")
+
+
+def dual_mma() -> None:
+    """The 64 x 64 tile of dual-mma, coloured by warp, with one thread's bytes marked."""
+    axes = figure(6, 4.6)
+    row, column = numpy.mgrid[:64, :64]
+    warp, lane = row // 16, 4 * (row % 8) + column % 16 // 4
+    shade = 0.15 + 0.12 * warp
+    colours = matplotlib.colormaps["Blues"](shade)
+    colours[(warp == 1) & (lane == 5)] = matplotlib.colors.to_rgba(ORANGE)
+    axes.imshow(colours, extent=(0, 64, 64, 0), interpolation="nearest")
+    axes.axvline(32, color="white", linewidth=2)
+    axes.set(
+        xlabel="input channel k: two k32 steps, low and high nibbles", ylabel="output channel n"
+    )
+    axes.set_title("one tile; orange: the 32 codes in the 16 bytes of warp 1, lane 5", fontsize=10)
+    save("dual-mma")
+
+
+def kv_page() -> None:
+    """A page of the kv4 cache."""
+    axes = figure(8, 1.6)
+    parts = [("4-bit codes: D/2 bytes a token", 0.72, BLUE), ("scale\nfp16", 0.13, ORANGE),
+             ("zero\nfp16", 0.13, GREEN)]  # fmt: skip
+    left = 0.01
+    for text, width, colour in parts:
+        axes.add_patch(
+            plt.Rectangle((left, 0.3), width, 0.4, facecolor="white", edgecolor=colour, lw=2)
+        )
+        axes.text(left + width / 2, 0.5, text, ha="center", va="center", fontsize=9)
+        left += width
+    axes.text(0.01, 0.8, "64 tokens of one head, keys; values likewise", fontsize=9)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.axis("off")
+    save("kv-page")
+
+
+def main() -> None:
+    for draw in (quality_speed, block_loop, pipeline, bits, dual_mma, kv_page):
+        draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""qtool's public functions; the command line calls nothing else.
+
+Every function takes and gives plain things: paths, names, tensors, dataclasses. Errors are
+:class:`qtool.errors.QtoolError`, one sentence each; a failed check is a
+:class:`qtool.errors.CheckFailed`. Nothing heavy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+from qtool import plugins
+from qtool.errors import QtoolError
+from qtool.progress import Progress
+from qtool.recipes import Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from qtool.eval.results import Results
+    from qtool.exchange.export import Exported
+    from qtool.pipeline.inspect import Row
+    from qtool.pipeline.planning.plan import Plan
+    from qtool.pipeline.summary import Quantized
+    from qtool.pipeline.verify import Verified
+
+    #: a directory, a hub id or ``demo``; a path is a directory
+    Name: TypeAlias = str | os.PathLike[str]
+    Model: TypeAlias = Name | PreTrainedModel
+    RecipeLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+    CalibrationData: TypeAlias = (
+        str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | Dataset
+    )
+
+
+@overload
+def quantize(
+    model: PreTrainedModel,
+    scheme: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    calibration: CalibrationData | None = None,
+    out: None = None,
+    kv: str | None = None,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> PreTrainedModel: ...
+
+
+@overload
+def quantize(
+    model: Model,
+    scheme: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    calibration: CalibrationData | None = None,
+    out: Name | None = None,
+    kv: str | None = None,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    export_format: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Quantized: ...
+
+
+def quantize(
+    model: Model,
+    scheme: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    calibration: CalibrationData | None = None,
+    out: Name | None = None,
+    kv: str | None = None,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    export_format: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Quantized | PreTrainedModel:
+    """Quantize ``model``.
+
+    Args:
+        model: a directory, a hub id, ``demo``, or a model in memory, which is left as it is (its
+            weights go through a temporary directory on disk).
+        scheme: what to quantize to; a recipe file alone may say it.
+        recipe: ``fast``, ``paper``, ``best``, a YAML file, its content, or a :class:`Recipe`; by
+            default ``fast``, or ``paper`` where ``calibration`` is given.
+        calibration: what methods that look at activations look at: a corpus (``wikitext2``,
+            ``c4``, ``pile``, ``demo``), a text file, texts, token ids (rows, or a tensor
+            ``[samples, tokens]``), or a ``datasets.Dataset`` with a column ``text`` or
+            ``messages``, which the tokenizer's chat template renders. By default wikitext2.
+        out: the output directory, by default ``MODEL-SCHEME`` beside a local model or here. Left
+            out with a model in memory, a model comes back.
+        kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        tokenizer: of a model in memory; by default the one beside what it was loaded from.
+        export_format: what this format cannot express is refused before any work; the export
+            itself is :func:`export`.
+        progress: called after each shard with ``(done, total, notes)``.
+        options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`: ``target``,
+            ``group_size``, ``layout``, ``windows``, ``max_8bit_blocks``, ``samples`` (windows),
+            ``seqlen`` (tokens a window), ``seed``, ``data_dir``, ``activations``, ``resume``.
+
+    Returns:
+        The checkpoint that was written; or, for a model in memory without ``out``, a model on
+        ``device`` whose linears run packed weights.
+
+    Raises:
+        QtoolError: anything wrong with the input; nothing that looks whole is left behind.
+
+    Example::
+
+        done = qtool.quantize("demo", "w4a8-lqq", out="demo-lqq")
+        model = qtool.load(done)
+    """
+    from qtool.distributed import ranks
+    from qtool.pipeline.options import QuantizeOptions
+    from qtool.pipeline.run import default_out, run
+
+    asked = QuantizeOptions.of({**options, "kv": kv})
+    chosen = asked.recipe(scheme, recipe, calibrated=calibration is not None)
+    common: dict[str, Any] = {
+        "text": calibration,
+        "export_format": export_format,
+        "progress": progress,
+    }
+    with ranks.process_group(device) as own:
+        if isinstance(model, str | os.PathLike):
+            name = scheme or Path(chosen.scheme).stem
+            target = Path(out) if out is not None else default_out(model, name)
+            return run(model, chosen, target, asked, device=own, **common)
+        from qtool.pipeline.in_memory import saved
+
+        with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
+            target = Path(out) if out is not None else Path(work) / "quantized"
+            done = run(source, chosen, target, asked, device=own, **common)
+            return done if out is not None else load(target, device=own)
+
+
+def plan(
+    model: Model,
+    scheme: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    kv: str | None = None,
+    device_memory: float | None = None,
+    device: str = "cuda",
+    gpus: int = 1,
+    **options: Any,
+) -> Plan:
+    """What quantizing ``model`` will do, from its config alone: bits, bytes, memory and time.
+
+    Args:
+        model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
+        scheme, recipe, kv, options: as :func:`quantize` takes them; ``samples`` and ``seqlen`` are
+            those of a calibrated run.
+        device_memory: of the GPU of a calibrated run, in GB (1e9 bytes); by default an H200's.
+        device: of a calibrated run: ``cuda``, which is an H200, or ``cpu``, two cores.
+        gpus: that share it.
+
+    Raises:
+        QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.
+
+    Example::
+
+        qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
+    """
+    from qtool.io.source import read_config
+    from qtool.pipeline.job import Job
+    from qtool.pipeline.options import QuantizeOptions
+    from qtool.pipeline.planning.plan import plan as planned
+    from qtool.pipeline.run import directory_of
+
+    asked = QuantizeOptions.of({**options, "kv": kv})
+    if not isinstance(model, str | os.PathLike):
+        config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
+    elif Path(model).name == "config.json":
+        config = read_config(Path(model).parent)
+    else:
+        config = read_config(directory_of(model, weights=False))
+    job = Job.of(config, asked.recipe(scheme, recipe), planning=True)
+    memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
+    return planned(job, asked.samples, asked.seqlen, **memory, device=device, gpus=gpus)
+
+
+def verify(
+    model: Name,
+    *,
+    device: str = "cpu",
+    engine: str | None = None,
+    progress: Progress | None = None,
+) -> list[Verified]:
+    """Check every shard and every packed linear of a native checkpoint.
+
+    Args:
+        model: its directory or hub id.
+        device: where its linears are multiplied, by the kernels that would serve them.
+        engine: ``vllm``: let that engine load the checkpoint, and hold it against the reference.
+        progress: called after each linear with ``(done, total, notes)``.
+
+    Returns:
+        One outcome a linear, and one for each damaged file; ``problem`` is empty where all is well.
+
+    Raises:
+        QtoolError: not a native checkpoint, or an engine that is not installed.
+
+    Example::
+
+        assert not [row for row in qtool.verify("demo-lqq") if row.problem]
+    """
+    from qtool.io.source import Checkpoint
+    from qtool.pipeline.verify import packed_linears
+    from qtool.pipeline.verify import verify as verified
+
+    directory = _native(model)
+    if engine is not None:
+        if engine != "vllm":
+            raise QtoolError(f"--engine {engine!r}: vllm is expected")
+        in_vllm = plugins.optional("qtool.serving.verify", "verify_in_vllm", "verify --engine vllm")
+        return list(in_vllm(directory))
+    rows: list[Verified] = []
+    total = len(packed_linears(Checkpoint(directory)))
+    for row in verified(directory, device=device):
+        rows.append(row)
+        if progress:
+            progress(min(len(rows), total), total, {})
+    return rows
+
+
+def evaluate(
+    tasks: Iterable[str],
+    model: Model = "demo",
+    compare: Name | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> tuple[Results, Results | None]:
+    """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
+
+    Args:
+        tasks: ``wikitext2``, ``c4``, ``pile``, ``demo`` or a text file mean perplexity (of the
+            text, not in nats), every other name a zero-shot task of lm-eval (0 to 1).
+        model, compare: a directory, a hub id or ``demo``, quantized or not; ``model`` may be one in
+            memory, with its ``tokenizer``.
+        options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
+            eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
+            items a task) and ``batch_size``; of a model in memory the last four.
+
+    Returns:
+        The model's results and the baseline's (None without ``compare``).
+
+    Raises:
+        QtoolError: an unknown task, a text that is not there, a model that cannot be loaded.
+
+    Example::
+
+        results, baseline = qtool.evaluate(["wikitext2"], "demo-lqq", "demo", limit=8)
+    """
+    if isinstance(model, str | os.PathLike):
+        from qtool.eval.checkpoints import evaluate_checkpoints
+
+        return evaluate_checkpoints(list(tasks), model, compare, **options)
+    from qtool.eval.evaluate import evaluate as evaluate_loaded
+
+    if tokenizer is None or compare is not None:
+        raise QtoolError("a model in memory is evaluated with its tokenizer, without a baseline")
+    return evaluate_loaded(tasks, model, tokenizer, **options), None
+
+
+def all_tasks(data_dir: Name | None = None) -> list[str]:
+    """Every task that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
+    from qtool.data.corpora import SOURCES
+    from qtool.eval import zero_shot
+
+    return [*SOURCES, *zero_shot.all_tasks(None if data_dir is None else Path(data_dir))]
+
+
+def export(
+    model: Name,
+    format: str,
+    out: Name | None = None,
+    *,
+    tensor_parallel: int = 1,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a native checkpoint in the format of a serving stack.
+
+    Args:
+        model: the native checkpoint's directory or hub id.
+        format: ``compressed-tensors``, ``gptq``, ``awq``, ...: `qtool export -h` lists them.
+        out: the output directory, by default ``MODEL-FORMAT`` beside it.
+        tensor_parallel: GPUs that every linear will be split over; what they cannot share is
+            refused.
+        progress: called after each shard with ``(done, total, notes)``.
+
+    Returns:
+        What was written, and what it changed; text says it.
+
+    Raises:
+        QtoolError: an unknown format, or a linear that it cannot express (before any work).
+
+    Example::
+
+        print(qtool.export("demo-w4a16", "compressed-tensors"))
+    """
+    from qtool.exchange.export import export as exported
+    from qtool.pipeline.quantize import require_apart
+
+    directory = _native(model)
+    target = directory.with_name(f"{directory.name}-{format}") if out is None else Path(out)
+    require_apart(target, directory)
+    return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
+
+
+def import_(
+    model: Name,
+    out: Name,
+    *,
+    layout: str | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Repack a symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model, code for code.
+
+    Args:
+        model: its directory or hub id. out: the native checkpoint's directory.
+        layout: of every linear; by default w4a16's, row-major where its tile does not fit.
+        progress: called after each shard with ``(done, total, notes)``.
+
+    Raises:
+        QtoolError: a format or a grid that no scheme of qtool has.
+
+    Example::
+
+        qtool.import_("TheBloke/Llama-2-7B-GPTQ", "llama-w4a16")
+    """
+    from qtool.pipeline.run import repack
+
+    return repack(model, Path(out), layout, progress=progress)
+
+
+def inspect(model: Name) -> list[Row]:
+    """Scheme, layout, bytes and bits a weight of every linear of a native checkpoint.
+
+    Args:
+        model: its directory or hub id; only headers are read.
+
+    Raises:
+        QtoolError: not a native checkpoint.
+
+    Example::
+
+        [(row.name, row.bits) for row in qtool.inspect("demo-lqq")]
+    """
+    from qtool.pipeline.inspect import inspect as inspected
+
+    return inspected(_native(model))
+
+
+def write_report(
+    model: Name,
+    compare: Name | None = None,
+    tasks: Iterable[str] = (),
+    *,
+    out: Name | None = None,
+    data_dir: Name | None = None,
+    device: str = "cpu",
+) -> Path:
+    """Write one HTML file on a native checkpoint: sizes, results, errors by layer, checks.
+
+    Args:
+        model: its directory or hub id.
+        compare: the model it was made from; fills what needs both.
+        tasks: evaluated first and kept, as :func:`evaluate` with ``save`` would.
+        out: by default ``report.html`` in the checkpoint.
+
+    Returns:
+        The file.
+
+    Raises:
+        QtoolError: not a native checkpoint, or a baseline of other sizes.
+
+    Example::
+
+        qtool.write_report("demo-lqq", compare="demo", tasks=["demo"])
+    """
+    from qtool.report.build import report
+
+    return report(
+        _native(model),
+        str(compare) if compare is not None else None,
+        list(tasks),
+        out=Path(out) if out is not None else None,
+        data_dir=Path(data_dir) if data_dir is not None else None,
+        device=device,
+    )
+
+
+def load(
+    model: Name,
+    *,
+    device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    kv: str | None = None,
+) -> PreTrainedModel:
+    """A transformers model in eval mode; its linears run packed weights where they are quantized.
+
+    Args:
+        model: a directory, a hub id or ``demo``, quantized by qtool or not.
+        device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
+        device_map: instead of ``device``: transformers' placement, such as ``auto``.
+        dtype: of what is not quantized; by default the checkpoint's.
+        kv: KV-cache quantizer; by default the checkpoint's. A static one must be its own.
+
+    Raises:
+        QtoolError: if it is not a loadable model, or ``kv`` is not for it.
+
+    Example::
+
+        model, tokenizer = qtool.load("demo-lqq"), qtool.load_tokenizer("demo-lqq")
+    """
+    from qtool.pipeline.run import directory_of
+    from qtool.runtime.load import load as loaded
+
+    directory = directory_of(model)
+    return loaded(directory, device=device, device_map=device_map, dtype=dtype, kv=kv)
+
+
+def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``: a directory, a hub id or ``demo``.
+
+    Raises:
+        QtoolError: if there is none.
+    """
+    from qtool.pipeline.run import directory_of
+    from qtool.runtime.load import load_tokenizer as loaded
+
+    return loaded(directory_of(model))
+
+
+def schemes() -> list[tuple[str, str, str]]:
+    """Every scheme: its name, the variants of its recipe, what it is; plugins' included."""
+    from qtool import recipes
+
+    return recipes.overview()
+
+
+def export_formats() -> list[tuple[str, str]]:
+    """Every format that :func:`export` writes: its name and what it is; plugins' included."""
+    from qtool.exchange.targets import TARGETS
+
+    plugins.load()
+    return [(target.name, target.about) for target in TARGETS.values()]
+
+
+def _native(model: Name) -> Path:
+    """The directory of a model that must be a native checkpoint.
+
+    Raises:
+        QtoolError: it is not quantized, or not by qtool.
+    """
+    from qtool.io.source import read_config
+    from qtool.pipeline.job import native_format
+    from qtool.pipeline.run import directory_of
+
+    directory = directory_of(model)
+    config = read_config(directory)
+    if "quantization_config" not in config:
+        raise QtoolError(
+            f"{model}: the model is not quantized; make a quantized one first:"
+            f" qtool quantize {model} --scheme w4a8-lqq"
+        )
+    native_format(config)
+    return directory

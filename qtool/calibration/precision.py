@@ -1,0 +1,71 @@
+"""Matrix products whose rows and precision do not depend on the hardware's choices.
+
+Two things a GPU does by itself are held still here. Its library chooses an algorithm by the shape,
+and with it the order of a sum: :func:`product` multiplies as many rows at a time as fill the GPU,
+so that a row is the same whether one rank has all rows or each of several has some. And its tensor
+cores multiply float32 with mantissas of 10 bits: :func:`tensor_cores` allows that, and
+:func:`precise_matmul` makes up for it in three products.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+#: rows of a product, and the unit in which ranks share rows
+ROWS = 512
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` for ``a [N, K]`` and ``b [K, L]``, each row independent of the others."""
+    return by_rows(lambda part: part @ b, a)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+    """``function`` of the rows of ``a [N, K]``; on a GPU :data:`ROWS` of them at a time."""
+    if not a.is_cuda or len(a) <= ROWS:
+        return function(a)
+    first, *rest = a.split(ROWS)
+    start = function(first)
+    out = start.new_empty(len(a), *start.shape[1:])
+    out[:ROWS] = start
+    for number, part in enumerate(rest, 1):
+        out[number * ROWS : number * ROWS + len(part)] = function(part)
+    return out
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """``[E, ...]`` of E tensors of one shape; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """While open, float32 products on CUDA round their operands to TF32; sums stay float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def precise_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a [N, K] @ b [K, M]`` as ``a_h b_h + a_h b_l + a_l b_h`` of high and low parts.
+
+    Off by 6e-7 at K = 3000 (H200; float32 by 2e-7, TF32 by 3e-4): good to compare errors by, not to
+    factor a matrix.
+    """
+    (a_high, a_low), (b_high, b_low) = halves(a), halves(b)
+    with tensor_cores():
+        return torch.addmm(torch.addmm(a_high @ b_low, a_low, b_high), a_high, b_high)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` float32 as the sum of a part that TF32 holds and the rest.
+
+    The rest has 13 bits, of which TF32 holds all but the last.
+    """
+    high = (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
+    return high, x - high

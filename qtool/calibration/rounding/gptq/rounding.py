@@ -1,0 +1,296 @@
+"""GPTQ as a recipe's rounding: every linear of a decoder block by :func:`.gptq.solve`.
+
+Linears that share an input share H and are one problem: their rows are stacked. Groups of linears
+follow the data flow: each sees the inputs that the quantized ones before it produce. The experts of
+a block do not see each other's outputs, so that all of them are solved together, as many at once as
+memory holds. Of several ranks each solves whole problems where there are enough (experts), else its
+share of the rows of each: rows do not depend on each other.
+
+Legend: N output channels, K input channels.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.forwards import Reference, inputs_of, observe
+from qtool.calibration.method import Rounding
+from qtool.calibration.precision import ROWS
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
+from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
+from qtool.distributed import ranks
+from qtool.errors import QtoolError
+from qtool.models.parts import LinearGroup
+from qtool.schemes.base import Clip
+
+#: bytes of problems that are solved together: as many as that holds, one in any case
+TOGETHER = 2 << 30
+
+
+@dataclass
+class Stack:
+    """Linears of one scheme and one input, rounded as one weight ``[N, K]``, and that input's H."""
+
+    names: list[str]
+    hessian: Hessian
+
+    def rows(self, block: Block) -> Iterator[slice]:
+        """Where each linear's rows lie in the stack."""
+        start = 0
+        for name in self.names:
+            stop = start + len(block.weight(name))
+            yield slice(start, stop)
+            start = stop
+
+    def problem(self, block: Block, part: slice = slice(None)) -> Problem:
+        """The problem of all rows, or of a part of them."""
+        scheme = block.schemes[self.names[0]]
+        weights = [block.weight(name).float() for name in self.names]
+        groups = scheme.groups(weights[0]).shape[1]
+        clips, group_clips = zip(*(block.clips.get(n, (1.0, 1.0)) for n in self.names), strict=True)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        clip = _stacked(clips, weights)[part]
+        group_clip = _stacked(group_clips, weights, groups)[part]
+        return Problem(scheme, weight[part], self.hessian, clip, group_clip)
+
+
+def _stacked(clips: Sequence[Clip], weights: Sequence[Tensor], *tail: int) -> Tensor:
+    """The clips of several linears as one ``[N, *tail]`` for the stack of their rows."""
+    pairs = zip(clips, weights, strict=True)
+    return torch.cat([torch.as_tensor(c, device=w.device).expand(len(w), *tail) for c, w in pairs])
+
+
+@dataclass(kw_only=True)
+class Gptq(GptqOptions, Rounding):
+    """GPTQ of a block; its options are those of :class:`.gptq.GptqOptions`."""
+
+    name = "gptq"
+    needs_data = True
+    positive = ("column_panel", "clip_steps")
+
+    @property
+    def compares(self) -> bool:
+        return self.residual > 0
+
+    @torch.no_grad()
+    def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        reference = block.reference or Reference.of(block) if self.residual else None
+        rounded: dict[str, Rounded] = {}
+        tokens = count_tokens(batches)
+        turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
+        for groups in successive(block.family.groups):
+            found: dict[str, Rounded] = {}
+            stacks: list[Stack] = []
+            inputs = [names for group in groups for names in alike(block, group.linears)]
+            experts = self.moments_of_experts(block, turns, inputs) if groups[0].routed else {}
+            for names in inputs:
+                hessian = experts.pop(names[0], None) or self.moments(
+                    block, reference, turns, names[0]
+                )
+                if saw_enough(block, names, hessian.tokens, tokens):
+                    stacks.append(Stack(names, hessian))
+                else:
+                    own = replace(block, schemes={n: block.schemes[n] for n in names})
+                    found |= RoundToNearest().round(own, [])
+            try:
+                found |= self.round_stacks(block, stacks)
+            except QtoolError as error:
+                raise QtoolError(f"block {block.index}: {error}") from error
+            for name, result in found.items():
+                block.install(name, result)
+                block.forget(name)
+            rounded |= found
+        for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
+            note["error"] = float(note["error"])
+        return rounded
+
+    def moments(
+        self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str
+    ) -> Hessian:
+        """The moments of linear ``name``'s input, as it will see it.
+
+        ``turns`` are the batches by ``ranks.lockstep``: None where this rank has none.
+        """
+        scheme, params = block.schemes[name], block.fit(name)
+        hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
+        for batch in turns:
+            if batch is not None and (x := inputs_of(block, batch, name)) is not None:
+                float_x = None if reference is None else reference.inputs(batch, name)
+                hessian.add(scheme.fake_activation(x, params), float_x)
+            hessian.step()
+        return hessian.complete()
+
+    def moments_of_experts(
+        self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
+    ) -> dict[str, Hessian]:
+        """The moments of every expert's input, by the first linear that reads it, in one pass.
+
+        The float block's router may send other tokens, so that its inputs say nothing about these.
+        """
+        hessians = {
+            names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs
+        }
+
+        def observer(name: str) -> Callable[[Tensor], None]:
+            scheme, params = block.schemes[name], block.fit(name)
+            return lambda x: hessians[name].add(scheme.fake_activation(x, params))
+
+        observers = {name: observer(name) for name in hessians}
+        for batch in turns:
+            if batch is not None:
+                observe(block, [batch], observers)
+            for hessian in hessians.values():
+                hessian.step()
+        return {name: hessian.complete() for name, hessian in hessians.items()}
+
+    def round_stacks(self, block: Block, stacks: Sequence[Stack]) -> dict[str, Rounded]:
+        """Round the linears of all ``stacks``."""
+
+        def work(stack: Stack) -> float:
+            return sum(block.weight(name).numel() for name in stack.names)
+
+        if len(stacks) >= ranks.size():
+            solutions = ranks.map_groups(lambda own: self.solve_whole(block, own), stacks, work)
+        else:
+            solutions = [self.solve_shared(block, stack) for stack in stacks]
+        rounded = {}
+        for stack, solution in zip(stacks, solutions, strict=True):
+            shared, params = block.schemes[stack.names[0]].shared_params, solution.params
+            for name, rows in zip(stack.names, stack.rows(block), strict=True):
+                own = {key: t if key in shared else t[rows] for key, t in params.items()}
+                rounded[name] = Rounded(solution.codes[rows], own)
+                block.notes.setdefault(self.name, {})[name] = {
+                    "error": relative_error(solution.lost[rows], solution.power[rows]),
+                    "damping": solution.damping,
+                    "tokens": stack.hessian.tokens,
+                }
+        return rounded
+
+    def solve_whole(self, block: Block, stacks: Sequence[Stack]) -> list[Solution]:
+        """The solutions of whole problems; those of one shape and scheme are solved together."""
+        found: dict[int, Solution] = {}
+        for numbers in solved_together(block, stacks):
+            solved = solve([stacks[i].problem(block) for i in numbers], self)
+            found |= dict(zip(numbers, solved, strict=True))
+        return [found[i] for i in range(len(stacks))]
+
+    def solve_shared(self, block: Block, stack: Stack) -> Solution:
+        """The solution of one problem, of which each rank solves its share of the rows."""
+        part = ranks.local_rows(sum(len(block.weight(name)) for name in stack.names), ROWS)
+        (own,) = solve([stack.problem(block, part)], self)
+        return Solution.stacked(ranks.all_gather(own), block.schemes[stack.names[0]])
+
+    def work(self, block: BlockShape) -> Work:
+        """What it does to a block.
+
+        The inputs of a group come from forwards that end there, the float block's too; those of all
+        experts from one.
+        """
+        work, before = Work(), 0.0
+        for number, groups in enumerate(successive(block.family.groups)):
+            routed, problems = groups[0].routed, block.stacked(groups)
+            drift = bool(self.residual) and not routed
+            if problems:
+                work += Work(forward_flops=block.forward() if routed else (1 + drift) * before)
+            seen = block.tokens * block.share(groups[0].linears[0])
+            for n, k in problems:
+                moments = sum(
+                    rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
+                )
+                work += Work(
+                    hessian_flops=2 * seen * (moments + drift * k * k),
+                    rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
+                    rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
+                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
+                )
+            # shared experts come before
+            before += 0 if routed else block.multiplied(groups[0].linears)
+            before += block.attention() if number == 0 else 0
+        return work
+
+    def held_bytes(self, block: BlockShape) -> int:
+        """Bytes at the worst moment.
+
+        Exact weights, codes of those rounded before, its Hessians, and what solves it: first the
+        Hessian, the damped one and its factor; then Hessian and feedback beside the stacked weight,
+        its target, errors and codes. Several experts are solved together.
+        """
+        left, total, worst = block.weights, block.weights, 0
+        for groups in successive(block.family.groups):
+            drift = bool(self.residual) and not groups[0].routed
+            problems = block.stacked(groups)
+            for n, k in problems[:1]:  # experts are alike
+                factoring = (3 + drift) * 4 * k * k
+                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
+                solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
+                worst = max(worst, 4 * left + (total - left) + solving)
+            left -= sum(n * k for n, k in problems)
+        return worst + (2 * total if self.residual else 0)
+
+
+def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
+    """The groups one after another; those of experts that have the same part come together."""
+
+    def role(group: LinearGroup) -> object:
+        return group.fold if group.routed else group.linears
+
+    for _, same in groupby(groups, role):
+        yield list(same)
+
+
+def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
+    """The quantized ones of ``names``, gathered by scheme, group size and input permutation."""
+    together: dict[object, list[str]] = {}
+    for name in names:
+        if scheme := block.schemes.get(name):
+            order = block.permutations.get(name)
+            permutation = order is not None and tuple(order.tolist())
+            key = type(scheme), scheme.group_size, scheme.scale_dtype, permutation
+            together.setdefault(key, []).append(name)
+    yield from together.values()
+
+
+def solved_together(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]]:
+    """The numbers of ``stacks`` of one shape and scheme, as many at once as memory may hold."""
+    kinds: dict[object, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        scheme = block.schemes[stack.names[0]]
+        shapes = tuple(block.weight(name).shape for name in stack.names)
+        drift = stack.hessian.d is not None
+        kind = type(scheme), scheme.group_size, scheme.scale_dtype, drift, shapes
+        kinds.setdefault(kind, []).append(i)
+    for numbers in kinds.values():
+        first = stacks[numbers[0]]
+        rows = sum(len(block.weight(name)) for name in first.names)
+        size = at_once(rows, len(first.hessian.h))
+        yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
+def problem_bytes(n: int, k: int) -> int:
+    """Bytes of a problem ``[n, k]`` beside its weight and Hessian.
+
+    The damped Hessian and the feedback; target, errors, codes and what a sweep holds.
+    """
+    return 2 * 4 * k * k + 18 * n * k
+
+
+def at_once(n: int, k: int) -> int:
+    """How many problems ``[n, k]`` are solved at once."""
+    return max(1, TOGETHER // problem_bytes(n, k))
+
+
+def others_bytes(count: int, n: int, k: int) -> int:
+    """What ``count`` problems hold beyond one that is solved.
+
+    Hessians and codes of all, and what is solved together with the one.
+    """
+    return (count - 1) * (4 * k * k + n * k) + (min(count, at_once(n, k)) - 1) * problem_bytes(n, k)

@@ -1,0 +1,140 @@
+"""What calibration data may be given as: a name, a file, texts, token ids, a data set.
+
+| given                                     | is                                              |
+|-------------------------------------------|-------------------------------------------------|
+| ``"wikitext2"``, a name of :mod:`corpora` | the corpus's ``train`` text                     |
+| a path (``.txt .jsonl .parquet`` ...)     | its documents, or chats under ``messages``      |
+| ``["a text", ...]``                       | documents                                       |
+| ``[[1, 2, ...], ...]``, 1-D or 2-D tensor | token ids                                       |
+| ``datasets.Dataset``                      | documents (``text``) or chats (``messages``)    |
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qtool.data import corpora, text_files
+from qtool.data.chat import Row
+from qtool.errors import QtoolError
+
+if TYPE_CHECKING:
+    import datasets
+
+CalibrationInput: TypeAlias = (
+    "str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | datasets.Dataset"
+)
+ACCEPTED = (
+    "a corpus, a file, a list of texts, token ids, or a datasets.Dataset with text or messages"
+)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts or chats.
+
+    Attributes:
+        name: what a user calls them. sha256: of what they come from; "" of a corpus, whose text its
+            name stands for.
+        read: gives them.
+    """
+
+    name: str
+    sha256: str
+    read: Callable[[], Sequence[Row]]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids, 1-D a text's, 2-D one window a row."""
+
+    ids: Tensor
+    name: str = "token ids"
+
+    @property
+    def sha256(self) -> str:
+        return _sha256(repr(tuple(self.ids.shape)).encode() + self.ids.numpy().tobytes())
+
+
+def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Documents | TokenIds:
+    """What ``given`` is; a corpus or a file is not read yet.
+
+    Raises:
+        QtoolError: nothing of the table above, no such corpus or file, or nothing in it.
+    """
+    if isinstance(given, str | Path):
+        return _named(str(given), data_dir)
+    if isinstance(given, Tensor):
+        return _token_ids(given)
+    if hasattr(given, "column_names"):
+        return _data_set(given)
+    if not isinstance(given, Sequence) or not len(given):
+        raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
+    if all(isinstance(text, str) for text in given):
+        return _documents("texts", list(given))  # type: ignore[arg-type]
+    if all(type(number) is int for number in given):
+        return _token_ids(torch.tensor(given))
+    if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
+        return _token_ids(_stack(given))  # type: ignore[arg-type]
+    raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
+
+
+def _named(name: str, data_dir: str | Path | None) -> Documents:
+    if name in corpora.SOURCES:
+        load = partial(corpora.load, name, split=corpora.TRAIN, data_dir=data_dir)
+        return Documents(name, "", lambda: load().documents)
+    path = corpora.require_file(name)
+    return Documents(name, text_files.sha256(path), lambda: text_files.rows(path))
+
+
+def _documents(name: str, rows: Sequence[Row]) -> Documents:
+    return Documents(name, _sha256(json.dumps(rows).encode()), lambda: rows)
+
+
+def _data_set(given: Any) -> Documents:
+    names = given.column_names
+    if isinstance(names, dict):
+        raise QtoolError(f"calibration data: pass one split of the data set: {', '.join(names)}")
+    column = next((name for name in text_files.COLUMNS if name in (names or ())), None)
+    if column is None or not hasattr(given, "__len__"):
+        found = f"the columns {', '.join(names)}" if names else "a stream"
+        raise QtoolError(
+            "calibration data: a data set with a column text or messages is expected, found "
+            f"{found}"
+        )
+    return _documents("data set", [row or "" for row in given[column]])
+
+
+def _stack(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of one length as a 2-D tensor; others one after another."""
+    for row in rows:
+        if not all(type(number) is int for number in row):
+            raise QtoolError("calibration data: a list of token ids holds something else")
+    if len(set(map(len, rows))) == 1:
+        return torch.tensor(rows)
+    return torch.tensor([number for row in rows for number in row])
+
+
+def _token_ids(ids: Tensor) -> TokenIds:
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise QtoolError(
+            f"calibration data: token ids of shape {list(ids.shape)} and {ids.dtype} found; "
+            "whole numbers [tokens] or [windows, tokens] are expected"
+        )
+    return TokenIds(ids.detach().cpu().long().contiguous())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _what(given: object) -> str:
+    if isinstance(given, Sequence) and len(given):
+        return f"a {type(given).__name__} of {type(given[0]).__name__}"
+    return f"an empty {type(given).__name__}" if isinstance(given, Sequence) else repr(type(given))

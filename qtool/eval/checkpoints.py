@@ -1,0 +1,84 @@
+"""Evaluate a checkpoint by its name, and the baseline beside it."""
+
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.eval import saved
+from qtool.eval.evaluate import ask
+from qtool.eval.results import Results
+from qtool.exchange.as_export import load_as_export, require_runs
+from qtool.io.source import DEMO
+from qtool.pipeline.run import directory_of
+from qtool.runtime.load import load, load_tokenizer
+from qtool.schemes.kv import require_kv
+
+
+def evaluate_checkpoints(
+    tasks: list[str],
+    model: str | PathLike[str],
+    compare: str | PathLike[str] | None = None,
+    *,
+    device: str = "cpu",
+    save: bool = False,
+    kv: str | None = None,
+    as_export: str | None = None,
+    dtype: str | None = None,
+    deterministic: bool = False,
+    **options: Any,
+) -> tuple[Results, Results | None]:
+    """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
+
+    Args:
+        save: keep both in the model's eval.json and use again what is there.
+        kv: KV-cache quantizer of the model while it is evaluated, by default its own; the baseline
+            keeps its own.
+        as_export: evaluate the model as transformers runs its export in this format
+            (:mod:`qtool.exchange.as_export`).
+        dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
+        deterministic: in the arithmetic that is the same on every device, not as served.
+        options: of :func:`qtool.eval.evaluate.ask`.
+
+    Raises:
+        QtoolError: an unknown KV quantizer or format, or one that the model cannot have; a format
+            with ``kv`` or ``save``.
+    """
+    store = directory_of(model)
+    if save and store == DEMO:
+        raise QtoolError(
+            "--save keeps results in the model's directory, and the demo's belongs to the package"
+        )
+    if kv is not None:
+        require_kv(kv)
+    if as_export is not None:
+        require_runs(as_export)
+        if kv is not None or save:
+            other = "--save" if save else f"--kv {kv}"
+            raise QtoolError(
+                f"--as-export {as_export} goes without {other}: it is not what the native model"
+                " computes"
+            )
+
+    def run(
+        name: str | PathLike[str], kv: str | None = None, as_export: str | None = None
+    ) -> Results:
+        directory = directory_of(name)
+        asked = ask(tasks, load_tokenizer(directory), deterministic=deterministic, **options)
+        where: dict[str, Any] = {
+            "device": device,
+            "dtype": getattr(torch, dtype) if dtype else None,
+        }
+        made = partial(load, directory, kv=kv, **where)
+        if as_export is not None:
+            made = partial(load_as_export, directory, as_export, **where)
+        if save:
+            return saved.answers(
+                asked, saved.identity(directory), made, store, saved.environment(device, kv, dtype)
+            )
+        loaded = made()
+        return Results([result for one in asked for result in one.answer(loaded)])
+
+    return run(model, kv, as_export), run(compare) if compare else None

@@ -1,0 +1,46 @@
+"""AutoRound checkpoints: GPTQ's or AWQ's tensors under a config of their own.
+
+``quant_method: auto-round``, and ``packing_format`` says whose tensors they are. About half of the
+scales are below zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from qtool.errors import QtoolError
+from qtool.exchange import awq, gptq
+from qtool.exchange.source_format import Config, SourceFormat, require_setting
+
+#: by packing_format: auto_gptq stores zero points minus 1, the others as they are
+PACKINGS: dict[str, Callable[[Config], SourceFormat]] = {
+    "auto_round:auto_gptq": gptq.source_format,
+    "auto_round:auto_awq": awq.source_format,
+    "auto_round:gptqmodel": lambda config: gptq.source_format(
+        {**config, "checkpoint_format": "gptq_v2"}
+    ),
+}
+
+
+def source_format(config: Config) -> SourceFormat:
+    """How the linears of an AutoRound checkpoint are stored.
+
+    Raises:
+        QtoolError: a packing, a width or activations that cannot be imported.
+    """
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    kind = {"data_type": config.get("data_type", "int")}
+    require_setting(kind, "data_type", "int", "AutoRound", "only integers are read")
+    if int(config.get("act_bits") or 16) < 16:
+        raise QtoolError(
+            f"AutoRound with act_bits={config['act_bits']}: w4a16's activations are not quantized"
+        )
+    for name, settings in (config.get("extra_config") or {}).items():
+        if int(settings.get("bits", 16)) < 16:
+            raise QtoolError(
+                f"AutoRound with settings of its own for {name} (extra_config) cannot be imported"
+            )
+    if packing not in PACKINGS:
+        raise QtoolError(
+            f"AutoRound packing_format {packing!r} cannot be imported; known: {', '.join(PACKINGS)}"
+        )
+    return replace(PACKINGS[packing](config), name=f"AutoRound ({packing})")

@@ -1,0 +1,141 @@
+"""One conversion of a checkpoint, shard by shard: what exports and imports share.
+
+A conversion says which linear a tensor of the source belongs to and what becomes of it;
+:func:`convert` streams the source file by file, checks each file against its recorded hash, and
+keeps a record, so that a killed conversion that is run again continues, to the same bytes.
+"""
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import NoSpace, QtoolError
+from qtool.exchange.target import as_dtype
+from qtool.io.integrity import recorded_hashes, require_file_intact
+from qtool.io.output import Output
+from qtool.io.safetensors import write_json
+from qtool.io.source import Checkpoint
+from qtool.pipeline.run_record import RunRecord
+from qtool.pipeline.streaming.embedding_and_head import finite
+from qtool.progress import Progress
+
+Tensors = Iterator[tuple[str, Tensor]]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The JSON of a converted checkpoint: config.json, qtool.json, and other files by name."""
+
+    config: Json
+    provenance: Json
+    files: Mapping[str, Json]
+
+
+class Conversion(ABC):
+    """What becomes of every tensor of ``source``.
+
+    Attributes:
+        identity: facts by name that must be equal for a killed conversion to be continued.
+        dtype: of what is not a linear's; None leaves it as it is.
+    """
+
+    source: Checkpoint
+    identity: Json
+    dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def owner(self, name: str) -> str | None:
+        """What tensor ``name`` is converted with: its linear, or itself; None leaves it out."""
+
+    def specs(self, owner: str) -> Tensors:
+        """The names and tensors that ``owner`` becomes, on ``meta``; here itself."""
+        entry = self.source.entry(owner)
+        yield owner, torch.empty(entry.shape, dtype=self.dtype or entry.dtype, device="meta")
+
+    def tensors(self, owner: str, notes: Json) -> Tensors:
+        """The same with their content; ``notes`` of the shard may be added to.
+
+        Raises:
+            QtoolError: the content cannot be converted.
+        """
+        tensor = finite(owner, self.source.read(owner))
+        yield owner, tensor if self.dtype is None else as_dtype(tensor, self.dtype, owner)
+
+    @abstractmethod
+    def metadata(self) -> Metadata:
+        """What is written when all shards are there."""
+
+
+def convert(work: Conversion, out: Path, progress: Progress | None = None) -> list[Json]:
+    """Write what ``work`` makes of its source to the directory ``out``; returns each shard's notes.
+
+    ``OUT.run.json`` beside it holds the time and memory it took. A conversion that was done before
+    is not done again.
+
+    Raises:
+        CheckFailed: a file of the source is not what its recorded hash says.
+        QtoolError: the content cannot be converted; nothing is left behind.
+    """
+    shards = list(_shards(work).items())
+    recorded = recorded_hashes(work.source.directory)
+    output = Output(out, work.identity, len(shards), resume=True)
+    if not output.finished:
+        with closing(output):
+            record = RunRecord(
+                out, output.identity, torch.device("cpu"), continued=output.continued
+            )
+            try:
+                for number, (path, owners) in enumerate(shards, 1):
+                    if number not in output.records:
+                        require_file_intact(path, recorded.get(path.name))
+                        _put(output, number, work, owners)
+                        record.shard_written()
+                    if progress:
+                        progress(number, len(shards), output.records[number]["notes"])
+                _finish(output, work)
+            except NoSpace:
+                raise
+            except QtoolError:
+                shutil.rmtree(output.partial)  # refused for its content: nothing to continue
+                record.path.unlink()
+                raise
+    notes: list[Json] = json.loads((out / "qtool.json").read_text())["blocks"]
+    return notes
+
+
+def _shards(work: Conversion) -> dict[Path, list[str]]:
+    """The owners of the tensors in every file of the source, each where its first tensor is."""
+    shards: dict[Path, list[str]] = {}
+    placed = set()
+    for name, entry in work.source.entries.items():
+        owner = work.owner(name)
+        if owner is not None and owner not in placed:
+            placed.add(owner)
+            shards.setdefault(entry.path, []).append(owner)
+    return dict(sorted(shards.items()))
+
+
+def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> None:
+    """Write shard ``number``: what ``owners`` become."""
+    notes: Json = {}
+    specs = {name: spec for owner in owners for name, spec in work.specs(owner)}
+    tensors = (pair for owner in owners for pair in work.tensors(owner, notes))
+    output.put(number, specs, tensors, notes)
+
+
+def _finish(output: Output, work: Conversion) -> None:
+    metadata = work.metadata()
+    for file, content in metadata.files.items():
+        write_json(output.partial / file, content)
+    notes = [record["notes"] for _, record in sorted(output.records.items())]
+    provenance = metadata.provenance | {"blocks": notes}
+    output.finish(metadata.config, provenance, work.source.side_files())

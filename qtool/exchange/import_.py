@@ -1,0 +1,270 @@
+"""Make a native checkpoint of a GPTQ, AWQ, AutoRound or compressed-tensors 4-bit one.
+
+Nothing is quantized: codes, scales and zero points are moved into one of our layouts. What no
+scheme of ours holds is refused, before any work, with the reason:
+
+    w = (c - 8) * s, groups of input channels or the channel   w4a16
+    w = (c - z) * s, one group a channel                       w4a8-qoq, so 8-bit activations
+    groups of channels that are not neighbours (act order)     the same, its input permuted
+
+QoQ in groups holds no zero points of others: its scales are an integer up to 16 times the
+channel's. The result verifies, runs, and can be exported where its scheme can, unless it permutes
+inputs in groups.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import qtool
+from qtool import recipes
+from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
+from qtool.exchange.source_format import SYMMETRIC, ZERO_POINTS, Grid, SourceFormat, grid_of
+from qtool.exchange.sources import describe
+from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.io.source import Checkpoint
+from qtool.models import family_of
+from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import check_source
+from qtool.pipeline.tile_fit import ROW_MAJOR
+from qtool.schemes import Params
+
+PERMUTATION = "permutation"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A native checkpoint made of a foreign one, and a sentence for each thing that differs."""
+
+    directory: Path
+    notes: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.directory), *self.notes])
+
+
+def import_checkpoint(
+    source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
+) -> Imported:
+    """Make the native checkpoint ``out`` of the quantized ``source``, every weight as it is.
+
+    Args:
+        layout: of every linear; by default the one that quantizing chooses, row-major where its
+            tile does not fit.
+        progress: called after each shard with (done, total, notes).
+
+    Raises:
+        QtoolError: not a format that can be read, not a grid of ours, or not the layout's tile
+            (before any work).
+        CheckFailed: a damaged file, or a scale that no scheme allows.
+    """
+    work = _Import(source, layout)
+    convert(work, out, progress)
+    return Imported(out, work.notes)
+
+
+class _Import(Conversion):
+    """A foreign checkpoint on its way into the native format."""
+
+    def __init__(self, source: Checkpoint, layout: str | None) -> None:
+        self.source, self.foreign = source, describe(source.config)
+        shapes = _linears(source, self.foreign)
+        self.plain = _plain(source, self.foreign, shapes)
+        self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
+        zero_points = any(grid.zero_points for grid in self.grids.values())
+        self.formats = {
+            name: _format(name, grid, zero_points, layout) for name, grid in self.grids.items()
+        }
+        schemes = Counter(made.scheme for made in self.formats.values())
+        self.native = CheckpointFormat(
+            schemes.most_common(1)[0][0],
+            _rules(source, self.formats),
+            _permuted(source, self.grids),
+        )
+        self.notes = [
+            f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "
+            "same, activations have 16 bits there and 8 here"
+        ] * (ZERO_POINTS in schemes)
+        self.identity = {
+            "source model": source.fingerprint(),
+            "import": {
+                "format": self.foreign.name,
+                "layouts": dict(Counter(made.layout for made in self.formats.values())),
+            },
+            "qtool version": qtool.__version__,
+        }
+
+    def owner(self, name: str) -> str | None:
+        module, _, part = name.rpartition(".")
+        if module in self.formats and part in self.foreign.parts:
+            return module
+        return name if name in self.plain else None
+
+    def specs(self, owner: str) -> Tensors:
+        if owner not in self.formats:
+            yield from super().specs(owner)
+            return
+        grid = self.grids[owner]
+        for part, tensor in self.formats[owner].tensors(grid.n, grid.k).items():
+            yield f"{owner}.{part}", tensor
+        if self.native.is_permuted(owner):
+            order = torch.empty(grid.k, dtype=torch.int32, device="meta")
+            yield f"{owner}.{PERMUTATION}", order
+
+    def tensors(self, owner: str, notes: Json) -> Tensors:
+        if owner not in self.formats:
+            yield from super().tensors(owner, notes)
+            return
+        grid, made = self.grids[owner], self.formats[owner]
+        codes, params = self._read(owner)
+        if grid.order is not None:
+            codes = codes[:, grid.order]
+        try:
+            made.scheme_object.check(codes, params)
+        except CheckFailed as error:
+            raise CheckFailed(f"{owner}: {error}") from error
+        for part, tensor in made.pack(codes, params).items():
+            yield f"{owner}.{part}", tensor
+        if self.native.is_permuted(owner):
+            order = torch.arange(grid.k) if grid.order is None else grid.order
+            yield f"{owner}.{PERMUTATION}", order.to(torch.int32)
+
+    def _read(self, name: str) -> tuple[Tensor, Params]:
+        """The codes ``[N, K]`` of a linear, in the model's order, and its scheme's parameters."""
+        grid, foreign = self.grids[name], self.foreign
+        stored = {
+            part: self.source.read(f"{name}.{part}")
+            for part in foreign.parts
+            if part not in foreign.optional or f"{name}.{part}" in self.source
+        }
+        affine = foreign.read(stored, grid.n, grid.k)
+        if self.formats[name].scheme == SYMMETRIC:
+            return affine.codes, {"scale": affine.scale.contiguous()}
+        zero = torch.full((grid.n, 1), 8, dtype=torch.uint8) if affine.zero is None else affine.zero
+        return affine.codes, {
+            "s1": affine.scale[:, 0].contiguous(),
+            "zero": zero[:, 0].contiguous(),
+        }
+
+    def metadata(self) -> Metadata:
+        config = self.native.in_config(self.source.config)
+        foreign = self.source.config["quantization_config"]
+        provenance = {
+            "format_version": self.native.version,
+            "source": {
+                "directory": self.source.directory.name,
+                "fingerprint": self.source.fingerprint(),
+            },
+            "scheme": self.native.scheme,
+            "imported from": {"format": self.foreign.name, "config": foreign},
+            "versions": {"qtool": qtool.__version__},
+        }
+        return Metadata(config, provenance, {})
+
+
+def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
+    """Every quantized linear and its ``(N, K)``."""
+    model = family_of(source.config["model_type"])
+    namespace, linears = model.settings(source.config), {}
+    model.require_sizes(namespace)
+    quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
+    for block in range(int(source.config["num_hidden_layers"])):
+        family = model.at(namespace, block)
+        known = set(family.linears())
+        for part, shape in family.block_shapes(namespace).items():
+            full = f"{family.blocks}.{block}.{part}"
+            name = full.removesuffix(".weight")
+            if name in quantized and part.removesuffix(".weight") in known:
+                linears[name] = (shape[0], shape[1])
+    if strange := sorted(quantized - linears.keys()):
+        raise QtoolError(
+            f"{strange[0]} is quantized, but is not a linear of a {model.name} block; "
+            "qtool keeps it plain"
+        )
+    if not linears:
+        raise QtoolError(
+            f"{source.directory}: says it is {foreign.name}, but holds no {foreign.weight}"
+        )
+    return linears
+
+
+def _plain(
+    source: Checkpoint, foreign: SourceFormat, linears: Mapping[str, tuple[int, int]]
+) -> set[str]:
+    """The names of all tensors but the quantized linears', after a check that none is lost.
+
+    GPTQ's tools wrote biases of zeros for linears that have none: those are left out.
+
+    Raises:
+        QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
+    """
+    model = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    job = Job.of(model, recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, SYMMETRIC))
+    shapes = check_source(source, job, linears)
+    for name in source.entries:
+        linear, _, part = name.rpartition(".")
+        strange = linear in linears and part not in foreign.parts and name not in shapes
+        if strange and (part != "bias" or source.read(name).any()):
+            raise QtoolError(
+                f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
+            )
+    return set(shapes)
+
+
+def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
+    """Names within a block of the linears that store an input permutation.
+
+    They are those whose groups are scattered in some block, and all that read the same input,
+    because serving stacks run these as one linear.
+    """
+    model = family_of(source.config["model_type"])
+    settings = model.settings(source.config)
+    permuted: dict[str, None] = {}
+    for name in (name for name, grid in grids.items() if grid.order is not None):
+        block, _, linear = name.removeprefix(f"{model.blocks}.").partition(".")
+        group = model.at(settings, int(block)).group_of(linear)
+        permuted |= dict.fromkeys(group.linears)
+    return tuple(permuted)
+
+
+def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> LinearFormat:
+    """The native format of a linear; one scale a channel is QoQ's if any linear has zero points.
+
+    Raises:
+        QtoolError: ``layout`` cannot hold its shape.
+    """
+    scheme = ZERO_POINTS if zero_points and grid.group_size is None else SYMMETRIC
+    default = recipes.load(scheme).layers[0].layout or ROW_MAJOR[4]
+    made = LinearFormat(scheme, grid.group_size, layout or default, grid.scales)
+    try:
+        made.require(name, grid.n, grid.k)
+    except QtoolError:
+        if layout is not None:
+            raise
+        made = LinearFormat(scheme, grid.group_size, ROW_MAJOR[4], grid.scales)
+        made.require(name, grid.n, grid.k)
+    return made
+
+
+def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
+    """One rule if all linears are alike; else the rarer formats by the names of their linears."""
+    family = family_of(source.config["model_type"])
+    settings = family.settings(source.config)
+    kinds: dict[LinearFormat | None, list[str]] = {}
+    for block in range(int(source.config["num_hidden_layers"])):
+        for linear in family.at(settings, block).linears():
+            name = f"{family.blocks}.{block}.{linear}"
+            kinds.setdefault(formats.get(name), []).append(name)
+    most = max(kinds, key=lambda kind: len(kinds[kind]))
+    named = [
+        Rule(f"^({'|'.join(map(re.escape, names))})$", kind)
+        for kind, names in kinds.items()
+        if kind != most
+    ]
+    return (*named, Rule(".*", most))

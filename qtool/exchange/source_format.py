@@ -1,0 +1,156 @@
+"""What a foreign 4-bit format that can be imported is: how its linears are stored.
+
+A checkpoint is described once, from its ``quantization_config``; what no scheme of ours holds
+(other widths, quantized activations) is refused there, with the reason. Group sizes, zero points
+and the order of input channels are data: :func:`grid_of` looks at them, linear by linear.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.exchange.affine import Affine
+from qtool.exchange.target import ANY, size_text
+from qtool.io.source import Checkpoint
+
+#: the schemes that linears become: those whose zero points are all 8, and those with others
+SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
+#: a ``quantization_config``
+Config = Mapping[str, Any]
+#: how to go on where a checkpoint cannot be imported
+INSTEAD = (
+    "quantize the original model, or dequantize this one to 16 bits with the tool that made it "
+    "and quantize that"
+)
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """How the linears of a foreign checkpoint are stored.
+
+    Attributes:
+        name: what messages call the format.
+        weight, scales, zeros: the tensors of the codes, which marks a quantized linear, of the
+            scales and of the zero points.
+        group_index: the tensor that gives each input channel its group; "" if there is none.
+        optional: those of these tensors that a linear may lack.
+        other: further tensors of a linear, which say nothing new.
+        transposed: scales are ``[G, N]``, not ``[N, G]``.
+        read: codes, scales and zero points of the linear ``(tensors, n, k)``.
+        read_zeros: zero points ``[n, groups]`` alone, of ``(stored, n, groups)``.
+    """
+
+    name: str
+    weight: str
+    scales: str
+    zeros: str
+    group_index: str
+    transposed: bool
+    read: Callable[[Mapping[str, Tensor], int, int], Affine]
+    read_zeros: Callable[[Tensor, int, int], Tensor]
+    optional: frozenset[str] = frozenset()
+    other: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of a linear's tensors."""
+        named = (self.weight, self.scales, self.zeros, self.group_index, *self.other)
+        return tuple(name for name in named if name)
+
+    def linear_of(self, tensor: str) -> str | None:
+        """The linear whose codes ``tensor`` holds; None if it holds none."""
+        module, _, part = tensor.rpartition(".")
+        return module if part == self.weight and module else None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the weight ``[n, k]`` of a linear is quantized.
+
+    Attributes:
+        group_size: None is the whole channel. scales: their dtype.
+        zero_points: one of them is not 8.
+        order: the input channels by group, ``[k]``; None if they lie so already.
+    """
+
+    n: int
+    k: int
+    group_size: int | None
+    scales: str
+    zero_points: bool
+    order: Tensor | None
+
+
+def require_setting(config: Config, key: str, wanted: int | str, what: str, why: str) -> None:
+    """Refuse a config whose ``key`` is not ``wanted``.
+
+    Raises:
+        QtoolError: naming format, key and both values.
+    """
+    if config.get(key) != wanted:
+        raise QtoolError(
+            f"{what} with {key}={config.get(key)} cannot be imported, only {key}={wanted}: {why}"
+        )
+
+
+def grid_of(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int]) -> Grid:
+    """The grid of a linear, from its scales, zero points and group index.
+
+    Raises:
+        QtoolError: tensors of other shapes than the model's, or a grid that no scheme of ours has.
+    """
+    n, k = shape
+    codes = source.entry(f"{name}.{foreign.weight}")
+    if codes.dtype != torch.int32 or codes.nbytes * 2 != n * k:
+        raise QtoolError(
+            f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; "
+            f"int32 words of {n} x {k} codes expected"
+        )
+    scales = source.entry(f"{name}.{foreign.scales}")
+    rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
+    groups, outputs = (rows, columns) if foreign.transposed else (columns, rows)
+    if outputs != n or not groups or k % groups:
+        raise QtoolError(
+            f"{name}.{foreign.scales}: shape {list(scales.shape)} is not that of a weight "
+            f"[{n}, {k}]"
+        )
+    size = None if groups == 1 else k // groups
+    if size not in ANY:
+        raise QtoolError(
+            f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))}"
+        )
+    order = None
+    if foreign.group_index and f"{name}.{foreign.group_index}" in source:
+        order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)
+    bad = 0
+    if f"{name}.{foreign.zeros}" in source:
+        zero = foreign.read_zeros(source.read(f"{name}.{foreign.zeros}"), n, groups)
+        bad = int((zero != 8).sum())
+    if bad and size is not None:
+        raise QtoolError(
+            f"{name}: {bad} of {n * groups} zero points are not 8, in groups of {size}: "
+            f"{SYMMETRIC} has no zero points and {ZERO_POINTS} has one a channel, so that only "
+            f"rounding anew could bring it in; {INSTEAD}"
+        )
+    return Grid(n, k, size, str(scales.dtype).removeprefix("torch."), bad > 0, order)
+
+
+def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:
+    """The input channels by group, int64 ``[k]``; None where they lie so already.
+
+    Raises:
+        QtoolError: no index of ``groups`` groups of equal size.
+    """
+    index = group_of.long()
+    legal = index.shape == (k,) and bool(((index >= 0) & (index < groups)).all())
+    if not legal or bool((index.bincount(minlength=groups) != k // groups).any()):
+        raise QtoolError(
+            f"{name}: its group index does not give each of {groups} groups {k // groups} of {k} "
+            f"input channels; {INSTEAD}"
+        )
+    order = index.argsort(stable=True)
+    return None if bool((index[1:] >= index[:-1]).all()) else order

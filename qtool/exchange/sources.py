@@ -1,0 +1,73 @@
+"""The quantized formats that can be imported, by ``quant_method``; what to do with others."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.exchange import auto_round, awq, compressed_tensors, gptq
+from qtool.exchange.source_format import INSTEAD, Config, SourceFormat
+
+SOURCES: dict[str, Callable[[Config], SourceFormat]] = {
+    "gptq": gptq.source_format,
+    "awq": awq.source_format,
+    "auto-round": auto_round.source_format,
+    "compressed-tensors": compressed_tensors.source_format,
+}
+#: floating-point formats that transformers itself dequantizes: what they are, and by which config
+FLOATS = {
+    "fp8": ("FP8", "FineGrainedFP8Config"),
+    "mxfp4": ("MXFP4", "Mxfp4Config"),
+}
+
+
+def describe(config: Mapping[str, Any]) -> SourceFormat:
+    """The foreign format of config.json.
+
+    Raises:
+        QtoolError: not quantized, or so that it cannot be imported without quantizing anew.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        raise QtoolError(
+            "the model is not quantized: config.json has no quantization_config; use qtool quantize"
+        )
+    method = quantization.get("quant_method")
+    if method == "qtool":
+        raise QtoolError("quant_method 'qtool': it is a native checkpoint already")
+    if method in FLOATS:
+        raise QtoolError(_dequantize_first(quantization))
+    if method not in SOURCES:
+        raise QtoolError(
+            f"quant_method {method!r} cannot be imported; known: {', '.join(SOURCES)}; {INSTEAD}"
+        )
+    return SOURCES[method](quantization)
+
+
+def already_quantized(config: Mapping[str, Any]) -> str:
+    """Why a quantized model cannot be quantized, and how to go on."""
+    quantization = config["quantization_config"]
+    method = quantization.get("quant_method")
+    if method in FLOATS:
+        return _dequantize_first(quantization)
+    found = f"the model is quantized already (quant_method {method!r})"
+    try:
+        described = describe(config)
+    except QtoolError as error:
+        return f"{found}: pass the original checkpoint ({error})"
+    return (
+        f"{found}: pass the original checkpoint, or repack this {described.name} with "
+        "`qtool import`"
+    )
+
+
+def _dequantize_first(quantization: Config) -> str:
+    """The sentence for weights in a floating-point format of fewer than 16 bits."""
+    method = quantization["quant_method"]
+    kind, config = FLOATS[method]
+    blocks = quantization.get("weight_block_size")
+    size = f", blocks of {' x '.join(map(str, blocks))}" if blocks else ""
+    return (
+        f"the model's weights are {kind} (quant_method {method!r}{size}), and qtool reads float16, "
+        f"bfloat16 and float32 ones: load it by transformers with {config}(dequantize=True), "
+        "save_pretrained it, and quantize that"
+    )

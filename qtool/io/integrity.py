@@ -1,0 +1,76 @@
+"""The check that a checkpoint's shards still are the bytes that qtool.json has hashes of.
+
+``verify`` reports every difference; what reads weights to compute or to convert calls
+:func:`require_intact` first. Shards are hashed side by side, at the rate of the disk or of SHA-256,
+and what was hashed is in the page cache when it is loaded.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from qtool.errors import CheckFailed
+
+RECORD = "qtool.json"
+
+
+def require_intact(directory: Path) -> None:
+    """Check that every shard in ``directory`` is what was written.
+
+    A model without a qtool.json has no recorded hashes and passes.
+
+    Raises:
+        CheckFailed: naming the first shard that is missing or is not what was written, or a
+            qtool.json that cannot be read.
+    """
+    if not (directory / RECORD).exists():
+        return
+    for name, problem in damaged_shards(directory):
+        raise CheckFailed(f"{directory / name}: {problem}")
+
+
+def recorded_hashes(directory: Path) -> dict[str, str]:
+    """sha256 of each shard as it was written, by name; empty where nothing recorded them."""
+    try:
+        return dict(json.loads((directory / RECORD).read_text())["shards"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def require_file_intact(path: Path, recorded: str | None) -> None:
+    """Check that the file ``path`` has the sha256 ``recorded``; None passes.
+
+    Raises:
+        CheckFailed: naming the file.
+    """
+    if recorded is not None and _sha256(path) != recorded:
+        raise CheckFailed(
+            f"{path}: its sha256 is not the one that qtool.json recorded when it was written; "
+            "the file is damaged: quantize again, or copy it again from where it is whole"
+        )
+
+
+def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
+    """``(file, problem)`` for every shard whose sha256 is not the recorded one, in order."""
+    recorded = recorded_hashes(directory)
+    if not recorded:
+        yield RECORD, "missing or damaged: the shards' hashes cannot be checked"
+        return
+    with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1) or 1) as pool:
+        found = pool.map(_sha256, (directory / Path(shard).name for shard in recorded))
+        for (shard, expected), digest in zip(recorded.items(), found, strict=True):
+            if digest is None:
+                yield shard, "the file is missing"
+            elif digest != expected:
+                yield shard, "the file's sha256 is not the one recorded when it was written"
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,118 @@
+"""The model card, README.md of a result: what it is made of, how it was made, how to load it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qtool.io.source import BASE_CARD
+
+#: of the base model's own card, what holds for the result too
+INHERITED = ("license", "license_name", "license_link", "language")
+
+TEMPLATE = """---
+{front}---
+
+# {name}
+
+{what}
+
+## Load
+
+```python
+import qtool
+
+model, tokenizer = qtool.load("{name}"), qtool.load_tokenizer("{name}")
+```
+
+Run `import qtool.transformers` before `AutoModelForCausalLM.from_pretrained`; transformers alone
+refuses this checkpoint and says so. lm-eval's own command line:
+`python -m qtool.lm_eval run --model hf --model_args pretrained={name},dtype=auto --tasks ...`.
+
+## Serve
+
+`vllm serve {name}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
+that other stacks read.
+
+## How it was made
+
+{how}
+
+`qtool.json` holds the whole recipe, the hashes of the calibration tokens and of every file, and the
+versions. `qtool verify {name}` checks them.
+{base}"""
+EXPORTED = """---
+{front}---
+
+# {name}
+
+{what}
+
+## How it was made
+
+{how}
+
+`qtool.json` holds the relative error of every weight against the checkpoint it was exported from.
+{base}"""
+
+
+def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
+    """The card of the result whose qtool.json is ``provenance``, wherever it lies.
+
+    Args:
+        base_card: of the source, if there is one.
+    """
+    source = provenance.get("source", {})
+    base, exported = source.get("hub id"), provenance.get("exported from")
+    front = _inherited(base_card) | ({"base_model": base} if base else {})
+    if base:
+        front["base_model_relation"] = "quantized"
+    scheme = provenance.get("scheme") or provenance.get("format")
+    front |= {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["quantized" if exported else "qtool", str(scheme)],
+    }
+    of = base or source.get("directory") or exported or "a model"
+    name = f"{of.split('/')[-1]}-{scheme}"
+    fills = {
+        "name": name,
+        "front": yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
+        "base": f"\nThe card of the base model is [{BASE_CARD}]({BASE_CARD}).\n"
+        if base_card.is_file()
+        else "",
+    }
+    if exported:
+        what = f"`{exported}`, quantized by qtool, in the format `{provenance['format']}`."
+        notes = "\n".join(f"- {note}" for note in provenance.get("notes", ()))
+        return EXPORTED.format(what=what, how=notes or "Exported without changes.", **fills)
+    what = f"`{of}` in {scheme}, quantized by qtool."
+    return TEMPLATE.format(what=what, how=_how(provenance), **fills)
+
+
+def _how(provenance: Mapping[str, Any]) -> str:
+    if imported := provenance.get("imported from"):
+        return f"Imported from {imported['format']} code for code; nothing was quantized anew."
+    recipe = provenance.get("recipe", {})
+    names = [name for method in recipe.get("methods", ()) for name in method]
+    lines = [f"- recipe `{recipe.get('variant')}`: {', '.join(names)}"]
+    if data := provenance.get("calibration"):
+        line = ", ".join(f"{key} {data[key]}" for key in CALIBRATION if key in data)
+        lines.append(f"- calibration data: {line}")
+    versions = provenance.get("versions", {})
+    lines.append("- " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    return "\n".join(lines)
+
+
+CALIBRATION = ("text", "samples", "seqlen", "windows", "seed")
+
+
+def _inherited(card: Path) -> dict[str, Any]:
+    """What the front matter of ``card`` says of license and language."""
+    try:
+        _, front, _ = card.read_text(encoding="utf-8").split("---\n", 2)
+        found = yaml.safe_load(front)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {key: found[key] for key in INHERITED if key in found} if isinstance(found, dict) else {}

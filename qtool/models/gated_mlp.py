@@ -1,0 +1,34 @@
+"""The gated MLP of Llama, declared for any names: of each expert, of a shared expert."""
+
+from typing import Any
+
+from qtool.models.llama import LLAMA
+from qtool.models.parts import Fold, LinearGroup
+
+MLP_NORM = "post_attention_layernorm"
+#: what a block of Llama has besides its MLP
+ATTENTION_TENSORS = {
+    name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")
+}
+
+
+def gated_mlp(gate: str, up: str, down: str) -> tuple[LinearGroup, LinearGroup]:
+    """The two groups of a gated MLP behind the MLP norm."""
+    return (
+        LinearGroup((gate, up), MLP_NORM, Fold.NORM),
+        LinearGroup((down,), up, Fold.PRODUCT, writes_residual=True, gate=gate),
+    )
+
+
+def gated_shapes(gate: str, up: str, down: str, width: str) -> dict[str, str]:
+    """The tensors of a gated MLP whose inner size is called ``width``."""
+    return {
+        f"{gate}.weight": f"{width} hidden",
+        f"{up}.weight": f"{width} hidden",
+        f"{down}.weight": f"hidden {width}",
+    }
+
+
+def expert_count(config: Any) -> int:
+    """The number of experts, under either of the names that config.json has for it."""
+    return int(getattr(config, "num_local_experts", None) or config.num_experts)

@@ -1,0 +1,39 @@
+"""A model in memory as a checkpoint directory, for as long as a run reads it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qtool.errors import QtoolError
+from qtool.io import hub
+from qtool.runtime.load import load_tokenizer
+
+
+@contextmanager
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Path]:
+    """A temporary directory with ``model`` in safetensors and its tokenizer, if it can be had.
+
+    Args:
+        tokenizer: by default that of the directory or hub id the model was loaded from, where it
+            is on this machine.
+    """
+    with TemporaryDirectory(prefix="qtool-") as directory:
+        source = Path(directory) / "source"
+        model.save_pretrained(source)
+        tokenizer = tokenizer or _own_tokenizer(model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(source)
+        yield source
+
+
+def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    if not model.name_or_path:
+        return None
+    try:
+        with hub.offline():
+            return load_tokenizer(model.name_or_path)
+    except QtoolError:
+        return None

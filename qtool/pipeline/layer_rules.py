@@ -1,0 +1,47 @@
+"""Every layer rule of a recipe quantizes something, or is refused.
+
+A misspelt role would leave its layers in 16 bit without a word.
+"""
+
+import re
+from collections.abc import Iterable
+
+from qtool.errors import QtoolError
+from qtool.recipes import Recipe
+
+
+def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
+    """Check that every rule of ``recipe`` is the first to match some linear of the model.
+
+    Args:
+        names: full names of the linears that may be quantized. example: one of them.
+
+    Raises:
+        QtoolError: naming a rule that matches none, or none that earlier rules leave.
+    """
+    if recipe.built_in:  # its rules name the linears of every family
+        return
+    rules = [re.compile(rule.match) for rule in recipe.layers]
+    unused, shadowed = dict.fromkeys(range(len(rules))), dict.fromkeys(range(len(rules)))
+    roles: dict[str, None] = {}
+    for name in names:
+        roles[name.rpartition(".")[2]] = None
+        matching = [number for number, rule in enumerate(rules) if rule.search(name)]
+        for number in matching:
+            unused.pop(number, None)
+        if matching:
+            shadowed.pop(matching[0], None)
+        if not shadowed:
+            return
+    for number in shadowed:
+        rule = f"layer rule {number + 1} (match {recipe.layers[number].match!r})"
+        if number in unused:
+            raise QtoolError(
+                f"{recipe.scheme}: {rule} matches no linear of the model; what may be quantized is "
+                f"called like {example}, with the roles {', '.join(roles)}; "
+                "embedding and head stay in 16 bit"
+            )
+        raise QtoolError(
+            f"{recipe.scheme}: {rule} never holds: earlier rules match every linear that it does; "
+            "put it before them or leave it out"
+        )

@@ -1,0 +1,160 @@
+"""What a caller may say of a run beside model, scheme and recipe; the command line fills it too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from qtool import recipes
+from qtool.errors import QtoolError, suggest
+from qtool.recipes import Recipe
+from qtool.schemes import hardware
+from qtool.schemes.kv import KV4, require_kv
+
+SAMPLES, SEQLEN = 128, 2048
+WHOLE_CHANNEL = "channel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOverrides:
+    """What replaces a recipe's own choice; None leaves it.
+
+    Attributes:
+        target: a GPU (``a100``, ``l40s``, ``h200``, ...): take the granularity that it can afford.
+        group_size: input channels a group, or ``"channel"``.
+        layout: packed layout of every quantized layer.
+        kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
+        windows: calibration windows are all of the text (``given``), or begun by it and continued
+            by the model (``continued``).
+        max_8bit_blocks: of w4ax-fmpq: at most so many 8-bit blocks of 128 channels a layer.
+    """
+
+    target: str | None = None
+    group_size: int | str | None = None
+    layout: str | None = None
+    kv: str | None = None
+    windows: str | None = None
+    max_8bit_blocks: int | None = None
+
+    def recipe(
+        self,
+        scheme: str | None,
+        recipe: str | PathLike[str] | Mapping[str, Any] | Recipe | None = None,
+        *,
+        calibrated: bool = False,
+    ) -> Recipe:
+        """The recipe of ``scheme`` with these overrides.
+
+        Args:
+            recipe: a variant (``fast``, ``paper``, ``best``), a YAML file, its content, or a
+                recipe; by default ``fast``, or ``paper`` where ``calibrated``.
+
+        Raises:
+            QtoolError: an unknown scheme, variant, GPU or KV quantizer, a recipe that does not
+                read, or a group size that is no number.
+        """
+        reason = ""
+        if self.target is not None:
+            scheme, reason = granularity(scheme, self.target)
+        elif scheme == "w4a4":
+            raise QtoolError(
+                "w4a4 comes in two granularities: write w4a4-g128 or w4a4-mix, or name the GPU"
+                " with --target (a100, l40s, h200, ...), which chooses one"
+            )
+        chosen = _recipe(scheme, recipe or ("paper" if calibrated else "fast"))
+        if reason:
+            chosen = replace(chosen, reason=reason)
+        if self.group_size is not None:
+            chosen = chosen.with_group_size(_group_size(self.group_size))
+        if self.layout is not None:
+            chosen = chosen.with_layout(self.layout)
+        if self.max_8bit_blocks is not None:
+            chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
+        if self.windows is not None:
+            chosen = replace(chosen, windows=self.windows)
+        if self.kv is not None:
+            chosen = replace(chosen, kv=self.kv)
+            if require_kv(self.kv) is KV4 and chosen.variant in ("paper", "best"):
+                chosen = chosen.for_kv4()
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(RecipeOverrides):
+    """Every option of a run.
+
+    Attributes:
+        samples: calibration windows.
+        seqlen: tokens a window, at most the model's context.
+        seed: of the choice of windows.
+        data_dir: a directory with local copies of corpora; by default ``QTOOL_DATA_DIR``'s.
+        activations: where calibration activations are between blocks: ``device``, ``host``,
+            ``disk``, or ``auto``, the first with room.
+        resume: continue an unfinished run.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: cast what is not packed.
+        keep_unknown: copy tensors that the model's family does not know.
+    """
+
+    samples: int = SAMPLES
+    seqlen: int = SEQLEN
+    seed: int = 0
+    data_dir: Path | None = None
+    activations: str = "auto"
+    resume: bool = False
+    dtype: str | None = None
+    keep_unknown: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "QuantizeOptions":
+        """Options by name.
+
+        Raises:
+            QtoolError: an unknown name, with a suggestion.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise QtoolError(f"unknown option {name!r}: {suggest(name, known)}")
+        return cls(**options)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Nothing but a layout is asked of the recipe: a quantized model can stay as it is."""
+        asked = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
+        return all(value is None for value in asked)
+
+
+def granularity(scheme: str | None, target: str) -> tuple[str, str]:
+    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe
+    section 5.3).
+
+    Raises:
+        QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
+    """
+    if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
+        choice = hardware.choose_w4a4(hardware.gpu(target))
+        return f"w4a4-{choice.choice}", choice.reason
+    if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
+        choice = hardware.choose_qoq(hardware.gpu(target))
+        return choice.choice, choice.reason
+    raise QtoolError(
+        f"--target chooses between granularities of w4a4 and w4a8-qoq;"
+        f" {scheme or 'a recipe file'} has one for every GPU"
+    )
+
+
+def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] | Recipe) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return recipes.parse(recipe, scheme or "recipe")
+    return recipes.load(scheme, fspath(recipe))
+
+
+def _group_size(asked: int | str) -> int | None:
+    if asked == WHOLE_CHANNEL:
+        return None
+    if str(asked).isdigit() and int(asked) > 0:
+        return int(asked)
+    raise QtoolError(f"--group-size {asked!r}: a number of input channels or 'channel' is expected")

@@ -1,0 +1,140 @@
+"""One run from names to a checkpoint: the model is found, the recipe fitted, the text cut, the job
+carried out.
+"""
+
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.distributed import ranks
+from qtool.io.source import DEMO, Checkpoint, resolve
+from qtool.pipeline.job import Job
+from qtool.pipeline.options import SAMPLES, SEQLEN, QuantizeOptions
+from qtool.pipeline.summary import Quantized, summarize
+from qtool.progress import Progress
+from qtool.recipes import Recipe
+
+if TYPE_CHECKING:
+    from qtool.pipeline.quantize import Calibration
+
+
+def run(
+    model: str | PathLike[str],
+    recipe: Recipe,
+    out: Path,
+    options: QuantizeOptions,
+    *,
+    text: Any = None,
+    device: str = "cpu",
+    export_format: str | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Quantize ``model`` by ``recipe`` into the directory ``out``.
+
+    A model that is quantized already is imported as it is, if nothing but its scheme and a layout
+    is asked for.
+
+    Args:
+        text: the calibration text, as :func:`qtool.pipeline.calibration_windows.calibration` takes
+            it; by default ``wikitext2``, and of the demo its own.
+        export_format: what it cannot express is refused before any work.
+
+    Raises:
+        QtoolError: anything wrong with the input.
+    """
+    from qtool.pipeline.quantize import job_of, quantize, require_apart
+
+    directory = directory_of(model)
+    require_apart(out, directory)
+    source = Checkpoint(directory)
+    says_nothing_new = recipe.scheme == "w4a16" and recipe.variant == "fast" and text is None
+    if "quantization_config" in source.config and says_nothing_new and options.keeps_codes:
+        return repack(model, out, options.layout, progress=progress)
+    job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
+    for note in (*job.recipe.adaptations, *_unused(job, options, text)):
+        ranks.log(note)
+    if export_format is not None:
+        from qtool.exchange import targets
+        from qtool.exchange.exportable import exported_formats
+
+        untied = {"tie_word_embeddings": False} if job.unties else {}
+        exported_formats(targets.get(export_format), job.format, source.config | untied)
+    calibration = None
+    if job.needs_data:
+        text = ("demo" if directory == DEMO else "wikitext2") if text is None else text
+        calibration = _calibration(source, job, text, options, device)
+    quantize(
+        source,
+        recipe,
+        out,
+        calibration=calibration,
+        device=device,
+        resume=options.resume,
+        progress=progress,
+        activations=options.activations,
+        dtype=options.dtype,
+        keep_unknown=options.keep_unknown,
+    )
+    return summarize(out, source, fspath(model))
+
+
+def repack(
+    model: str | PathLike[str],
+    out: Path,
+    layout: str | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Import the quantized ``model`` (a directory or a hub id) into ``out``, in ``layout``."""
+    from qtool.exchange.import_ import import_checkpoint
+    from qtool.pipeline.quantize import require_apart
+
+    directory = directory_of(model)
+    require_apart(out, directory)
+    source = Checkpoint(directory)
+    imported = import_checkpoint(source, out, layout, progress=progress)
+    for note in imported.notes:
+        ranks.log(note)
+    return summarize(imported.directory, source, fspath(model))
+
+
+def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
+    """The directory of ``model``: a path is one, a text may be a hub id or ``demo`` too."""
+    return resolve(model, weights=weights) if isinstance(model, str) else Path(model)
+
+
+def default_out(model: str | PathLike[str], scheme: str) -> Path:
+    """``MODEL-SCHEME`` beside a local model, in the working directory for the demo or a hub id."""
+    local = Path(model).expanduser()
+    if model != "demo" and local.is_dir():
+        return local.resolve().with_name(f"{local.resolve().name}-{scheme}")
+    return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
+
+
+def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:
+    """What was asked for and will not be, or only in part; a sentence each."""
+    named = f"--calib {text}" if isinstance(text, str | Path) else "the calibration data"
+    asked = [named] if text is not None else []
+    asked += [f"--samples {options.samples}"] if options.samples != SAMPLES else []
+    asked += [f"--seqlen {options.seqlen}"] if options.seqlen != SEQLEN else []
+    name = f"recipe {job.recipe.scheme}/{job.recipe.variant}"
+    if not job.needs_data:
+        return [f"{name} looks at no activations: {', '.join(asked)} not used"] if asked else []
+    return []
+
+
+def _calibration(
+    source: Checkpoint, job: Job, text: Any, options: QuantizeOptions, device: str
+) -> "Calibration":
+    from qtool.pipeline.calibration_windows import calibration
+
+    return calibration(
+        source,
+        job,
+        text,
+        data_dir=options.data_dir,
+        samples=options.samples,
+        seqlen=options.seqlen,
+        seed=options.seed,
+        device=device,
+    )

@@ -1,0 +1,171 @@
+"""The activations that enter a block, on disk: a killed run goes on from that block.
+
+While a block is computed its inputs are only read. Meanwhile the thread that writes shards copies
+them to the run's directory, after the shards of all blocks before: so whole activations imply whole
+shards. Only the newest are kept. Those that are not whole when the block's outputs take their place
+are given up, unless waiting for them costs a small share of the run.
+
+Each rank keeps the activations of its own batches; they count where all ranks have them.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from threading import Event
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.distributed import ranks
+from qtool.errors import NoSpace
+from qtool.io.output import Output
+from qtool.io.safetensors import Entry
+from qtool.io.write_behind import WriteBehind
+
+NAME = "activations"
+#: of a run's time that may be spent waiting for activations to be written, and seconds beside it
+SHARE, ALLOWANCE = 0.02, 1.0
+#: bytes a second that a write is taken to reach before it has shown its own speed
+EXPECTED_SPEED = 1e9
+
+
+class _GivenUp(Exception):
+    """The activations are about to change."""
+
+
+class Snapshot:
+    """One block's input activations while they are written."""
+
+    def __init__(self, block: int, paths: dict[str, Sequence[Batch]]) -> None:
+        self.block = block
+        self.specs = {
+            f"{path}.{i}": torch.empty_like(batch.hidden, device="meta")
+            for path, batches in paths.items()
+            for i, batch in enumerate(batches)
+        }
+        self.hidden = [batch.hidden for batches in paths.values() for batch in batches]
+        self.nbytes = sum(hidden.nbytes for hidden in self.hidden)
+        self.started, self.done, self.given_up = 0.0, 0, Event()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every batch's hidden states; stops once they are given up."""
+        self.started = time.monotonic()
+        for name, hidden in zip(self.specs, self.hidden, strict=True):
+            if self.given_up.is_set():
+                raise _GivenUp
+            yield name, hidden
+            self.done += hidden.nbytes
+
+    def seconds_left(self) -> float:
+        """How long the write will take from now on, by the speed that it has reached."""
+        if not self.done:
+            return self.nbytes / EXPECTED_SPEED
+        return (time.monotonic() - self.started) * (self.nbytes / self.done - 1)
+
+
+class Snapshots:
+    """Writes the activations that enter each block and finds those of an earlier run.
+
+    Args:
+        writer: the thread that writes shards too.
+        missing_bytes: what the missing shards will take on the disk.
+        timed: a context that measures the writing.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        device: torch.device,
+        writer: WriteBehind,
+        missing_bytes: Callable[[], int],
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.output, self.device, self.writer = output, device, writer
+        self.missing_bytes, self.timed = missing_bytes, timed
+        self._pending: tuple[Snapshot, Future[bool]] | None = None
+        self._began, self._waited, self._full = time.monotonic(), 0.0, False
+
+    def newest(self, block: int) -> tuple[int, dict[str, Entry]] | None:
+        """The last block up to ``block`` whose inputs all ranks have, and this rank's by name."""
+        own = {}
+        for name in self.output.kept_names(f"{NAME}-"):
+            number, *owner = _numbers(name)
+            mine = number <= block and owner == [ranks.rank(), ranks.size()]
+            if mine and (found := self.output.kept(name)):
+                own[number] = found[0]
+        everywhere = set.intersection(*map(set, ranks.all_gather(list(own))))
+        if everywhere:
+            return max(everywhere), own[max(everywhere)]
+        sizes = {_numbers(name)[2] for name in self.output.kept_names(f"{NAME}-")}
+        if sizes - {ranks.size()}:
+            ranks.log(
+                f"the activations on disk are those of {min(sizes)} ranks, this run has "
+                f"{ranks.size()}: the finished blocks are run again"
+            )
+        return None
+
+    def take(self, block: int, **paths: Sequence[Batch]) -> None:
+        """Begin to write the inputs of ``block``: batches by the name of the path they take.
+
+        They must not change before :meth:`settle`.
+        """
+        snapshot = Snapshot(block, paths)
+        free = shutil.disk_usage(self.output.partial).free
+        if not all(ranks.all_gather(snapshot.nbytes + self.missing_bytes() < free)):
+            if not self._full:
+                ranks.log(
+                    f"no room on the disk for the activations ({snapshot.nbytes / 1e9:.2f} GB): "
+                    "--resume would run the finished blocks again"
+                )
+            self._full = True
+            return
+        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+
+        def write() -> bool:
+            if ready:
+                ready.synchronize()
+            name = self._name(block)
+            try:
+                with self.timed(), torch.cuda.stream(ready and torch.cuda.Stream(self.device)):
+                    self.output.keep(name, snapshot.specs, snapshot.tensors(), {}, sync=False)
+            except (_GivenUp, NoSpace, OSError):
+                return False
+            return True
+
+        self._pending = snapshot, self.writer.submit_optional(write)
+
+    def settle(self) -> None:
+        """Let the activations change: those being written are finished or given up, on all ranks.
+
+        Earlier ones are removed where all ranks have the new ones.
+        """
+        if self._pending is None:
+            return
+        (snapshot, future), self._pending = self._pending, None
+        now = time.monotonic()
+        if not future.done():
+            allowed = SHARE * (now - self._began) + ALLOWANCE
+            if self._waited + snapshot.seconds_left() > allowed:
+                snapshot.given_up.set()
+        whole = future.result()
+        self._waited += time.monotonic() - now
+        if not all(ranks.all_gather(whole)):
+            self.output.drop(self._name(snapshot.block))
+            return
+        for name in self.output.kept_names(f"{NAME}-"):
+            number, rank, size = _numbers(name)
+            if size != ranks.size() or (rank == ranks.rank() and number != snapshot.block):
+                self.output.drop(name)
+
+    def _name(self, block: int) -> str:
+        return f"{NAME}-{block:05d}-{ranks.rank()}-of-{ranks.size()}"
+
+
+def _numbers(name: str) -> tuple[int, int, int]:
+    """Block, rank and number of ranks in a file's name."""
+    block, rank, size = map(int, re.findall(r"\d+", name))
+    return block, rank, size

@@ -1,0 +1,114 @@
+"""What a run made: its size, the time it took, and the error of every linear."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qtool.io.source import Checkpoint
+from qtool.models import family_of
+from qtool.pipeline.planning.plan import duration
+from qtool.pipeline.run_record import peak_host_bytes, read_run
+
+#: rounding that notes an error of each linear: what of, and the note's key
+NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A native checkpoint that a run wrote; stands for its directory wherever a path is taken.
+
+    Attributes:
+        directory: of the checkpoint.
+        source: of what it was made from, as the caller named it.
+        source_bytes, nbytes: of the tensors of both.
+        seconds: of the run, its resumptions included; None where nothing recorded them.
+        error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
+        errors: relative error of each linear, by full name.
+        imported: codes were repacked, nothing was quantized.
+    """
+
+    directory: Path
+    source: str
+    source_bytes: int
+    nbytes: int
+    seconds: float | None
+    error_of: str
+    errors: dict[str, float]
+    imported: bool
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller it is than its source."""
+        return self.source_bytes / self.nbytes
+
+    def __str__(self) -> str:
+        size = f"{self.directory}: {size_text(self.nbytes)}"
+        if not self.imported:
+            size += f", {self.ratio:.2f} times smaller than {size_text(self.source_bytes)}"
+        if self.seconds is not None:
+            size += f", in {duration(self.seconds)}"
+        if self.errors:
+            worst = max(self.errors, key=self.errors.__getitem__)
+            size += (
+                f"; largest relative error of {'an' if self.error_of[0] in 'aeiou' else 'a'}"
+                f" {self.error_of} {self.errors[worst]:.4f} ({worst})"
+            )
+        where, source = shlex.quote(str(self.directory)), shlex.quote(self.source)
+        text = "demo" if self.source == "demo" else "wikitext2"
+        following = f"eval {text} --model {where} --compare {source}"
+        return f"{size}\nnext: qtool {f'verify {where}' if self.imported else following}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, for ``--json``."""
+        return asdict(self) | {"directory": str(self.directory), "ratio": self.ratio}
+
+
+def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
+    """The result in ``directory``, made from ``source``, which the caller called ``name``."""
+    made = Checkpoint(directory)
+    record = json.loads((directory / "qtool.json").read_text())
+    what, errors = "", {}
+    blocks = family_of(made.config["model_type"]).blocks
+    for block, notes in enumerate(record.get("blocks", ())):
+        for of, linear, error in noted_errors(notes):
+            what, errors[f"{blocks}.{block}.{linear}"] = of, error
+    return Quantized(
+        directory,
+        name,
+        _nbytes(source),
+        _nbytes(made),
+        read_run(directory, record.get("job", {})).get("seconds"),
+        what,
+        errors,
+        "imported from" in record,
+    )
+
+
+def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """``weight`` or ``output``, linear and error, of every error in the notes of a block."""
+    for method, (what, key) in NOTED.items():
+        for linear, note in notes.get(method, {}).items():
+            if key in note:
+                yield what, linear, note[key]
+
+
+def shard_facts(notes: Mapping[str, Any]) -> str:
+    """What progress says of a shard: this process's peak memory and the block's largest error."""
+    errors = [error for _, _, error in noted_errors(notes)]
+    worst = f", largest error {max(errors):.4f}" if errors else ""
+    return f"peak {peak_host_bytes() / 1e9:.2f} GB{worst}"
+
+
+def size_text(nbytes: float) -> str:
+    """``812.3 MB``, ``4.70 GB``."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _nbytes(checkpoint: Checkpoint) -> int:
+    return sum(entry.nbytes for entry in checkpoint.entries.values())

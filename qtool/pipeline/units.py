@@ -1,0 +1,17 @@
+"""Byte counts and durations as a person reads them."""
+
+
+def bytes_text(nbytes: float) -> str:
+    """``1.03 GB``, ``15.2 MB``, ``640 kB``: three digits."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if nbytes >= 0.9995 * size:
+            value = nbytes / size
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{nbytes / 1e3:.0f} kB"
+
+
+def duration(seconds: float) -> str:
+    """``95 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,124 @@
+"""What a recipe is: which scheme each layer gets and by which methods. No torch here.
+
+:mod:`qtool.recipes.recipe` reads one from YAML.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qtool.errors import QtoolError
+
+GIVEN, CONTINUED = "given", "continued"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A method by name and its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """Linears whose full name matches the regex ``match`` get ``scheme``.
+
+    ``scheme`` None leaves them in 16 bit; ``layout`` None is row-major.
+    """
+
+    match: str
+    scheme: str | None
+    group_size: int | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One point where a recipe leaves the paper it is named after, and the effect of that."""
+
+    what: str
+    effect: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One complete recipe.
+
+    Attributes:
+        windows: of calibration: ``given`` by a text, or begun by it and ``continued`` by the model.
+        variant: ``fast``, ``paper`` or ``best`` of a built-in recipe; ``custom`` of a file.
+        departures: from the paper.
+        reason: why this recipe, where ``--target`` chose it.
+        adaptations: what was changed to fit the model, and why; a sentence each.
+    """
+
+    scheme: str
+    about: str
+    layers: tuple[LayerRule, ...]
+    transforms: tuple[Step, ...]
+    rounding: Step
+    kv: str | None = None
+    windows: str = GIVEN
+    variant: str = "custom"
+    departures: tuple[Departure, ...] = ()
+    reason: str = ""
+    adaptations: tuple[str, ...] = ()
+
+    @property
+    def built_in(self) -> bool:
+        """It is a variant of a built-in recipe, which may be adapted to a model."""
+        return self.variant != "custom"
+
+    def step(self, name: str) -> Step | None:
+        """The transform ``name``, if the recipe has it."""
+        return next((step for step in self.transforms if step.name == name), None)
+
+    def with_group_size(self, group_size: int | None) -> "Recipe":
+        """Every quantized layer at ``group_size`` (None: the whole channel)."""
+        return self._with_rules(group_size=group_size)
+
+    def with_layout(self, layout: str) -> "Recipe":
+        """Every quantized layer in ``layout``."""
+        return self._with_rules(layout=layout)
+
+    def _with_rules(self, **changes: Any) -> "Recipe":
+        layers = (replace(rule, **changes) if rule.scheme else rule for rule in self.layers)
+        return replace(self, layers=tuple(layers))
+
+    def for_kv4(self) -> "Recipe":
+        """With the transforms of a kv4 cache.
+
+        They are ``smooth-attention`` (QServe section 3.2) and, in ``best``, ``value-basis``.
+        """
+        names = [step.name for step in self.transforms]
+        wanted = ["smooth-attention", *(["value-basis"] if self.variant == "best" else [])]
+        before = max(
+            (i + 1 for i, name in enumerate(names) if name in ("norm-fusion", "rotate", "smooth")),
+            default=0,
+        )
+        added = tuple(Step(name, {}) for name in wanted if name not in names)
+        return replace(
+            self, transforms=(*self.transforms[:before], *added, *self.transforms[before:])
+        )
+
+    def with_options(self, method: str, **options: Any) -> "Recipe":
+        """``options`` set on the transform ``method``.
+
+        Raises:
+            QtoolError: if the recipe does not have it.
+        """
+        if self.step(method) is None:
+            raise QtoolError(
+                f"recipe {self.scheme}/{self.variant} has no {method} to set "
+                f"{', '.join(options)} on"
+            )
+        steps = tuple(
+            Step(s.name, {**s.options, **options}) if s.name == method else s
+            for s in self.transforms
+        )
+        return replace(self, transforms=steps)
+
+    def adapted(self, sentence: str, **changes: Any) -> "Recipe":
+        """``changes`` made to fit a model, and the ``sentence`` that says so."""
+        return replace(self, adaptations=(*self.adaptations, sentence), **changes)

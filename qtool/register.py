@@ -1,0 +1,128 @@
+"""Schemes, layouts, families, methods and export formats from outside the package.
+
+Call these from the function that an entry point of the group ``qtool.plugins`` names
+(:mod:`qtool.plugins`), or before the first use in a script. Names that are taken are refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool import plugins, recipes
+from qtool.errors import QtoolError
+from qtool.recipes import added
+
+if TYPE_CHECKING:
+    from qtool.calibration.method import Rounding, Transform
+    from qtool.exchange.target import Target
+    from qtool.layouts import Layout
+    from qtool.models import Family
+    from qtool.runtime.dispatch import Kernel
+    from qtool.schemes import Scheme
+
+
+def register_scheme(
+    scheme: "type[Scheme]", recipe: str | Path | Mapping[str, Any] | None = None
+) -> None:
+    """Let ``--scheme NAME`` mean ``scheme``, everywhere: quantize, verify, eval, load.
+
+    Args:
+        scheme: a subclass of :class:`qtool.schemes.Scheme`; its ``name`` is the command line's.
+        recipe: a YAML file or its content; by default every linear at the scheme's own group size,
+            in the row-major layout, rounded to nearest (``fast``) or by GPTQ (``paper``).
+
+    Raises:
+        QtoolError: the name is taken, the recipe does not read, or none is given for codes that
+            are neither 4 nor 8 bits wide, which no built-in layout holds.
+    """
+    from qtool.schemes import SCHEMES
+
+    if recipe is None and scheme.code_bits not in (4, 8):
+        raise QtoolError(
+            f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
+            " 4-bit and 8-bit ones: register a layout too, and pass a recipe that names it"
+        )
+    register_recipe(scheme.name, _plain_recipe(scheme) if recipe is None else recipe)
+    plugins.add(SCHEMES, scheme.name, scheme, "scheme")
+
+
+def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None:
+    """Make ``recipe``, a YAML file or its content, what ``--scheme SCHEME`` runs.
+
+    Raises:
+        QtoolError: a recipe that does not read, or a scheme that has one already.
+    """
+    data = recipes.read(Path(recipe)) if isinstance(recipe, str | Path) else recipe
+    recipes.parse(data, scheme)
+    if scheme in recipes.built_in():
+        raise QtoolError(f"the recipe {scheme!r} is built in; choose another name")
+    plugins.add(added.ADDED, scheme, data, "recipe")
+
+
+def register_layout(layout: "Layout") -> None:
+    """Let recipes and ``--layout`` name ``layout``.
+
+    Raises:
+        QtoolError: the name is taken.
+    """
+    from qtool.layouts import LAYOUTS
+
+    plugins.add(LAYOUTS, layout.name, layout, "layout")
+
+
+def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
+    """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after those that are there."""
+    from qtool.runtime.dispatch import KERNELS
+
+    there = KERNELS.get((scheme, layout), ())
+    if kernel not in there:
+        KERNELS[scheme, layout] = (*there, kernel)
+
+
+def register_family(family: "Family") -> None:
+    """Let models whose ``model_type`` is one of the family's be read.
+
+    Raises:
+        QtoolError: one of its model types is covered already.
+    """
+    from qtool import models
+
+    models.register_family(family)
+
+
+def register_method(method: "type[Transform] | type[Rounding]") -> None:
+    """Let recipes name ``method`` under ``transforms`` or ``rounding``, whichever it is.
+
+    Raises:
+        QtoolError: the name is taken, or it is neither.
+    """
+    from qtool.calibration import ROUNDINGS, TRANSFORMS
+    from qtool.calibration.method import Rounding, Transform
+
+    if issubclass(method, Transform):
+        plugins.add(TRANSFORMS, method.name, method, "transform")
+    elif issubclass(method, Rounding):
+        plugins.add(ROUNDINGS, method.name, method, "rounding")
+    else:
+        raise QtoolError(f"{method!r} is neither a Transform nor a Rounding")
+
+
+def register_export(target: "Target") -> None:
+    """Let ``export --format NAME`` write ``target``.
+
+    Raises:
+        QtoolError: the name is taken.
+    """
+    from qtool.exchange import targets
+
+    targets.register_export(target)
+
+
+def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:
+    size = scheme.default_group_size
+    return {
+        "scheme": scheme.name,
+        "about": (scheme.__doc__ or "").strip().partition("\n")[0].rstrip("."),
+        "layers": [{"match": ".*", "scheme": scheme.name, "group_size": size or "channel"}],
+        "variants": {"fast": {"rounding": "rtn"}, "paper": {"rounding": "gptq"}},
+    }

@@ -1,0 +1,131 @@
+"""What calibration data may be given as: the same text gives the same windows in each form."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from qtool.data import corpora
+from qtool.data.calibration_input import Documents, TokenIds, parse
+from qtool.data.chat import render
+from qtool.data.windows import cut, windows
+from qtool.errors import QtoolError
+from qtool.io.source import DEMO
+from qtool.runtime.load import load_tokenizer
+
+TEXTS = ["one two", "three"]
+CHATS = [[{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+RENDERED = ["<user>who?<assistant>me"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO)
+
+
+def documents(given: Any, tokenizer: Any) -> list[str]:
+    parsed = parse(given)
+    assert isinstance(parsed, Documents)
+    return render(parsed.read(), tokenizer, parsed.name)
+
+
+@pytest.mark.parametrize(
+    ("column", "rows", "expected"), [("text", TEXTS, TEXTS), ("messages", CHATS, RENDERED)]
+)
+def test_texts_and_chats_in_every_form(
+    column: str, rows: Any, expected: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    lines.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    parquet.write_table(pyarrow.table({"id": [0] * len(rows), column: rows}), table)
+    data_set = datasets.Dataset.from_list([{"id": 0, column: row} for row in rows])
+    forms = [lines, str(lines), table, data_set, *([rows] if column == "text" else [])]
+    for given in forms:
+        assert documents(given, tokenizer) == expected
+    assert parse(data_set).sha256 == parse(datasets.Dataset.from_dict({column: rows})).sha256
+
+
+def test_a_corpus_is_not_read_before_it_is_needed(tmp_path: Path) -> None:
+    parsed = parse("c4", data_dir=tmp_path / "absent")
+    assert isinstance(parsed, Documents) and parsed.name == "c4" and parsed.sha256 == ""
+    assert documents("demo", None) == corpora.load("demo", split="train").documents
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3]),
+        (torch.tensor([1, 2, 3]), [1, 2, 3]),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        (torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), [[1, 2], [3, 4]]),
+        ([[1, 2], [3]], [1, 2, 3]),
+    ],
+)
+def test_token_ids(given: Any, expected: Any) -> None:
+    parsed = parse(given)
+    assert isinstance(parsed, TokenIds)
+    assert parsed.ids.dtype == torch.long and parsed.ids.tolist() == expected
+
+
+def test_windows_are_those_of_the_text(tokenizer: Any) -> None:
+    """Text, its token ids, and the windows themselves give the same."""
+    text = corpora.load("demo", split="train").documents[0][:9000]
+    asked = {"samples": 5, "seqlen": 32, "vocabulary": len(tokenizer), "seed": 1}
+    found = windows([text], tokenizer, **asked)
+    assert found.shape == (5, 32)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    assert torch.equal(cut(ids, **asked), found)
+    rows = ids[: len(ids) // 64 * 64].view(-1, 64)  # cut row by row
+    assert torch.equal(cut(rows, **asked | {"samples": 999}), rows.reshape(-1, 32))
+
+
+def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
+    data_set = datasets.Dataset.from_dict({"messages": CHATS})
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(QtoolError, match=r"data set holds chats .* no chat template"):
+        documents(data_set, tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
+    with pytest.raises(QtoolError, match=r"data set, chat 1: .* cannot render it \(roles\)"):
+        documents(data_set, tokenizer)
+    with pytest.raises(QtoolError, match='a list of messages with "role"'):
+        documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
+
+
+def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": CHATS[0]}))
+    with pytest.raises(QtoolError, match=r'holds chats \(messages\), documents under "text"'):
+        corpora.load(str(path), split="test")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "found an empty list"),
+        ([3, "a"], "found a list of int"),
+        (7, "found <class 'int'>"),
+        ([[1, "a"]], "a list of token ids holds something else"),
+        (torch.rand(4), r"shape \[4\] and torch.float32 found"),
+        (torch.ones(2, 2, 2).long(), r"shape \[2, 2, 2\]"),
+        (datasets.Dataset.from_dict({"body": ["a"]}), "found the columns body"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), "one split"),
+        ("nofile.txt", "nofile.txt does not exist"),
+        ("wikitex", "unknown corpus 'wikitex'"),
+    ],
+)
+def test_nothing_to_calibrate_on(given: Any, message: str) -> None:
+    with pytest.raises(QtoolError, match=message):
+        parse(given)
+
+
+def test_ids_that_the_model_does_not_have() -> None:
+    for ids in (torch.tensor([0, 9]), torch.tensor([-1, 2])):
+        with pytest.raises(QtoolError, match="the model has 0 to 7"):
+            cut(ids, samples=1, seqlen=2, vocabulary=8)

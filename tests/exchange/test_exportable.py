@@ -1,0 +1,198 @@
+"""What an export refuses and recommends is decided by one check, from config.json, before any
+work.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from qtool import recipes
+from qtool.cli import cli
+from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange import targets
+from qtool.exchange.export import export
+from qtool.exchange.exportable import exported_formats, formats_that_take
+from qtool.exchange.gptq import Gptq
+from qtool.exchange.import_ import import_checkpoint
+from qtool.exchange.targets import TARGETS, register_export
+from qtool.io.source import Checkpoint
+from qtool.pipeline.job import Job, native_format
+from qtool.pipeline.planning.plan import as_text, plan
+from qtool.pipeline.quantize import Calibration, quantize
+from tests.conftest import MakeModel
+from tests.exchange.conftest import recipe_of, rule
+
+TOKENS = torch.randint(0, 320, (4, 64), generator=torch.Generator().manual_seed(0)).split(2)
+
+
+def refusals(directory: Path) -> dict[str, str]:
+    """What each format says to the checkpoint; "" if it takes it."""
+    config, said = Checkpoint(directory).config, {}
+    for name, target in TARGETS.items():
+        try:
+            exported_formats(target, native_format(config), config)
+            said[name] = ""
+        except QtoolError as error:
+            said[name] = str(error)
+    return said
+
+
+RECIPES = {
+    "FMPQ": recipe_of([rule("w4ax-fmpq", 128)], transforms=["gather-outliers"]),
+    "W4A16": recipe_of([rule("w4a16", 128)]),
+    "mixed": recipe_of([rule("w4a16", 32, "down_proj"), rule("w4a16", 128)]),
+    "QoQ": recipe_of([rule("w4a8-qoq-g128", 128)]),
+    "W4A4 mixed": recipes.load("w4a4-mix"),
+}
+TAKE_NOTHING = ("FMPQ", "W4A4 mixed")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_formats_that_are_recommended_take_it(
+    name: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Each recommended format exports it, and no other format does."""
+    source = Checkpoint(make_model(hidden_size=256, head_dim=64, dtype=torch.float16))
+    native = quantize(source, RECIPES[name], tmp_path / "native", calibration=Calibration(TOKENS))
+    said = refusals(native)
+    takes = [format for format, message in said.items() if not message]
+    config = Checkpoint(native).config
+    assert formats_that_take(native_format(config), config) == takes
+    can = f"formats that can: {', '.join(takes)}" if takes else "no format of a serving stack can"
+    assert all(message.endswith(can) for message in said.values() if message)
+    for format in said:
+        if format in takes:
+            assert export(native, format, tmp_path / format).errors
+        else:
+            with pytest.raises(QtoolError):
+                export(native, format, tmp_path / format)
+    assert bool(takes) == (name not in TAKE_NOTHING)
+
+
+@pytest.mark.parametrize(
+    "variant, transforms",
+    [
+        ("gemma", ["norm-fusion", "rotate"]),
+        ("gemma", ["norm-fusion", {"rotate": {"residual": False}}]),
+        ("llama-tied", ["norm-fusion", "rotate"]),
+        ("qwen3_moe", []),
+        ("falcon", []),
+    ],
+)
+def test_a_plan_is_told_what_the_export_is_told(
+    variant: str, transforms: list[Any], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Of a job, before it runs, and of its result: the same formats, or the same sentence."""
+    source = Checkpoint(make_model(variant, dtype=torch.float16))
+    job = Job.of(source.config, recipe_of([rule("w4a16", 64)], transforms=transforms))
+    native = quantize(source, job.recipe, tmp_path / "native")
+    done = Checkpoint(native).config
+    untied = {"tie_word_embeddings": False} if job.unties else {}
+    before = outcome(job.format, source.config | untied)
+    assert before == outcome(native_format(done), done)
+    headless = "the head is not the embedding any more" in str(before)
+    assert headless == (variant == "gemma" and job.unties)
+    last = as_text(plan(job)).splitlines()[-1]
+    told = before if isinstance(before, list) else [f"none, {before}"]
+    assert last == f"export formats: {', '.join(told)}"
+
+
+def test_quantize_refuses_the_export_before_it_calibrates(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Gemma 1 rotated: the sentence comes before a tokenizer is looked for, which is not there."""
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe.write_text(
+        "transforms: [norm-fusion, rotate]\nrounding: gptq\n"
+        "layers: [{match: '.*', scheme: w4a16, group_size: 64}]"
+    )
+    arguments = ["quantize", str(make_model("gemma", dtype=torch.float16)), "--out", str(out)]
+    arguments += ["--scheme", "w4a16", "--recipe", str(recipe), "--format", "gptq"]
+    result = CliRunner().invoke(cli, arguments)
+    assert isinstance(result.exception, QtoolError)
+    assert "the head is not the embedding any more" in str(result.exception)
+    assert not list(tmp_path.glob("out*"))
+
+
+def outcome(checkpoint_format: Any, config: dict[str, Any]) -> Any:
+    try:
+        return formats_that_take(checkpoint_format, config)
+    except QtoolError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "scheme, size, name, said",
+    [
+        ("w8a8", "channel", "compressed-tensors", "in 8 bits"),
+        ("w4a8-lqq", 64, "compressed-tensors-w8a8", "in 8 bits"),
+        ("w4a8-qoq-g128", 128, "compressed-tensors-w4a16", "with zero points"),
+        ("w4a16", 128, "compressed-tensors", ""),
+        ("w4a16", 128, "gptq", ""),
+    ],
+)
+def test_experts_that_transformers_cannot_load_are_said(
+    scheme: str, size: Any, name: str, said: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    for variant in ("qwen3_moe", "llama"):
+        source = Checkpoint(make_model(variant, dtype=torch.float16))
+        native = quantize(source, recipe_of([rule(scheme, size)]), tmp_path / f"{variant}-native")
+        notes = export(native, name, tmp_path / f"{variant}-out").notes
+        expected = [f"experts: transformers cannot load them {said}"] * bool(said)
+        found = [note.partition(";")[0] for note in notes if note.startswith("experts")]
+        assert found == (expected if variant == "qwen3_moe" else [])
+
+
+def flip(directory: Path, shard: str) -> None:
+    path = next(path for path in directory.glob("*.safetensors") if shard in path.name)
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("shard", ["00001-of", "00003-of", "00004-of"])
+def test_a_flipped_byte_stops_an_export(shard: str, make_model: MakeModel, tmp_path: Path) -> None:
+    source = Checkpoint(make_model(dtype=torch.float16))
+    native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
+    flip(native, shard)
+    with pytest.raises(CheckFailed, match=f"model-{shard}-00004.safetensors: its sha256 is not"):
+        export(native, "gptq", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    result = CliRunner().invoke(
+        cli, ["export", str(native), "--format", "gptq", "--out", str(tmp_path / "out")]
+    )
+    assert isinstance(result.exception, CheckFailed)
+
+
+def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -> None:
+    """Of an export that qtool made, whose hashes are recorded."""
+    source = Checkpoint(make_model(dtype=torch.float16))
+    native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
+    foreign = export(native, "gptq", tmp_path / "foreign").directory
+    flip(foreign, "00002-of")
+    with pytest.raises(CheckFailed, match="its sha256 is not"):
+        import_checkpoint(Checkpoint(foreign), tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_format_from_outside(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "TARGETS", dict(TARGETS))
+    mine = register_export(Gptq("mine", "gptq_v2", "GPTQ under a name of its own, for a test"))
+    assert register_export(mine) is mine
+    source = Checkpoint(make_model(dtype=torch.float16))
+    native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
+    done = export(native, "mine", tmp_path / "out")
+    assert set(done.errors.values()) == {0.0}
+    assert json.loads((tmp_path / "out/qtool.json").read_text())["format"] == "mine"
+    config = Checkpoint(native).config
+    assert "mine" in formats_that_take(native_format(config), config)
+    with pytest.raises(QtoolError, match="there is a format 'gptq' already"):
+        register_export(Gptq("gptq", "gptq", "another of the same name"))
+    with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.target\.Target"):
+        register_export("gptq")  # type: ignore[arg-type]

@@ -1,0 +1,420 @@
+"""Import: codes and scales of foreign 4-bit files become ours unchanged, or are refused with the
+reason.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from qtool import recipes
+from qtool.cli import cli
+from qtool.errors import CheckFailed, NoSpace, QtoolError
+from qtool.exchange.export import export
+from qtool.exchange.import_ import import_checkpoint
+from qtool.io.output import Output
+from qtool.io.source import Checkpoint
+from qtool.pipeline.inspect import inspect
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.verify import verify
+from qtool.report.build import weight_errors
+from qtool.runtime.huggingface import quantized_linears
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+
+
+def native(source: Path, *rules: dict[str, Any]) -> Path:
+    recipe = recipes.parse({"scheme": "test", "layers": list(rules)}, "test")
+    return quantize(Checkpoint(source), recipe, source.with_name(source.name + "-native"))
+
+
+def w4a16(size: Any, match: str = ".*") -> dict[str, Any]:
+    return {"match": match, "scheme": "w4a16", "group_size": size}
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.entries}
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def imported(directory: Path, out: Path, layout: str | None = None) -> Path:
+    return import_checkpoint(Checkpoint(directory), out, layout).directory
+
+
+def change_tensor(
+    directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    (directory / "qtool.json").unlink(missing_ok=True)  # a foreign file has no recorded hashes
+    path = Checkpoint(directory).entry(name).path
+    held = load_file(path)
+    save_file(held | {name: change(held[name]).contiguous()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "llama-tied"])
+@pytest.mark.parametrize("size", [32, 128, "channel"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "awq", "compressed-tensors"])
+def test_there_and_back(
+    name: str, size: Any, variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model(variant, dtype=torch.bfloat16), w4a16(size))
+    foreign = export(ours, name, tmp_path / "foreign").directory
+    back = imported(foreign, tmp_path / "back", "row-major")
+    expected, found = tensors(ours), tensors(back)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
+    assert layouts(back) == {"row-major"}
+    assert [row.problem for row in verify(back)] == [""] * 14
+    assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
+
+
+def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote it: no quant_method, and nothing in config.json."""
+    foreign = export(
+        native(make_model(dtype=torch.float16), w4a16(128)), "gptq", tmp_path / "foreign"
+    ).directory
+    expected = tensors(imported(foreign, tmp_path / "expected"))
+    config = json.loads((foreign / "config.json").read_text())
+    del config["quantization_config"]
+    (foreign / "config.json").write_text(json.dumps(config))
+    told = {"bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "sym": True}
+    (foreign / "quantize_config.json").write_text(json.dumps(told))
+    found = tensors(imported(foreign, tmp_path / "found"))
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], t) for name, t in expected.items()
+    )
+    with pytest.raises(QtoolError, match=r"quantized already \(quant_method 'gptq'\)"):
+        quantize(Checkpoint(foreign), recipes.load("w4a16"), tmp_path / "again")
+    (foreign / "quantize_config.json").unlink()
+    with pytest.raises(QtoolError, match="has no quantization_config"):
+        imported(foreign, tmp_path / "none")
+
+
+def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path) -> None:
+    """Hub checkpoints have fp16 scales under any dtype: they are kept, not rounded."""
+    foreign = export(
+        native(make_model(dtype=torch.bfloat16), w4a16(128)), "gptq", tmp_path / "foreign"
+    ).directory
+    up = "model.layers.0.mlp.up_proj"
+    for linear in [
+        name.removesuffix(".scales")
+        for name in Checkpoint(foreign).entries
+        if name.endswith(".scales")
+    ]:
+        change_tensor(foreign, f"{linear}.scales", lambda t: (t.float() * 1.001).half())
+    back = imported(foreign, tmp_path / "back", "row-major")
+    assert torch.equal(
+        Checkpoint(back).read(f"{up}.scale").t(), Checkpoint(foreign).read(f"{up}.scales")
+    )
+    assert not [row.problem for row in verify(back) if row.problem]
+    again = export(back, "compressed-tensors", tmp_path / "again")
+    assert again.notes == [
+        "scales: float16 in the file, which loaders round to the model's bfloat16"
+    ]
+
+
+def test_an_export_reports_the_linears_of_every_shard(gptq: Path, tmp_path: Path) -> None:
+    """A checkpoint that was imported has the shards of its source, not one a block."""
+    held = tensors(gptq)
+    for path in gptq.glob("*.safetensors*"):
+        path.unlink()
+    save_file(held, gptq / "model.safetensors", {"format": "pt"})
+    assert len(export(imported(gptq, tmp_path / "one"), "awq", tmp_path / "awq").errors) == 14
+
+
+def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) -> None:
+    rules = {"match": r"layers\.0\..*o_proj", "scheme": None}, w4a16(32, "down_proj"), w4a16(128)
+    ours = native(make_model(dtype=torch.bfloat16), *rules)
+    foreign = export(ours, "compressed-tensors", tmp_path / "foreign").directory
+    back = imported(foreign, tmp_path / "back")
+    assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
+    assert len(list(verify(back))) == 13
+    assert weight_errors(Checkpoint(back), Checkpoint(foreign)) is None  # a report has none to show
+
+
+def layouts(directory: Path) -> set[str]:
+    return {row.layout for row in inspect(directory) if row.layout}
+
+
+@pytest.mark.parametrize(
+    "layout", [None, "row-major", "marlin", "apex4", "compute-aware", "qqq-g128", "qqq"]
+)
+def test_every_layout_holds_the_same_weights(
+    layout: str | None, make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model(dtype=torch.bfloat16), w4a16(128))
+    foreign = export(ours, "gptq", tmp_path / "foreign").directory
+    back = imported(foreign, tmp_path / "back", layout)
+    assert layouts(back) == {layout or "marlin"}
+    assert not [row.problem for row in verify(back) if row.problem]
+    expected, found = weights(ours), weights(back)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(found[name], w) for name, w in expected.items()
+    )
+
+
+def test_what_a_layout_cannot_hold(make_model: MakeModel, tmp_path: Path) -> None:
+    """By default such a linear is row-major; asked for by name the layout is refused."""
+    small = native(
+        make_model(num_key_value_heads=1, dtype=torch.bfloat16), w4a16(32)
+    )  # k and v have 32 outputs, MARLIN's tile 64
+    foreign = export(small, "gptq", tmp_path / "foreign").directory
+    back = imported(foreign, tmp_path / "back")
+    assert layouts(back) == {"row-major", "marlin"}
+    assert torch.equal(load(back)(IDS).logits, load(small)(IDS).logits)
+    for layout, message in {
+        "marlin": "does not divide into tiles",
+        "row-major-8": "8-bit codes",
+        "x": "unknown",
+    }.items():
+        with pytest.raises(QtoolError, match=message):
+            imported(foreign, tmp_path / "refused", layout)
+    assert not list(tmp_path.glob("refused*"))
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: module.dequantize() for name, module in quantized_linears(load(directory)).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "packing", ["auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq", None]
+)
+def test_scales_below_zero_stay(packing: str | None, make_model: MakeModel, tmp_path: Path) -> None:
+    """AutoRound's: a group whose largest weight is positive has a negative scale and that weight at
+    code 0.
+    """
+    ours = native(make_model(dtype=torch.bfloat16), w4a16(32))
+    name = {"auto_round:gptqmodel": "gptq-v2", "auto_round:auto_awq": "awq"}.get(
+        str(packing), "gptq"
+    )
+    foreign = export(ours, name, tmp_path / "foreign").directory
+    if packing:
+        config = {
+            "quant_method": "auto-round",
+            "packing_format": packing,
+            "bits": 4,
+            "sym": True,
+            "group_size": 32,
+        }
+        change_config(foreign, **config)
+    flipped, expected = [name for i, name in enumerate(weights(ours)) if i % 2], weights(ours)
+    for linear in flipped:
+        change_tensor(foreign, f"{linear}.scales", torch.neg)
+        expected[linear] = -expected[linear]
+    back = imported(foreign, tmp_path / "back")
+    found = weights(back)
+    assert all(torch.equal(found[linear], weight) for linear, weight in expected.items())
+    assert not [row.problem for row in verify(back) if row.problem]
+    again = export(back, "compressed-tensors", tmp_path / "again")
+    assert set(again.errors.values()) == {0.0}
+
+
+def test_quantize_reads_it_too(gptq: Path) -> None:
+    out = gptq.with_name("direct")
+    run = CliRunner().invoke(cli, ["quantize", str(gptq), "--scheme", "w4a16", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert tensors(out).keys() == tensors(imported(gptq, gptq.with_name("imported"))).keys()
+    for extra in (["--scheme", "w4a8-lqq"], ["--scheme", "w4a16", "--group-size", "64"]):
+        run = CliRunner().invoke(
+            cli, ["quantize", str(gptq), *extra, "--out", str(out.with_name("no"))]
+        )
+        assert isinstance(
+            run.exception, QtoolError
+        ) and "repack this GPTQ (gptq) with `qtool import`" in str(run.exception)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
+def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed, put = (
+        imported(gptq, gptq.with_name("whole")),
+        gptq.with_name("killed"),
+        Output.put,
+    )
+
+    def once(self: Output, shard: int, *rest: Any) -> None:
+        if shard == 2:
+            raise end
+        put(self, shard, *rest)
+
+    monkeypatch.setattr(Output, "put", once)
+    with pytest.raises((KeyboardInterrupt, NoSpace)):
+        imported(gptq, killed)
+    monkeypatch.undo()
+    assert killed.with_name("killed.partial").exists()
+    imported(gptq, killed)
+    assert {p.name: p.read_bytes() for p in whole.iterdir()} == {
+        p.name: p.read_bytes() for p in killed.iterdir()
+    }
+
+
+@pytest.fixture
+def gptq(make_model: MakeModel, tmp_path: Path) -> Path:
+    return export(
+        native(make_model(dtype=torch.bfloat16), w4a16(32)), "gptq", tmp_path / "foreign"
+    ).directory
+
+
+def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError) -> None:
+    out = directory.with_name("refused")
+    with pytest.raises(error, match=message):
+        imported(directory, out)
+    assert not out.exists() and not out.with_name("refused.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "GPTQ with bits=8 cannot be imported, only bits=4"),
+        ({"lm_head": True}, "lm_head is quantized"),
+        (
+            {"checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin' cannot be imported; known: gptq, gptq_v2",
+        ),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "per-module settings"),
+        (
+            {"quant_method": "qqq"},
+            "quant_method 'qqq' cannot be imported; known: gptq, awq, auto-round, compressed",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "x"},
+            "AutoRound packing_format 'x' cannot be imported",
+        ),
+        ({"quant_method": "auto-round", "act_bits": 8}, "AutoRound with act_bits=8"),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp"},
+            "data_type=mx_fp cannot be imported",
+        ),
+        (
+            {"quant_method": "auto-round", "extra_config": {"x": {"bits": 8}}},
+            "settings of its own for x",
+        ),
+        ({"quant_method": "qtool"}, "it is a native checkpoint already"),
+        ({"checkpoint_format": "gptq_v2"}, "512 of 512 zero points are not 8"),
+    ],
+)
+def test_configs_that_do_not_fit(changes: dict[str, Any], message: str, gptq: Path) -> None:
+    change_config(gptq, **changes)
+    refused(gptq, message)
+
+
+def test_a_bad_scale(gptq: Path) -> None:
+    change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", torch.zeros_like)
+    refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and not 0", CheckFailed)
+
+
+def test_other_group_sizes(gptq: Path) -> None:
+    def wider(t: torch.Tensor) -> torch.Tensor:
+        return t[:2]
+
+    for part in ("scales", "qzeros"):
+        change_tensor(gptq, f"model.layers.0.self_attn.q_proj.{part}", wider)
+    change_tensor(gptq, "model.layers.0.self_attn.q_proj.g_idx", lambda t: t // 2)
+    back = imported(gptq, gptq.with_name("back"))  # 64 in one linear, 32 in the others
+    assert not [row.problem for row in verify(back) if row.problem]
+    for part in ("scales", "qzeros"):
+        change_tensor(gptq, f"model.layers.0.mlp.down_proj.{part}", lambda t: t[:2])
+    refused(gptq, "down_proj: group size 192 is not one of w4a16's: 32, 64, 128, channel")
+    change_tensor(gptq, "model.layers.0.mlp.down_proj.scales", lambda t: t[:, :-8])
+    refused(gptq, r"down_proj.scales: shape \[2, 120\] is not that of a weight \[128, 384\]")
+
+
+def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Path) -> None:
+    def made(scheme: str, name: str) -> Path:
+        layout = "row-major-8" if scheme == "w8a8" else "row-major"
+        rule = {"match": ".*", "scheme": scheme, "layout": layout}
+        rule |= {"group_size": "channel"} if scheme in ("w8a8", "w4a8-qoq") else {}
+        source = make_model(name=scheme + name, dtype=torch.bfloat16)
+        return export(native(source, rule), name, tmp_path / f"{scheme}-{name}-out").directory
+
+    refused(
+        made("w8a8", "compressed-tensors"),
+        "int-quantized with 8-bit int weights cannot be imported",
+    )
+    refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized too")
+    transformed = made("w4a16", "compressed-tensors")
+    change_config(transformed, transform_config={"config_groups": {}, "x": 1})
+    refused(transformed, "transform_config")
+    change_config(
+        transformed, transform_config=None, kv_cache_scheme={"num_bits": 8, "type": "float"}
+    )
+    refused(transformed, "kv_cache_scheme")
+
+
+def test_missing_tensor_and_plain_model(gptq: Path, make_model: MakeModel) -> None:
+    path = Checkpoint(gptq).entry("model.layers.0.mlp.up_proj.scales").path
+    (gptq / "qtool.json").unlink()
+    index = json.loads((gptq / "model.safetensors.index.json").read_text())
+    held = load_file(path)
+    del (
+        held["model.layers.0.mlp.up_proj.scales"],
+        index["weight_map"]["model.layers.0.mlp.up_proj.scales"],
+    )
+    save_file(held, path, {"format": "pt"})
+    (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(gptq, "tensor model.layers.0.mlp.up_proj.scales is missing")
+    refused(make_model(name="plain"), "not quantized: .*use qtool quantize")
+
+
+QKV = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.embed_tokens.weight", lambda t: t[:-1], r"shape \[319, 128\] found"),
+        ("model.norm.weight", lambda t: t * torch.nan, "holds 128 NaN or Inf"),
+        (
+            f"{QKV}.qweight",
+            lambda t: t.float(),
+            "torch.float32 .* found; int32 words of 128 x 128 codes",
+        ),
+        (f"{QKV}.qweight", lambda t: t[:-1], r"\[15, 128\] found; int32 words of 128 x 128 codes"),
+    ],
+)
+def test_damaged_tensors(
+    name: str, change: Callable[..., torch.Tensor], message: str, gptq: Path
+) -> None:
+    change_tensor(gptq, name, change)
+    with pytest.raises(QtoolError, match=message):
+        imported(gptq, gptq.with_name("out"))
+    assert not list(gptq.parent.glob("out*"))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "name", [f"{QKV}.bias", "model.layers.0.odd.weight", "model.rotary_emb.inv_freq"]
+)
+def test_tensors_that_the_model_does_not_have(name: str, value: float, gptq: Path) -> None:
+    """GPTQ's tools wrote biases of zeros, old checkpoints the angles of RoPE; anything else would
+    be lost.
+    """
+    path = Checkpoint(gptq).entry(f"{QKV}.qweight").path
+    (gptq / "qtool.json").unlink()
+    save_file(load_file(path) | {name: torch.full((128,), value)}, path, {"format": "pt"})
+    index = json.loads((gptq / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = path.name
+    (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
+    if "odd" in name or ("bias" in name and value):
+        with pytest.raises(QtoolError, match=f"{name}: not a tensor of a Llama model"):
+            imported(gptq, gptq.with_name("out"))
+    else:
+        assert name not in tensors(imported(gptq, gptq.with_name("out")))
+
+
+def test_quantize_names_import(gptq: Path) -> None:
+    with pytest.raises(QtoolError, match=r"repack this GPTQ \(gptq\) with `qtool import`"):
+        quantize(Checkpoint(gptq), recipes.load("w4a16"), gptq.with_name("q"))

@@ -1,0 +1,66 @@
+"""Damaged files of a checkpoint: one sentence each, whatever is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qtool.errors import QtoolError
+from qtool.io.source import INDEX, SINGLE, Checkpoint
+from tests.conftest import MakeModel
+
+
+@pytest.fixture
+def sharded(make_model: MakeModel) -> Path:
+    return make_model(max_shard_size="200KB")
+
+
+def shard_of(directory: Path) -> Path:
+    return sorted(directory.glob("model-*.safetensors"))[1]
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_shard(size: int, sharded: Path) -> None:
+    path = shard_of(sharded)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(QtoolError, match=path.name):
+        Checkpoint(sharded)
+
+
+def test_a_shard_that_is_a_directory_or_gone(sharded: Path) -> None:
+    path = shard_of(sharded)
+    path.unlink()
+    with pytest.raises(QtoolError, match=f"{path.name} is missing"):
+        Checkpoint(sharded)
+    path.mkdir()
+    with pytest.raises(QtoolError, match=f"{path.name} cannot be read"):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_a_file_that_changes_after_it_was_opened(change: str, make_model: MakeModel) -> None:
+    directory = make_model()
+    checkpoint = Checkpoint(directory)
+    path = directory / SINGLE
+    path.unlink() if change == "gone" else path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(QtoolError, match=r"ended early|cannot be read: No such file"):
+        checkpoint.read("lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000, "\x00\xff"],
+)
+def test_a_damaged_index(content: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(content)
+    with pytest.raises(QtoolError, match=INDEX.replace(".", r"\.")):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("shard", [7, None, [], "../model.safetensors", "x.bin"])
+def test_an_index_that_names_no_file(shard: object, sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = shard
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(QtoolError, match="is not a file name inside the model directory"):
+        Checkpoint(sharded)

@@ -1,0 +1,98 @@
+"""What a result carries beside its weights, and its model card."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qtool import recipes
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from tests.conftest import MakeModel
+
+CARRIED = {
+    "LICENSE": "free",
+    "LICENSE.md": "free",
+    "NOTICE": "of",
+    "USE_POLICY.md": "nicely",
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "preprocessor_config.json": "{}",
+    "processor_config.json": "{}",
+    "tokenizer.model": "words",
+}
+LEFT = {
+    "tokenizer_mine.py": "1 / 0",
+    "tokenizer.pkl": "code",
+    "additional_chat_templates/run.py": "1 / 0",
+    "pytorch_model.bin": "code",
+    "notes.txt": "mine",
+}
+FRONT = "---\nlicense: apache-2.0\nlanguage: [de]\nwidget: [x]\n---\n# Base\n"
+
+
+def put(directory: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def made(source: Path, out: Path) -> Path:
+    return quantize(Checkpoint(source), recipes.load("w4a16"), out)
+
+
+def front_of(card: Path) -> dict[str, object]:
+    found: dict[str, object] = yaml.safe_load(card.read_text().split("---\n")[1])
+    return found
+
+
+def test_licenses_templates_and_processors_are_carried(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model()
+    put(source, CARRIED | LEFT)
+    out = made(source, tmp_path / "out")
+    assert {name: (out / name).read_text() for name in CARRIED} == CARRIED
+    assert not [name for name in LEFT if (out / name).exists()]
+
+
+def test_the_card_says_how_it_was_made_and_keeps_the_bases(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model()
+    put(source, {"README.md": FRONT})
+    out = made(source, tmp_path / "out")
+    assert (out / "README.base.md").read_text() == FRONT
+    card, front = (out / "README.md").read_text(), front_of(out / "README.md")
+    assert front["license"] == "apache-2.0" and front["language"] == ["de"]
+    assert "widget" not in front and front["tags"] == ["qtool", "w4a16"]
+    for text in ("import qtool", 'qtool.load("llama-w4a16")', "rtn", "README.base.md"):
+        assert text in card
+
+
+def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--a-name" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    make_model().rename(snapshot)
+    out = made(snapshot, tmp_path / "out")
+    assert front_of(out / "README.md")["base_model"] == "owner/a-name"
+    assert json.loads((out / "qtool.json").read_text())["source"]["directory"] == "a-name"
+
+
+@pytest.mark.parametrize("card", ["", "---\n", "---\n[\n---\n", "---\n- a\n---\n", "no front"])
+def test_any_card_of_the_base_is_kept(card: str, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model()
+    put(source, {"README.md": card})
+    out = made(source, tmp_path / "out")
+    assert (out / "README.base.md").read_text() == card and "license" not in front_of(
+        out / "README.md"
+    )
+
+
+def test_the_next_result_keeps_the_base_models_card(make_model: MakeModel, tmp_path: Path) -> None:
+    """Of a native checkpoint README.md is ours: an export keeps the base model's instead."""
+    source = make_model()
+    put(source, {"README.md": FRONT})
+    out = made(source, tmp_path / "out")
+    assert Checkpoint(out).side_files()["README.base.md"] == out / "README.base.md"

@@ -1,0 +1,109 @@
+"""Every tensor of the source is in the result: packed, bit for bit, or cast where that is asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.verify import verify
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+EXTRA = "model.layers.0.mlp.steering"
+NORM = "model.layers.0.input_layernorm.weight"
+#: one path streams weights, the other builds blocks
+STREAMED = {"layers": [{"match": ".*", "scheme": "w4a16", "group_size": 64}]}
+BUILT = STREAMED | {"rounding": {"gptq": {"rounds": 0, "residual": 0, "clip_steps": 2}}}
+TOKENS = torch.arange(64).view(2, 32) * 7 % 320
+
+
+def add(model: Path, **tensors: torch.Tensor) -> None:
+    path = model / "model.safetensors"
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+
+
+def run(model: Path, recipe: dict[str, object], out: Path, **options: object) -> Checkpoint:
+    calibration = Calibration([TOKENS], {"text": "numbers"})
+    made = recipes.parse(recipe, "test")
+    return Checkpoint(
+        quantize(Checkpoint(model), made, out, calibration=calibration, **options)  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("recipe", [STREAMED, BUILT], ids=["streamed", "built"])
+def test_every_tensor_is_there(recipe, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Norms in float32 stay so in a bfloat16 model, and what nobody knows is copied."""
+    model = make_model("llama-biases", dtype=torch.bfloat16)
+    norm = load_file(model / "model.safetensors")[NORM].float() + 1e-6
+    extra = torch.tensor([1, 2, 300], dtype=torch.int16)
+    add(model, **{NORM: norm, ROTARY: torch.rand(16), EXTRA: extra})
+    source, made = Checkpoint(model), run(model, recipe, tmp_path / "out", keep_unknown=True)
+    for name in source.entries:
+        if f"{name.removesuffix('.weight')}.qweight" not in made:
+            assert made.entry(name).dtype == source.entry(name).dtype
+            assert torch.equal(made.read(name), source.read(name)), name
+    assert not [row for row in verify(made.directory) if row.problem]
+    recorded = json.loads((made.directory / "qtool.json").read_text())
+    assert sorted(recorded["unknown_tensors"]) == sorted([EXTRA, ROTARY])
+    assert load(made.directory)(TOKENS).logits.isfinite().all()
+
+
+def test_an_unknown_tensor_is_refused_with_a_way_on(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    add(model, **{EXTRA: torch.ones(3)})
+    with pytest.raises(QtoolError, match=rf"{EXTRA}: not a tensor of a Llama .*--keep-unknown"):
+        run(model, STREAMED, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("recipe", [STREAMED, BUILT], ids=["streamed", "built"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_float32_source_is_cast(dtype, recipe, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model, kind = make_model(), getattr(torch, dtype)
+    source, made = Checkpoint(model), run(model, recipe, tmp_path / "out", dtype=dtype)
+    plain = [name for name in made.entries if name in source]
+    assert plain and all(torch.equal(made.read(n), source.read(n).to(kind)) for n in plain)
+    assert made.config["dtype"] == dtype and "torch_dtype" not in made.config
+    recorded = json.loads((made.directory / "qtool.json").read_text())
+    assert recorded["dtype"] == {"source": "float32", "stored": dtype}
+    assert load(made.directory).dtype == kind
+    assert not [row for row in verify(made.directory) if row.problem]
+    kept = run(model, recipe, tmp_path / "kept")
+    assert "dtype" not in json.loads((kept.directory / "qtool.json").read_text())
+
+
+def test_what_cannot_be_cast_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    add(model, **{NORM: torch.full((128,), 70000.0)})
+    with pytest.raises(QtoolError, match=rf"{NORM}: .*7e\+04 is beyond float16.*--dtype bfloat16"):
+        run(model, STREAMED, tmp_path / "out", dtype="float16")
+    with pytest.raises(QtoolError, match=r"--dtype 'bfloat': did you mean bfloat16\?"):
+        run(model, STREAMED, tmp_path / "out", dtype="bfloat")
+
+
+def test_float64_weights_are_refused_before_any_work(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model(dtype=torch.float64)
+    with pytest.raises(QtoolError, match=r"dtype torch.float64 found; a float16, bfloat16 or"):
+        run(model, STREAMED, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_resuming_with_another_dtype_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    model = make_model()
+    with pytest.raises(Stop):
+        run(model, STREAMED, tmp_path / "out", progress=stop)
+    with pytest.raises(QtoolError, match=r"another recipe .*bfloat16"):
+        run(model, STREAMED, tmp_path / "out", resume=True, dtype="bfloat16")

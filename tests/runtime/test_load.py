@@ -1,0 +1,120 @@
+"""Loading: native checkpoints by every way in, and a sentence for whatever cannot be loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import auto
+
+from qtool import recipes
+from qtool.errors import CheckFailed, QtoolError
+from qtool.format import NOTICE, QUANT_METHOD, WEIGHTS_FIELD
+from qtool.io.source import Checkpoint, read_config
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.verify import verify
+from qtool.runtime.huggingface import quantized_linears
+from qtool.runtime.load import load, load_tokenizer
+from tests.conftest import save_model
+
+TOKENS = torch.arange(3, 19)[None]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("load")
+    source = save_model(directory / "source", dtype=torch.bfloat16, num_hidden_layers=1)
+    return quantize(Checkpoint(source), recipes.load("w8a8", "fast"), directory / "native")
+
+
+@pytest.fixture
+def copy(native: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(native, tmp_path / "copy"))
+
+
+def shard(directory: Path) -> Path:
+    """The file that holds the block."""
+    return directory / "model-00002-of-00003.safetensors"
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+def test_a_transformers_without_qtool_refuses_and_says_what_to_do(
+    native: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads((native / "config.json").read_text())[WEIGHTS_FIELD] == NOTICE
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, QUANT_METHOD)
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, QUANT_METHOD)
+    for options in ({}, {"ignore_mismatched_sizes": True}, {"device_map": "cpu"}):
+        with pytest.raises(ValueError, match=NOTICE):
+            AutoModelForCausalLM.from_pretrained(native, **options)
+
+
+def test_qtool_loads_with_the_notice_and_without(native: Path, copy: Path) -> None:
+    """Checkpoints written before the notice existed have no such field."""
+    config = json.loads((copy / "config.json").read_text())
+    del config[WEIGHTS_FIELD]
+    (copy / "config.json").write_text(json.dumps(config))
+    expected = logits(load(native))
+    for model in (load(copy), AutoModelForCausalLM.from_pretrained(native)):
+        assert len(quantized_linears(model)) == 7
+        assert torch.equal(logits(model), expected)
+        assert not hasattr(model.config, WEIGHTS_FIELD)
+    assert WEIGHTS_FIELD not in read_config(native)  # no export inherits it
+
+
+def test_a_loaded_model_is_not_saved_without_its_notice(native: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not serializable"):
+        load(native).save_pretrained(tmp_path / "again")
+
+
+def test_a_device_map_places_the_model(native: Path) -> None:
+    assert torch.equal(logits(load(native, device_map={"": "cpu"})), logits(load(native)))
+
+
+def test_demo_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_tokenizer("demo").vocab_size == 4096
+    assert load("demo").config.vocab_size == 4096
+    with pytest.raises(QtoolError, match="no such model directory"):
+        load("nowhere")
+
+
+def test_a_flipped_byte_is_found_before_loading(copy: Path) -> None:
+    content = bytearray(shard(copy).read_bytes())
+    content[-100] ^= 1
+    shard(copy).write_bytes(content)
+    with pytest.raises(CheckFailed, match=rf"{shard(copy).name}: the file's sha256 is not"):
+        load(copy)
+
+
+def test_a_truncated_file_is_named(copy: Path) -> None:
+    shard(copy).write_bytes(shard(copy).read_bytes()[:-100])
+    with pytest.raises(CheckFailed, match=rf"{shard(copy).name}: the file's sha256 is not"):
+        load(copy)
+    (copy / "qtool.json").unlink()  # as of any other model: no hashes
+    with pytest.raises(QtoolError, match="transformers cannot load it"):
+        load(copy)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x"])
+def test_a_device_that_is_not_there(device: str, native: Path) -> None:
+    for use in (lambda: load(native, device=device), lambda: list(verify(native, device=device))):
+        with pytest.raises(QtoolError, match=f"device '{device}': "):
+            use()
+
+
+def test_a_checkpoint_in_which_nothing_is_quantized_is_a_problem(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["rules"] = []
+    (copy / "config.json").write_text(json.dumps(config))
+    for path in (shard(copy), copy / "model.safetensors.index.json"):
+        path.unlink()
+    from safetensors.torch import save_file
+
+    save_file({"model.embed_tokens.weight": torch.zeros(2)}, copy / "model.safetensors")
+    assert "none is packed" in " ".join(row.problem for row in verify(copy))

@@ -1,0 +1,178 @@
+"""The public functions: what they take, what they give, and that importing them costs nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import qtool
+from qtool.errors import QtoolError
+from qtool.io.source import DEMO, Checkpoint
+from qtool.pipeline import calibration_windows
+from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.quantize import Calibration
+from qtool.recipes import Recipe
+from qtool.runtime.linear import QuantLinear
+from tests.conftest import MakeModel
+
+IDS = torch.arange(2, 66)[None]
+
+
+def linears(model: torch.nn.Module) -> list[QuantLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantLinear)]
+
+
+def test_dir_lists_what_can_be_called() -> None:
+    assert set(qtool.__all__) <= set(dir(qtool))
+    for name in qtool.__all__:
+        assert callable(getattr(qtool, name)) and getattr(qtool, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        _ = qtool.quantise
+
+
+def test_importing_qtool_imports_nothing_heavy_and_no_hook() -> None:
+    code = (
+        "import sys; hooks = list(sys.meta_path)\n"
+        "import qtool, qtool.cli\n"
+        "dir(qtool)\n"
+        "assert sys.meta_path == hooks\n"
+        "print([n for n in ('torch', 'transformers', 'datasets', 'rich') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_directory_becomes_a_checkpoint(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(), tmp_path / "out"
+    done = qtool.quantize(source, "w4a16", out=out)
+    assert done.directory == out and Path(done) == out
+    stored = Checkpoint(out).entries.values()
+    assert done.nbytes == sum(entry.nbytes for entry in stored)
+    assert done.ratio == done.source_bytes / done.nbytes > 1
+    assert len(done.errors) == 14 and all(0 < error < 0.5 for error in done.errors.values())
+    worst = max(done.errors, key=done.errors.__getitem__)
+    assert worst in str(done) and str(done).splitlines()[1].startswith("next: qtool eval")
+    assert json.loads(json.dumps(done.as_dict()))["directory"] == str(out)
+    assert len(linears(qtool.load(done))) == 14
+    assert not [row for row in qtool.verify(out) if row.problem]
+    assert sum(bool(row.layout) for row in qtool.inspect(out)) == 14
+
+
+def test_a_model_in_memory_becomes_one_with_packed_linears(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = qtool.quantize(model, "w4a8-lqq")
+    assert len(linears(made)) == 14 and not linears(model)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    qtool.quantize(source, "w4a8-lqq", out=tmp_path / "out")
+    assert torch.equal(made(IDS).logits, qtool.load(tmp_path / "out")(IDS).logits)
+
+
+def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    done = qtool.quantize(
+        model, "w8a8", out=tmp_path / "out", calibration="demo", samples=2, seqlen=16
+    )
+    assert json.loads((done.directory / "qtool.json").read_text())["calibration"]["samples"] == 2
+    assert qtool.load_tokenizer(done)("It was")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "data", ["demo", Path("text.txt"), ["a text", "another"], [[1, 2], [3, 4]], torch.ones(2, 4)]
+)
+def test_calibration_data_goes_on_as_it_is(
+    data: object, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def cut(source: object, job: object, text: object, **options: object) -> Calibration:
+        given.append(text)
+        return Calibration([torch.ones(1, 16, dtype=torch.long)], {"samples": 1})
+
+    monkeypatch.setattr(calibration_windows, "calibration", cut)
+    qtool.quantize(make_model(), "w8a8", calibration=data, out=tmp_path / "out")
+    assert len(given) == 1 and given[0] is data
+
+
+def test_a_recipe_in_every_form(make_model: MakeModel, tmp_path: Path) -> None:
+    layers = [{"match": ".*", "scheme": "w8a8"}]
+    content = {"scheme": "mine", "layers": layers, "rounding": "rtn"}
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(content))
+    source = make_model()
+    results = []
+    for form in (content, file, str(file), QuantizeOptions().recipe(None, content)):
+        assert isinstance(form, dict | str | Path | Recipe)
+        out = tmp_path / str(len(results))
+        qtool.quantize(source, recipe=form, out=out)
+        results.append((out / "config.json").read_text())
+    assert len(set(results)) == 1 and '"w8a8"' in results[0]
+
+
+def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -> None:
+    source = make_model(dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    by_path, by_config = (
+        qtool.plan(form, "w4a8-lqq") for form in (source, str(source / "config.json"))
+    )
+    in_memory = qtool.plan(model, "w4a8-lqq")
+    assert by_path.output_bytes == by_config.output_bytes == in_memory.output_bytes
+
+
+def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model()
+    with pytest.raises(QtoolError, match=r"unknown option 'sample': did you mean samples\?"):
+        qtool.quantize(source, "w8a8", sample=4)
+    with pytest.raises(QtoolError, match="no scheme: pass --scheme"):
+        qtool.quantize(source)
+    with pytest.raises(QtoolError, match="write w4a4-g128 or w4a4-mix"):
+        qtool.plan(source, "w4a4")
+    with pytest.raises(QtoolError, match="is the model itself, which is only read"):
+        qtool.quantize(source, "w8a8", out=source)
+    assert (source / "config.json").exists()
+    for function in (qtool.verify, qtool.inspect, qtool.write_report):
+        with pytest.raises(QtoolError, match="demo: the model is not quantized; make a quantized"):
+            function("demo")
+    with pytest.raises(QtoolError, match="demo: the model is not quantized"):
+        qtool.export("demo", "gptq", tmp_path / "out")
+    with pytest.raises(QtoolError, match="--engine 'tgi': vllm is expected"):
+        qtool.verify(qtool.quantize(source, "w8a8", out=tmp_path / "out"), engine="tgi")
+
+
+def test_load_by_name_and_by_device_map() -> None:
+    assert torch.equal(qtool.load("demo")(IDS).logits, qtool.load(DEMO)(IDS).logits)
+    mapped = qtool.load("demo", device_map={"": "cpu"})
+    assert torch.equal(mapped(IDS).logits, qtool.load("demo")(IDS).logits)
+    with pytest.raises(QtoolError, match="transformers cannot load it"):
+        qtool.load("demo", device_map="nowhere")
+
+
+def test_export_and_import_report_progress(make_model: MakeModel, tmp_path: Path) -> None:
+    native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "q").directory
+    seen: dict[str, list[tuple[int, int]]] = {"export": [], "import": [], "verify": []}
+
+    def into(name: str):  # type: ignore[no-untyped-def]
+        return lambda done, total, notes: seen[name].append((done, total))
+
+    qtool.export(native, "gptq", tmp_path / "gptq", progress=into("export"))
+    back = qtool.import_(tmp_path / "gptq", tmp_path / "back", progress=into("import"))
+    qtool.verify(back, progress=into("verify"))
+    for steps in seen.values():
+        assert steps[-1][0] == steps[-1][1] == len(steps)
+    assert back.imported and str(back).splitlines()[1] == f"next: qtool verify {back.directory}"
+
+
+def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path) -> None:
+    native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "q")
+    assert qtool.export(native, "gptq").directory == tmp_path / "q-gptq"
+    shutil.rmtree(tmp_path / "q-gptq")
+    with pytest.raises(QtoolError, match="is the model itself"):
+        qtool.export(native, "gptq", native)

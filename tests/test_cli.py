@@ -1,0 +1,232 @@
+"""What the commands say: help, notes, results, progress and JSON."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from qtool import progress
+from qtool.arguments import comma_separated
+from qtool.cli import cli, main
+from qtool.table import render
+from tests.conftest import MakeModel
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def native(make_model: MakeModel, tmp_path: Path) -> Path:
+    out = tmp_path / "native"
+    assert run("quantize", make_model(), "--scheme", "w4a16", "--out", out, "-q").exit_code == 0
+    return out
+
+
+@pytest.mark.parametrize("group", [[], ["bench"]])
+def test_no_summary_is_cut(group: list[str]) -> None:
+    listed = run(*group, "-h").stdout.partition("Commands:")[2].splitlines()[1:]
+    assert len(listed) > 4 and not any(line.endswith("...") for line in listed)
+
+
+def test_help_names_what_a_command_has() -> None:
+    assert "--calib" not in run("plan", "-h").stdout
+    assert "Default: wikitext2" in " ".join(run("quantize", "-h").stdout.split())
+    assert "_QTOOL_COMPLETE=bash_source qtool" in run("-h").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("qtool quantize demo --scheme w4a8-q", {"w4a8-qoq", "w4a8-qoq-g128"}),
+        ("qtool quantize demo --recipe pa", {"paper", "pa"}),
+        ("qtool export q --format gptq", {"gptq", "gptq-v2"}),
+        ("qtool plan demo --kv kv4", {"kv4", "kv4-channel"}),
+    ],
+)
+def test_a_shell_completes_names(
+    words: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("_QTOOL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        cli.main(prog_name="qtool")
+    assert {line.partition(",")[2] for line in capsys.readouterr().out.split()} == expected
+
+
+def test_what_is_not_used_is_said(make_model: MakeModel, tmp_path: Path) -> None:
+    asked = ["--recipe", "fast", "--calib", "nofile.txt", "--samples", 3, "--seqlen", 99]
+    done = run("quantize", make_model(), "--scheme", "w8a8", "--out", tmp_path / "out", *asked)
+    assert done.exit_code == 0
+    said = "recipe w8a8/fast looks at no activations: --calib nofile.txt, --samples 3, --seqlen 99"
+    assert f"{said} not used" in done.stderr
+
+
+def test_windows_above_the_context_are_said(tmp_path: Path) -> None:
+    asked = ["--recipe", "paper", "--samples", 1, "--seqlen", 4096, "--windows", "given"]
+    done = run("quantize", "demo", "--scheme", "w8a8", "--out", tmp_path / "out", *asked)
+    assert done.exit_code == 0, done.output
+    assert "--seqlen 4096 is above the model's context: windows of 512" in done.stderr
+
+
+def test_a_run_ends_with_two_lines(make_model: MakeModel, tmp_path: Path) -> None:
+    source, out = make_model(), tmp_path / "out"
+    done = run("quantize", source, "--scheme", "w4a16", "--out", out)
+    first, second = done.stdout.splitlines()
+    assert re.fullmatch(
+        rf"{out}: \d+\.\d MB, \d\.\d\d times smaller than \d+\.\d MB, in \d+ s; "
+        r"largest relative error of a weight 0\.\d{4} \(model\.layers\.[01]\.\S+\)",
+        first,
+    )
+    assert second == f"next: qtool eval wikitext2 --model {out} --compare {source}"
+    assert run("export", out, "--format", "gptq").exit_code == 0
+    back = run("import", f"{out}-gptq", "--out", tmp_path / "back")
+    first, second = back.stdout.splitlines()
+    assert first.startswith(f"{tmp_path / 'back'}: ") and second.startswith("next: qtool verify ")
+
+
+def test_quiet_says_the_result_alone(make_model: MakeModel, native: Path, tmp_path: Path) -> None:
+    asked = ("quantize", make_model(name="m"), "--scheme", "w8a8", "--out")
+    assert "shard 1/4" in run(*asked, tmp_path / "a").stderr
+    quiet = run(*asked, tmp_path / "b", "-q", "--calib", "x.txt", "--recipe", "fast")
+    assert quiet.stderr == "" and len(quiet.stdout.splitlines()) == 2
+    assert run("verify", native, "-q").stderr == ""
+    assert "linear 14/14" in run("verify", native).stderr
+
+
+def test_verbose_lists_every_linear(native: Path) -> None:
+    for command in (("verify", native), ("export", native, "--format", "gptq")):
+        listed = run(*command, "-v").stdout
+        assert listed.count("model.layers.") >= 14
+
+
+def test_json_of_every_command_that_makes_something(
+    make_model: MakeModel, native: Path, tmp_path: Path
+) -> None:
+    checks = json.loads(run("verify", native, "--json").stdout)
+    assert checks["failed"] == 0 and len(checks["checks"]) == 14
+    exported = json.loads(run("export", native, "--format", "gptq", "--json").stdout)
+    assert len(exported["errors"]) == 14 and exported["format"] == "gptq"
+    made = json.loads(
+        run(
+            "quantize", make_model(name="m"), "--scheme", "w8a8", "--out", tmp_path / "o", "--json"
+        ).stdout
+    )
+    assert made["ratio"] > 1 and len(made["errors"]) == 14
+    assert "w8a8" in {row["scheme"] for row in json.loads(run("schemes", "--json").stdout)}
+
+
+def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> None:
+    shard = next(native.glob("model-00002*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = run("verify", native, "--json")
+    assert done.exception is not None and json.loads(done.stdout)["failed"] >= 1
+
+
+def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a,b.txt").write_text("text")
+    assert comma_separated(["piqa,arc_easy", "demo", "a,b.txt"]) == [
+        "piqa", "arc_easy", "demo", "a,b.txt",
+    ]  # fmt: skip
+    assert "no task: name one, or list them with --list" in run("eval").output
+
+
+def test_tasks_are_listed_and_suggested() -> None:
+    listed = run("eval", "--list").stdout.split()
+    assert listed[:4] == ["wikitext2", "c4", "pile", "demo"]
+    assert {"piqa", "arc_easy", "demo_choice"} <= set(listed)
+    for word, meant in {"pica": "piqa", "arc-easy": "arc_easy", "hellaswga": "hellaswag"}.items():
+        assert f"did you mean {meant}?" in str(run("eval", word).exception)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "report"])
+def test_a_plain_model_where_a_quantized_one_belongs(command: str) -> None:
+    assert "make a quantized one first" in str(run(command, "demo").exception)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["quantize", "demo", "--scheme", "w8a8"], "--resume goes on"),
+        (["eval", "demo"], "with --save each finished task is kept"),
+        (["verify", "demo"], "interrupted\n"),
+    ],
+)
+def test_ctrl_c_speaks_of_the_command_that_ran(
+    command: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    def stopped(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("quantize", "evaluate", "verify"):
+        monkeypatch.setattr(f"qtool.api.{name}", stopped)
+    monkeypatch.setattr(sys, "argv", ["qtool", *command])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    written = capsys.readouterr().err
+    assert stop.value.code == 130 and said in written
+    assert ("--resume" in written) == (command[0] == "quantize")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_names_the_work_and_is_gone_before_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.Shown("verify", "linear") as shown:
+        shown(1, 2, {})
+        shown(2, 2, {})
+    drawn = terminal.getvalue()
+    assert "verify" in drawn and "0/2" in drawn
+    assert drawn.endswith("\r") and drawn.split("\r")[-2].strip() == ""  # wiped out
+
+
+def test_a_log_has_few_lines_and_silence_none(capsys) -> None:  # type: ignore[no-untyped-def]
+    with progress.Shown("verify", "linear", lines=10) as shown:
+        for done in range(1, 1001):
+            shown(done, 1000, {})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and lines[-1].startswith("linear 1000/1000, ")
+    progress.silence(True)
+    with progress.Shown("verify", "linear") as shown:
+        shown(1, 1, {})
+    progress.silence(False)
+    assert capsys.readouterr().err == ""
+
+
+ROWS = [("model.layers.0.mlp.down_proj" * 8, "[red]x[/red]", "1.5"), ("short", "y", "12.25")]
+
+
+def test_a_table_in_a_pipe_is_plain_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = render(("name", "kind", "bits"), ROWS).splitlines()
+    assert len(lines) == 4 and set(lines[1]) == {"-"}
+    assert lines[2].split() == list(ROWS[0]) and "\x1b" not in "".join(lines)
+    assert lines[2].endswith("  1.5") and lines[3].endswith(" 12.25")  # numbers to the right
+
+
+def test_a_table_on_a_terminal_has_its_width_and_colour_unless_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = render(("name", "kind", "bits"), ROWS)
+    assert "\x1b[" in coloured and "…" not in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = re.sub(r"\x1b\[[01]m", "", render(("name", "kind", "bits"), ROWS))  # bold is no colour
+    assert "\x1b" not in plain and max(map(len, plain.splitlines())) <= 60

@@ -1,0 +1,164 @@
+"""What another package adds: found by its entry point, and refused where the name is taken."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import qtool
+from qtool import plugins, recipes
+from qtool.calibration import ROUNDINGS, TRANSFORMS
+from qtool.calibration.method import Transform
+from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.cli import cli
+from qtool.errors import QtoolError
+from qtool.exchange.targets import TARGETS
+from qtool.layouts import LAYOUTS, DigitLayout
+from qtool.models import FAMILIES, family_of
+from qtool.recipes import added
+from qtool.runtime.dispatch import KERNELS, W8A8
+from qtool.schemes import SCHEMES
+from qtool.schemes.w8a8 import SmoothQuant
+from tests.conftest import MakeModel
+
+OWN = Path(__file__).parents[1] / "examples" / "own_scheme"
+
+
+@pytest.fixture(autouse=True)
+def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it, and no plugin is loaded before it."""
+    tables: tuple[dict[Any, Any], ...] = (
+        *(SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS),
+        added.ADDED,
+    )
+    before, families = [dict(table) for table in tables], list(FAMILIES)
+    monkeypatch.setattr(plugins, "_loaded", False)
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+    FAMILIES[:] = families
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/own_scheme as pip would install it: the module and its entry point on the path."""
+    site = tmp_path / "site"
+    info = site / "own_scheme-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "own_scheme.py").write_text((OWN / "own_scheme.py").read_text())
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-scheme\nVersion: 0.1.0\n")
+    group = "[qtool.plugins]\nown-scheme = own_scheme:register\n"
+    assert 'own-scheme = "own_scheme:register"' in (OWN / "pyproject.toml").read_text()
+    (info / "entry_points.txt").write_text(group)
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "own_scheme", raising=False)
+
+
+def test_a_scheme_of_another_package_goes_all_the_way(
+    installed: None, tmp_path: Path, make_model: MakeModel
+) -> None:
+    out = tmp_path / "out"
+    run = CliRunner().invoke(
+        cli, ["quantize", "demo", "--scheme", "w4a16-pow2", "--out", str(out), "-q"]
+    )
+    assert run.exit_code == 0, run.output
+    checked = CliRunner().invoke(cli, ["verify", str(out), "-q"])
+    assert checked.exit_code == 0 and "42 linears verified: w4a16-pow2" in checked.stdout
+    model = qtool.load(out)
+    scale = model.model.layers[0].mlp.up_proj.scale
+    assert torch.equal(scale, scale.log2().round().exp2())
+    options = ["--model", str(out), "--limit", "1", "--seqlen", "64", "-q"]
+    measured = CliRunner().invoke(cli, ["eval", "demo", *options])
+    assert measured.exit_code == 0 and "perplexity" in measured.stdout
+    assert "w4a16-pow2" in CliRunner().invoke(cli, ["schemes"]).stdout
+    assert qtool.plan("demo", "w4a16-pow2").job.format.scheme == "w4a16-pow2"
+
+
+def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name, value = "broken", "broken:register"
+
+        def load(self) -> None:
+            raise ImportError("No module named 'broken'")
+
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    with pytest.raises(QtoolError, match=r"plugin 'broken' .* No module named 'broken'"):
+        recipes.load("w2a2")
+
+
+class Eight(SmoothQuant):
+    """Eight bits again."""
+
+    name = "eight"
+
+
+def test_names_that_are_taken_are_refused() -> None:
+    with pytest.raises(QtoolError, match="the recipe 'w8a8' is built in"):
+        qtool.register_scheme(SmoothQuant)
+    qtool.register_scheme(Eight)
+    qtool.register_scheme(Eight)  # the same again changes nothing
+    assert recipes.load("eight", "paper").rounding.name == "gptq"
+    assert recipes.load("eight").about == "Eight bits again"
+    taken = type("Other", (SmoothQuant,), {"name": "eight"})
+    with pytest.raises(QtoolError, match="'eight' is registered already"):
+        qtool.register_scheme(taken)
+    with pytest.raises(QtoolError, match="'row-major' is registered already"):
+        qtool.register_layout(DigitLayout(name="row-major", n="n", k="k", order="n, k"))
+    with pytest.raises(QtoolError, match="Llama covers the model type 'llama' already"):
+        qtool.register_family(type(FAMILIES[0])(**vars(FAMILIES[0])))
+    three = type("Three", (SmoothQuant,), {"name": "three", "code_bits": 3})
+    with pytest.raises(QtoolError, match="3-bit codes, the row-major layouts hold"):
+        qtool.register_scheme(three)
+
+
+def test_a_layout_a_family_a_method_a_format_and_a_kernel(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    column = DigitLayout(name="column-major-8", n="n", k="k", order="k, n")
+    qtool.register_layout(column)
+    qtool.register_family(dataclasses.replace(FAMILIES[0], model_types=("llama_of_mine",)))
+    assert family_of("llama_of_mine").blocks == "model.layers"
+
+    @dataclasses.dataclass
+    class Halved(RoundToNearest):
+        name = "halved"
+
+    qtool.register_method(Halved)
+    with pytest.raises(QtoolError, match="neither a Transform nor a Rounding"):
+        qtool.register_method(int)  # type: ignore[arg-type]
+
+    @dataclasses.dataclass
+    class Nothing(Transform):
+        name = "nothing"
+        needs_data = False
+
+        def apply(self, block, batches):  # type: ignore[no-untyped-def]
+            pass
+
+    qtool.register_method(Nothing)
+    gptq = TARGETS["gptq"]
+    mine = type(gptq)("gptq-of-mine", "gptq", "the same under another name")
+    qtool.register_export(mine)
+    recipe = {
+        "layers": [{"match": ".*", "scheme": "w8a8", "layout": "column-major-8"}],
+        "transforms": ["nothing"],
+        "rounding": "halved",
+    }
+    out = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    assert not [row for row in qtool.verify(out) if row.problem]
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert stored["rules"][0]["layout"] == "column-major-8"
+    native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
+    assert max(qtool.export(native, "gptq-of-mine").errors.values()) < 1e-3  # scales in 16 bit
+    qtool.register_kernel("eight", "row-major-8", W8A8)
+    qtool.register_kernel("eight", "row-major-8", W8A8)
+    assert KERNELS["eight", "row-major-8"] == (W8A8,)
