@@ -154,6 +154,33 @@ def test_experts_compute_what_our_runtime_does(native: Native, variant: str) -> 
     assert not [row for row in rows if row.problem]
 
 
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_experts_under_tensor_parallelism(native: Native, variant: str) -> None:
+    directory = native(variant=variant)
+    checkpoint = Checkpoint(directory)
+    for rank in range(2):
+        model = loaded(directory, rank, 2)
+        experts = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts")]
+        assert len(experts) == 1
+        for layer in experts:
+            require_experts(layer, checkpoint, rank)
+
+
+def require_experts(layer: Any, checkpoint: Checkpoint, rank: int) -> None:
+    """The codes that ``rank`` of two holds of every expert are half of the checkpoint's."""
+    method = layer.quant_method
+    for stack, names in method.names.items():
+        found, each = method.formats[stack], len(names) // method.experts
+        for expert in range(method.experts):
+            stored = {p: getattr(layer, f"{stack}_{p}")[expert] for p in method.parts[stack]}
+            codes, _ = found.unpack(stored, *method.sizes[stack])
+            halves = []
+            for name in names[expert * each : (expert + 1) * each]:
+                whole_codes, _ = whole(checkpoint, [name], found)
+                halves.append(whole_codes.chunk(2, int(stack == "w2"))[rank])
+            assert torch.equal(codes, torch.cat(halves)), (stack, expert)
+
+
 def test_different_permutations_are_applied_linear_by_linear(
     native: Native, tmp_path: Path
 ) -> None:
