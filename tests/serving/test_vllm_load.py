@@ -154,6 +154,25 @@ def test_experts_compute_what_our_runtime_does(native: Native, variant: str) -> 
     assert not [row for row in rows if row.problem]
 
 
+@torch.no_grad()
+def test_few_tokens_go_through_all_experts_many_through_their_own(native: Native) -> None:
+    model = loaded(native(variant="mixtral"))
+    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts"))
+    method: Any = layer.quant_method
+    x = torch.randn(600, 512).bfloat16()
+    weights, ids = torch.rand(600, 4).softmax(-1).topk(2)
+
+    def apply(rows: slice) -> Tensor:
+        return method.apply(layer, x[rows], weights[rows], ids[rows], None, None)
+
+    assert torch.equal(apply(slice(600)), torch.cat([apply(slice(300)), apply(slice(300, 600))]))
+    expected = torch.zeros(600, 512)
+    for token, (pair, chosen) in enumerate(zip(weights[:8], ids[:8], strict=True)):
+        for weight, expert in zip(pair, chosen, strict=True):
+            expected[token] += weight * method._expert(layer, int(expert), x[token, None])[0]
+    assert torch.allclose(apply(slice(8)).float(), expected[:8], rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("variant", MIXTURES)
 def test_experts_under_tensor_parallelism(native: Native, variant: str) -> None:
     directory = native(variant=variant)
