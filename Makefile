@@ -31,8 +31,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,serving]'
 	touch $@
 
+# vLLM's CUDA wheel beside torch for CPUs: its loaders and layers run, its kernels do not
+SERVING ?= .venv-serving
+
+.PHONY: test-serving
+test-serving: $(SERVING)/.installed
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/serving
+
+$(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/packages.txt
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/packages.txt
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm==0.26.0 -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) $(SERVING) out
 
 .PHONY: accuracy
 accuracy: install

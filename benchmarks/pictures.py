@@ -9,13 +9,13 @@ from typing import Any
 
 import matplotlib
 import matplotlib.colors
+import matplotlib.pyplot as plt
 import numpy
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "qtool"
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -69,9 +69,14 @@ def quality_speed(model: str = "llama-3-8b", tokens: int = 16) -> None:
         time = sum(kernel["us"][name] for kernel in kernels)
         axes.axvline(time, color=colour, linestyle="--", linewidth=1)
         axes.annotate(
-            name, (time, 0.98), (4, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=colour, va="top",
-        )  # fmt: skip
+            name,
+            (time, 0.98),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color=colour,
+            va="top",
+        )
     axes.set(
         yscale="log",
         xlabel=f"microseconds for a layer's linears, Llama-3-8B, {tokens} tokens (less is better)",
@@ -96,7 +101,7 @@ def boxes(axes: Axes, texts: list[str], y: float = 0.5, colour: str = BLUE) -> N
                 facecolor="white",
                 edgecolor=colour,
                 linewidth=1.5,
-            )  # fmt: skip
+            )
         )
         axes.text(left + (step - 0.05) / 2, y, text, ha="center", va="center", fontsize=8)
         if i + 1 < len(texts):
@@ -111,14 +116,20 @@ def block_loop() -> None:
     axes = figure(11, 1.8)
     boxes(
         axes,
-        ["read block i\n(ahead, by a thread)", "transforms\nfloat output unchanged",
-         "rounding\ncodes and scales", "propagate the\nquantized output",
-         "pack, write, record\n(behind, by a thread)"],
-    )  # fmt: skip
+        [
+            "read block i\n(ahead, by a thread)",
+            "transforms\nfloat output unchanged",
+            "rounding\ncodes and scales",
+            "propagate the\nquantized output",
+            "pack, write, record\n(behind, by a thread)",
+        ],
+    )
     axes.annotate(
-        "", (0.11, 0.33), (0.71, 0.33),
+        "",
+        (0.11, 0.33),
+        (0.71, 0.33),
         arrowprops={"arrowstyle": "->", "connectionstyle": "arc3,rad=-0.25", "color": ORANGE},
-    )  # fmt: skip
+    )
     axes.text(0.41, 0.02, "inputs of block i + 1", ha="center", color=ORANGE, fontsize=9)
     save("block-loop")
 
@@ -126,11 +137,23 @@ def block_loop() -> None:
 def pipeline() -> None:
     """Producer, ring and consumers of the W4A8 kernel."""
     axes = figure(11, 2.4)
-    boxes(axes, ["weights: bulk copy\ntokens: TMA", "ring of stages in\nshared memory",
-                 "consumer warpgroup:\nnibbles to bytes", "wgmma s8 x s8,\nint32 sums",
-                 "epilogue: scales,\nbias, 16-bit out"], 0.72)  # fmt: skip
-    boxes(axes, ["", "", "second warpgroup,\none stage apart", "wgmma while the\nother dequantizes",
-                 ""], 0.24, ORANGE)  # fmt: skip
+    boxes(
+        axes,
+        [
+            "weights: bulk copy\ntokens: TMA",
+            "ring of stages in\nshared memory",
+            "consumer warpgroup:\nnibbles to bytes",
+            "wgmma s8 x s8,\nint32 sums",
+            "epilogue: scales,\nbias, 16-bit out",
+        ],
+        0.72,
+    )
+    boxes(
+        axes,
+        ["", "", "second warpgroup,\none stage apart", "wgmma while the\nother dequantizes", ""],
+        0.24,
+        ORANGE,
+    )
     for patch in [p for p in axes.patches if isinstance(p, FancyBboxPatch)][5:]:
         left = patch.get_x()
         if left < 0.35 or left > 0.75:
@@ -179,8 +202,11 @@ def dual_mma() -> None:
 def kv_page() -> None:
     """A page of the kv4 cache."""
     axes = figure(8, 1.6)
-    parts = [("4-bit codes: D/2 bytes a token", 0.72, BLUE), ("scale\nfp16", 0.13, ORANGE),
-             ("zero\nfp16", 0.13, GREEN)]  # fmt: skip
+    parts = [
+        ("4-bit codes: D/2 bytes a token", 0.72, BLUE),
+        ("scale\nfp16", 0.13, ORANGE),
+        ("zero\nfp16", 0.13, GREEN),
+    ]
     left = 0.01
     for text, width, colour in parts:
         axes.add_patch(

@@ -131,11 +131,13 @@ def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model()
     with pytest.raises(QtoolError, match=r"unknown option 'sample': did you mean samples\?"):
         qtool.quantize(source, "w8a8", sample=4)
-    with pytest.raises(QtoolError, match="no scheme: pass --scheme"):
+    with pytest.raises(
+        QtoolError, match="neither a scheme nor a recipe file is given: pass --scheme"
+    ):
         qtool.quantize(source)
     with pytest.raises(QtoolError, match="write w4a4-g128 or w4a4-mix"):
         qtool.plan(source, "w4a4")
-    with pytest.raises(QtoolError, match="is the model itself, which is only read"):
+    with pytest.raises(QtoolError, match="the model that is read lies there"):
         qtool.quantize(source, "w8a8", out=source)
     assert (source / "config.json").exists()
     for function in (qtool.verify, qtool.inspect, qtool.write_report):
@@ -174,5 +176,5 @@ def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path)
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "q")
     assert qtool.export(native, "gptq").directory == tmp_path / "q-gptq"
     shutil.rmtree(tmp_path / "q-gptq")
-    with pytest.raises(QtoolError, match="is the model itself"):
+    with pytest.raises(QtoolError, match="the model that is read lies there"):
         qtool.export(native, "gptq", native)

@@ -113,7 +113,7 @@ def test_names_that_are_taken_are_refused() -> None:
         qtool.register_scheme(taken)
     with pytest.raises(QtoolError, match="'row-major' is registered already"):
         qtool.register_layout(DigitLayout(name="row-major", n="n", k="k", order="n, k"))
-    with pytest.raises(QtoolError, match="Llama covers the model type 'llama' already"):
+    with pytest.raises(QtoolError, match="Llama covers model_type 'llama' already"):
         qtool.register_family(type(FAMILIES[0])(**vars(FAMILIES[0])))
     three = type("Three", (SmoothQuant,), {"name": "three", "code_bits": 3})
     with pytest.raises(QtoolError, match="3-bit codes, the row-major layouts hold"):

@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|bench|more [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -12,6 +12,7 @@ export PYTHONPATH=$PWD:$SITE PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_S
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO} TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=4
 summary=$OUT/summary.txt
+CHECK=${CHECK:-} # --eager
 : > "$summary"
 
 step() { # step NAME SECONDS COMMAND ...: run it, log it, say how it ended
@@ -47,12 +48,21 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 print("OK", torch.cuda.get_device_name(), "vllm", vllm.__version__, "FlashAttention", get_flash_attn_version())
 '
 
-quantize() { python3 -m qtool quantize demo --scheme "$1" --recipe fast --out "$DATA/demo-$1"; }
-export -f quantize
+quantize() { # quantize NAME SCHEME: the demo or $DATA/NAME, rounded to nearest, in $DATA/NAME-SCHEME
+    local model=$DATA/$1
+    [ "$1" = demo ] && model=demo
+    [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" --scheme "$2" --recipe fast --out "$DATA/$1-$2"
+}
+check() { # check NAME SCHEME [OPTION ...]
+    quantize "$1" "$2" &&
+        python3 benchmarks/serving/check_vllm.py "$DATA/$1-$2" --text qtool/demo/heldout.txt "${@:3}"
+}
+export -f quantize check
 export DATA
 
-check_one() { python3 benchmarks/serving/check_vllm.py "$DATA/demo-$1" --text qtool/demo/heldout.txt "${@:2}"; }
-export -f check_one
+memorize() {
+    [ -e "$DATA/sure" ] || step memorize 240 python3 benchmarks/serving/memorize.py qtool/demo "$DATA/sure"
+}
 
 bench_code='
 import json, sys
@@ -67,17 +77,42 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
+mixture_code='
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.manual_seed(0)
+sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+             num_key_value_heads=4, head_dim=64, num_local_experts=8, vocab_size=4096,
+             max_position_embeddings=512, tie_word_embeddings=False)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes))
+model.to(torch.bfloat16).save_pretrained(sys.argv[1])
+'
+
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
 step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
-check)
-    step quantize-lqq 120 bash -c 'quantize w4a8-lqq'
-    step check-lqq-eager 180 bash -c 'check_one w4a8-lqq --eager'
-    step check-lqq 200 bash -c 'check_one w4a8-lqq'
+check) # every scheme at once, on the demo and on a model that is sure of every token
+    schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
+    memorize
+    for scheme in $schemes; do
+        step "demo-$scheme" 400 bash -c "check demo $scheme --prompts 32 --prompt-tokens 256 $CHECK" &
+    done
+    wait
+    for scheme in $schemes; do
+        step "sure-$scheme" 400 bash -c "check sure $scheme $CHECK" &
+    done
+    wait
     ;;
-more)
-    for scheme in ${2:-w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}; do
-        step "quantize-$scheme" 120 bash -c "quantize $scheme" && step "check-$scheme" 200 bash -c "check_one $scheme ${EAGER:+--eager}"
+mixture) # of experts; needs moe.tar.xz
+    step mixture-model 60 python3 -c "$mixture_code" "$DATA/mixtral"
+    step mixture 300 bash -c "quantize mixtral w4a8-lqq &&
+        python3 benchmarks/serving/check_vllm.py $DATA/mixtral-w4a8-lqq $CHECK"
+    ;;
+two) # two GPUs
+    memorize
+    for name in demo sure; do
+        step "two-$name" 240 bash -c "check $name ${2:-w4a8-lqq} --tensor-parallel 2 $CHECK"
     done
     ;;
 bench)

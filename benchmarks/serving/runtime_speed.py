@@ -10,6 +10,7 @@ shape), loads it by ``qtool.load`` and transformers' own bf16 model of the shape
     step       milliseconds of a decode step of ``generate``, the difference of two lengths
     same       whether greedy tokens with and without graphs are equal, and eager ones over a
                dynamic cache up to which token
+    distance   of a step's logits from those of one forward over the same tokens
     kernels    what a replayed step launches, by name
 
 Prints a table and writes JSON. Each part has a time limit; one that fails is reported and the
@@ -146,8 +147,9 @@ class Run:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def host_us(self, call: Callable[[], object], calls: int = 100, repeats: int = 15) -> float:
+    def host_us(self, call: Callable[[], object]) -> float:
         """Median microseconds until a call returns."""
+        calls, repeats = (100, 15) if self.device == "cuda" else (3, 3)
         call()
         times = []
         for _ in range(repeats):
@@ -171,7 +173,7 @@ class Run:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
-            min_new_tokens=tokens,
+            eos_token_id=vocabulary,  # which is never written
             do_sample=False,
             pad_token_id=0,
             **how,
@@ -277,6 +279,33 @@ def attention(run: Run) -> dict[str, float]:
     return result
 
 
+@torch.inference_mode()
+def distances(run: Run, model: Any, batch: int) -> dict[str, float]:
+    """How far logits of steps over given tokens are from those of one forward, relatively."""
+    from transformers import DynamicCache, StaticCache
+
+    torch.manual_seed(0)
+    vocabulary, steps, length = model.config.vocab_size, 8, run.prompt + 8
+    ids = torch.randint(0, vocabulary, (batch, length), device=run.device)
+    whole = model(ids, logits_to_keep=steps + 1).logits[:, :-1].float()
+    found = {}
+    for name in ("static", "dynamic"):
+        cache: Any = StaticCache(config=model.config, max_cache_len=length + 8)
+        if name == "dynamic":
+            cache = DynamicCache(config=model.config)
+        parts = [model(ids[:, : run.prompt], past_key_values=cache, logits_to_keep=1).logits]
+        for at in range(run.prompt, length - 1):
+            given: dict[str, Any] = {"past_key_values": cache}
+            if name == "static":
+                shown = torch.arange(length + 8, device=run.device) <= at
+                given["attention_mask"] = shown.expand(batch, 1, 1, -1).clone()
+                given["position_ids"] = torch.full((batch, 1), at, device=run.device)
+            parts.append(model(input_ids=ids[:, at : at + 1], **given).logits)
+        logits = torch.cat(parts, 1).float()
+        found[name] = round(float((logits - whole).norm() / whole.norm()), 5)
+    return found
+
+
 def same(run: Run, model: Any, batch: int) -> dict[str, Any]:
     """Greedy tokens of three ways to decode."""
     count = run.short
@@ -296,9 +325,8 @@ def measure(run: Run) -> None:
     model: Any = None
     with run.part("load", 120):
         model = load.load(folder, device=run.device)
-        static = model.generation_config.cache_implementation
         merged = sum(linear.merged is not None for linear in quantized_linears(model).values())
-        run.found["load"] = {"cache": static, "merged linears": merged}
+        run.found["load"] = {"graphs": hasattr(model, "decode_graphs"), "merged linears": merged}
     shutil.rmtree(folder)
     if model is None:
         return
@@ -307,6 +335,8 @@ def measure(run: Run) -> None:
     if run.device == "cuda":
         with run.part("attention", 40):
             run.found["attention"] = attention(run)
+    with run.part("distance", 60):
+        run.found["distance"] = distances(run, model, run.batches[min(1, len(run.batches) - 1)])
     with run.part("same", 60):
         run.found["same"] = same(run, model, run.batches[0])
         run.found["same batch"] = same(run, model, run.batches[-1])

@@ -32,7 +32,7 @@ from qtool.models import family_of
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.load import load
+from qtool.runtime.load import load_as_stored
 from qtool.runtime.packed_kv import SCALES
 
 #: the formats that transformers runs with the compressed-tensors library
@@ -72,7 +72,7 @@ def load_as_export(
     dequantize |= any(
         target.of_scheme[found.scheme].form is asymmetric_4 for found in formats if found
     )
-    model = load(directory, device=device, dtype=dtype)
+    model = load_as_stored(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():
         model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
     if native.kv is not None:

@@ -41,6 +41,6 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
             and tensor.storage_offset() * tensor.element_size() % 16
         ):
             raise QtoolError(
-                f"{op}: {name} starts at storage offset {tensor.storage_offset()}; it must be "
-                "16-byte aligned"
+                f"{op}: {name} starts at storage offset {tensor.storage_offset()}; "
+                "it must be 16-byte aligned"
             )

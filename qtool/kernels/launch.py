@@ -203,7 +203,7 @@ def launch(
             (programmatic dependent launch). The kernel itself waits before it touches memory.
     """
     index = device.index
-    if index != torch.cuda.current_device():
+    if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, block, shared_bytes, parameters, device, overlap=overlap)
         return

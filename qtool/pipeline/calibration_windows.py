@@ -130,7 +130,7 @@ class Windows(Calibration):
         if self.seqlen < self.requested_seqlen:
             ranks.log(
                 f"calibration windows have {self.seqlen} tokens, not {self.requested_seqlen}: "
-                "the model's context, or the token ids', is no longer"
+                "the model's context or the given token ids are shorter"
             )
         ids, sha256 = self._cut()
         if len(ids) < self.samples:

@@ -73,6 +73,7 @@ def run(
         dtype=options.dtype,
         keep_unknown=options.keep_unknown,
     )
+    ranks.barrier()  # rank 0 gives the finished directory its name
     return summarize(out, source, fspath(model))
 
 

@@ -1,10 +1,10 @@
 """Decoding by CUDA graphs: a step of one token a sequence is recorded once, then replayed.
 
 A step of an 8B model is a thousand small launches, each of which takes the host longer than the
-GPU. :func:`graph_decoding` makes transformers' static cache the default of ``generate``, whose
-tensors stay where they are, and gives the model a ``forward`` that records its second step over
-such a cache and replays it from then on. Nothing is compiled, and a replay launches what the model
-itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
+GPU. :func:`graph_decoding` gives a model a ``generate`` that uses transformers' static cache, whose
+tensors stay where they are, unless a call says otherwise, and a ``forward`` that records its second
+step over such a cache and replays it from then on. Nothing is compiled, and a replay launches what
+the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
 
 Attention of one token reads a range of each sequence's tokens, in a kernel that splits long ranges
 over the GPU: transformers' own path repeats the keys of grouped queries in memory.
@@ -12,6 +12,8 @@ over the GPU: transformers' own path repeats the keys of grouped queries in memo
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
 """
 
+import inspect
+import math
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -22,20 +24,29 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
 from qtool.models.parts import Heads
+from qtool.runtime.merge import norms_taken_along
 
 NAME = "qtool_static"
 HALF = (torch.float16, torch.bfloat16)
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
+#: what makes ``generate`` need another cache, or bring one
+OWN_CACHE = (
+    "cache_implementation",
+    "past_key_values",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+)
 #: attention options beside the softmax over a range
 UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
 
-#: of each sequence: where its first token lies among B * C (and B * C), and how many there are
-Ranges = tuple[Tensor, Tensor]
+#: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
+Ranges = tuple[Tensor, Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
@@ -95,14 +106,12 @@ def attention_over_ranges(
 
     ``key`` and ``value`` are ``[B, H, C, D]``.
     """
-    batch, capacity = len(query), key.shape[2]
-    starts, used = ranges
+    numbers, starts, used = ranges
     tokens = [t.transpose(1, 2).flatten(0, 1) for t in (key, value)]  # [B * C, H, D]
-    each = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     out = torch.ops.aten._flash_attention_forward(
         query.squeeze(2),
         *tokens,
-        *(each, starts, 1, capacity, 0.0, False, False),
+        *(numbers, starts, 1, key.shape[2], 0.0, False, False),
         scale=scaling,
         seqused_k=used,
     )[0]
@@ -110,20 +119,20 @@ def attention_over_ranges(
 
 
 def ranges_of(mask: Tensor) -> Ranges:
-    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: int32 ``[B + 1]`` and ``[B]``."""
+    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: ``[B + 1]``, ``[B + 1]``, ``[B]``."""
     shown = mask[:, 0, 0]  # [B, C]
     batch, capacity = shown.shape
     first = shown.int().argmax(-1)
-    base = torch.arange(batch, device=mask.device) * capacity
-    starts = nn.functional.pad(first + base, (0, 1), value=batch * capacity)
-    return starts.int(), shown.sum(-1).int()
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=mask.device)
+    starts = numbers * capacity
+    starts[:batch] += first
+    return numbers, starts, shown.sum(-1, dtype=torch.int32)
 
 
-def is_of_ranges(mask: Tensor) -> bool:
-    """Whether what ``mask``, bool ``[B, 1, 1, C]``, shows of each sequence is one range."""
-    shown = mask[:, 0, 0].int()
-    begins = (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0]
-    return bool((begins == 1).all())
+def are_ranges(mask: Tensor) -> Tensor:
+    """Whether ``mask``, bool ``[B, 1, 1, C]``, shows one range of each sequence: bool ``[B]``."""
+    shown = mask[:, 0, 0]
+    return (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0] == 1
 
 
 def graph_decoding(model: PreTrainedModel) -> bool:
@@ -149,9 +158,9 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     if not plain:
         return False
     decoder.config._attn_implementation = NAME
-    if model.generation_config is not None:
-        model.generation_config.cache_implementation = "static"
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
+    masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    model.create_masks_for_generate = partial(_step_mask, masks)  # type: ignore[assignment]
     own = type(model).forward
 
     @wraps(own)
@@ -164,7 +173,21 @@ def graph_decoding(model: PreTrainedModel) -> bool:
             cache.layers = [StaticTokens(layer.max_cache_len) for layer in layers]
         return self.decode_graphs(MethodType(own, self), cache, kwargs)
 
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # asked each step
+    generate: Any = type(model).generate  # type: ignore[attr-defined]
+
+    @wraps(generate)
+    def generate_statically(
+        self: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any
+    ) -> Any:
+        settings = generation_config or self.generation_config
+        chosen = [kwargs.get(name, getattr(settings, name, None)) for name in OWN_CACHE]
+        if all(choice is None for choice in chosen) and kwargs.get("use_cache") is not False:
+            kwargs["cache_implementation"] = "static"
+        return generate(self, inputs, generation_config, **kwargs)
+
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    model.generate = MethodType(generate_statically, model)  # type: ignore[assignment]
     return True
 
 
@@ -180,10 +203,29 @@ def one_kernel_norms(model: nn.Module) -> None:
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    if torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return type(norm).forward(norm, hidden)
     weight = norm.weight
     return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+
+
+def _step_mask(masks: Any, **kwargs: Any) -> Any:
+    """What ``masks``, transformers' own, gives ``generate``; a step's in two launches, not twenty.
+
+    The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
+    """
+    padding, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    layers = getattr(cache, "layers", None)
+    if (
+        kwargs["inputs_embeds"].shape[1] > 1
+        or not layers
+        or type(layers[0]) is not StaticTokens
+        or not isinstance(padding, Tensor)
+        or any(kwargs.get(name) is not None for name in ("block_sequence_ids", "token_type_ids"))
+    ):
+        return masks(**kwargs)
+    room = layers[0].max_cache_len - padding.shape[1]
+    return nn.functional.pad(padding, (0, room)).bool()[:, None, None]
 
 
 class DecodeGraphs:
@@ -204,6 +246,8 @@ class DecodeGraphs:
             return forward(**kwargs)
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
+            if not are_ranges(kwargs["attention_mask"]).all():
+                return forward(**kwargs)
             step = self.steps[cache] = Step(cache, kwargs)
             return step.run(forward, cache)
         if step.graph is None:
@@ -230,10 +274,14 @@ class Step:
         )
 
     def run(self, forward: Any, cache: StaticCache) -> Any:
-        """The forward of :attr:`inputs`."""
-        ranges = ranges_of(self.inputs["attention_mask"])
-        known = dict(self.settings)
-        return forward(**self.inputs, **known, past_key_values=cache, key_ranges=ranges)
+        """The forward of :attr:`inputs`; NaN for a sequence whose mask has got holes since."""
+        mask, settings = self.inputs["attention_mask"], dict(self.settings)
+        ranges = ranges_of(mask)
+        with norms_taken_along():
+            out = forward(**self.inputs, **settings, past_key_values=cache, key_ranges=ranges)
+        holes = ~are_ranges(mask)[:, None, None]
+        out.logits = out.logits.masked_fill(holes, math.nan)
+        return out
 
     def record(self, forward: Any, cache: StaticCache) -> None:
         """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
@@ -252,7 +300,7 @@ class Step:
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a CUDA graph can hold this forward: one token a sequence, masked to ranges."""
+    """Whether a forward is one that a graph may hold: a token each, masked, nothing else asked."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     return (
         cache.is_initialized
@@ -268,7 +316,6 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
         and kwargs.get("return_dict") is not False
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and is_of_ranges(mask)
     )
 
 

@@ -27,7 +27,8 @@ ANY = (*HALF, torch.float32)
 class Call:
     """One multiplication of a packed linear.
 
-    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None.
+    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None; ``norm [K]``
+    and ``epsilon`` are of an RMSNorm of ``x`` that is computed along with it, or None.
     """
 
     x: Tensor
@@ -36,6 +37,8 @@ class Call:
     bias: Tensor | None
     format: LinearFormat
     out_dtype: torch.dtype
+    norm: Tensor | None = None
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Kernel:
     prepare: "Callable[[Call], PreparedLinear] | None" = None
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-        """Whether the kernel takes a weight ``[n, k]`` and ``dtype`` on a GPU of ``capability``."""
+        """Whether a weight ``[n, k]`` and inputs of ``dtype`` can run on ``capability``."""
         return (
             capability in self.capabilities
             and dtype in self.dtypes
@@ -76,13 +79,19 @@ class Kernel:
         )
 
 
-def _w4a8(call: Call) -> Tensor:
+def _quantized(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     from qtool.kernels.activation.quantize_activation import quantize_activation
+
+    fusion = "none" if call.norm is None else "rms-norm"
+    return quantize_activation(call.x, call.permutation, call.norm, fusion, call.epsilon)
+
+
+def _w4a8(call: Call) -> Tensor:
     from qtool.kernels.hopper.w4a8 import w4a8_gemm
     from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
 
     gemm = w4a8_mma_gemm if call.format.layout == "compute-aware" else w4a8_gemm
-    codes, scale, token_sum = quantize_activation(call.x, call.permutation, None, "none", 0.0)
+    codes, scale, token_sum = _quantized(call)
     qweight, s1, s2, offset, zero = _w4a8_tensors(call)
     how = (call.format.scheme, call.format.group_size, call.out_dtype)
     return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, *how)
@@ -103,10 +112,9 @@ def _w4a8_prepared(call: Call) -> "PreparedLinear":
 
 
 def _w8a8(call: Call) -> Tensor:
-    from qtool.kernels.activation.quantize_activation import quantize_activation
     from qtool.kernels.hopper.w8a8 import w8a8_gemm
 
-    codes, scale, _ = quantize_activation(call.x, call.permutation, None, "none", 0.0)
+    codes, scale, _ = _quantized(call)
     qweight = call.stored["qweight"].view(torch.int8)
     return w8a8_gemm(codes, scale, qweight, call.stored["scale"][:, 0], call.bias, call.out_dtype)
 
@@ -122,8 +130,9 @@ def _w8a8_prepared(call: Call) -> "PreparedLinear":
 def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "PreparedLinear":
     from qtool.kernels.hopper.prepared import PreparedLinear
 
-    shape, dtypes = (n, call.x.shape[1]), (call.x.dtype, call.out_dtype)
-    return PreparedLinear(operand, weight, call.bias, call.permutation, shape, *dtypes)
+    shape, dtypes = (n, call.x.shape[-1]), (call.x.dtype, call.out_dtype)
+    norm = (call.norm, call.epsilon)
+    return PreparedLinear(operand, weight, call.bias, call.permutation, norm, shape, *dtypes)
 
 
 def _w4ax(call: Call) -> Tensor:

@@ -12,7 +12,11 @@ from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
 
 if TYPE_CHECKING:
+    from qtool.kernels.hopper.prepared import PreparedLinear
     from qtool.runtime.merge import MergedLinears
+
+
+Prepared = tuple["PreparedLinear | None", tuple[Tensor | None, ...]]
 
 
 class QuantLinear(nn.Module):
@@ -50,11 +54,13 @@ class QuantLinear(nn.Module):
         self.register_buffer(
             "bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None
         )
+        #: the weight and epsilon of an RMSNorm that the kernel takes along
+        self.norm: tuple[Tensor, float] | None = None
         #: the linears that read the same input, where they are multiplied as one
         self.merged: MergedLinears | None = None
         self._kernels: dict[tuple[torch.device, torch.dtype], Kernel | None] = {}
         #: with the buffers that it was prepared for, by the dtypes of input and output
-        self._prepared: dict[tuple[torch.dtype, torch.dtype], tuple[Any, tuple[Any, ...]]] = {}
+        self._prepared: dict[tuple[torch.dtype, torch.dtype], Prepared] = {}
 
     def stored(self) -> dict[str, Tensor]:
         """The packed tensors, by the names they have in the checkpoint."""
@@ -88,12 +94,32 @@ class QuantLinear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., N]`` for ``x [..., K]``, by this linear alone."""
+        if x.is_cuda and (prepared := self.prepared(x, x.dtype)):
+            return prepared(x)
         kernel = self.kernel(x.device, x.dtype)
         if kernel is None and self.format.scheme_object.activation.bits == 16:
             return self.plain(x)
         rows = x.reshape(-1, self.in_features)  # [M, K]
         y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def prepared(self, x: Tensor, out_dtype: torch.dtype) -> "PreparedLinear | None":
+        """An object that launches the kernels for ``x [..., K]`` without the operator, or None.
+
+        None while operators are recorded.
+        """
+        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_contiguous():
+            return None
+        key = x.dtype, out_dtype
+        prepared, buffers = self._prepared.get(key, (None, ()))
+        if not all(map(is_, buffers, self._buffers.values())) or not buffers:
+            kernel = self.kernel(x.device, x.dtype)
+            if kernel is not None and kernel.prepare is not None:
+                prepared = kernel.prepare(self._call(x, out_dtype))
+            else:
+                prepared = None
+            self._prepared[key] = prepared, tuple(self._buffers.values())
+        return prepared
 
     def plain(self, x: Tensor) -> Tensor:
         """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear.
@@ -111,17 +137,13 @@ class QuantLinear(nn.Module):
         An exact kernel gives its bare sums as int32.
         """
         x = x.contiguous()
-        if kernel.prepare is None or not x.is_cuda or _is_traced(x):
-            return kernel.multiply(self._call(x, out_dtype))
-        key = x.dtype, out_dtype
-        prepared, buffers = self._prepared.get(key, (None, ()))
-        if prepared is None or not all(map(is_, buffers, self._buffers.values())):
-            prepared = kernel.prepare(self._call(x, out_dtype))
-            self._prepared[key] = prepared, tuple(self._buffers.values())
-        return prepared(x)
+        if x.is_cuda and (prepared := self.prepared(x, out_dtype)):
+            return prepared(x)
+        return kernel.multiply(self._call(x, out_dtype))
 
     def _call(self, x: Tensor, out_dtype: torch.dtype) -> Call:
-        return Call(x, self.permutation, self.stored(), self.bias, self.format, out_dtype)
+        how = (self.format, out_dtype, *(self.norm or (None, 0.0)))
+        return Call(x, self.permutation, self.stored(), self.bias, *how)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own: what was prepared for these is not for it."""
@@ -131,7 +153,7 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     @bit_exact
     def reference(self, x: Tensor) -> Tensor:
-        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference, on any device."""
+        """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         codes, params = self.unpack()
@@ -141,8 +163,3 @@ class QuantLinear(nn.Module):
         return (
             f"{self.in_features} -> {self.out_features}, {self.format.scheme}, {self.format.layout}"
         )
-
-
-def _is_traced(x: Tensor) -> bool:
-    """Whether somebody records operators instead of running them: only they can be recorded."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor

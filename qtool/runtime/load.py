@@ -56,6 +56,23 @@ def load(
             is not for it.
         CheckFailed: a shard that qtool wrote is not what was written.
     """
+    loaded = load_as_stored(model, device=device, device_map=device_map, dtype=dtype, kv=kv)
+    if device_map is None and loaded.device.type == "cuda":
+        one_kernel_norms(loaded)
+        merge_linears(loaded)
+        graph_decoding(loaded)
+    return loaded
+
+
+def load_as_stored(
+    model: str | Path,
+    *,
+    device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    kv: str | None = None,
+) -> PreTrainedModel:
+    """The model of :func:`load` as transformers has it: linears apart, its own norms, no graphs."""
     path = _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
@@ -71,10 +88,6 @@ def load(
         quantize_kv(loaded, kv)
     if device_map is None:
         torch.nn.Module.to(loaded, where)
-        if torch.device(where).type == "cuda":
-            merge_linears(loaded)
-            one_kernel_norms(loaded)
-            graph_decoding(loaded)
     return loaded.eval()
 
 

@@ -6,9 +6,17 @@ So the input is quantized once, and one GEMM has enough rows to fill the GPU. Th
 modules that they were. Their tensors become views of the merged ones, hence names, state dict and
 single products are as before; in a forward the first one that sees an input computes the product of
 all, and each takes its columns of it.
+
+Within :func:`norms_taken_along` an RMSNorm that only they read hands its input on, and their kernel
+normalizes while it quantizes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +24,18 @@ from transformers import PreTrainedModel
 
 from qtool.models import family_of
 from qtool.runtime.linear import QuantLinear
+
+_NORMS_TAKEN: ContextVar[bool] = ContextVar("_NORMS_TAKEN", default=False)
+
+
+@contextmanager
+def norms_taken_along() -> Iterator[None]:
+    """In here merged linears normalize their input themselves, where a plain RMSNorm made it."""
+    before = _NORMS_TAKEN.set(True)
+    try:
+        yield
+    finally:
+        _NORMS_TAKEN.reset(before)
 
 
 class MergedLinears:
@@ -51,6 +71,10 @@ class MergedLinears:
             self.views[part] = part.get_buffer("qweight")
             start += part.out_features
             part.merged = self
+        #: with the norm of its input, and where the modules of both are, the norm's first
+        self.normed: QuantLinear | None = None
+        self.norm_forward: Callable[[Tensor], Tensor] | None = None
+        self.places: list[tuple[nn.Module, str, nn.Module]] = []
         #: an input, and by linear the columns that were not taken yet
         self._waiting: tuple[Tensor, dict[QuantLinear, Tensor]] | None = None
 
@@ -62,32 +86,70 @@ class MergedLinears:
         """The product of ``part``, ``[..., N]`` for ``x [..., K]``: a view of all parts'."""
         waiting = self._waiting
         if waiting is None or waiting[0] is not x or part not in waiting[1]:
-            y = self.linear.product(x)
+            linear = self.normed if self.takes_norm(x) else self.linear
+            assert linear is not None
+            y = linear.product(x)
             waiting = x, {each: y[..., columns] for each, columns in self.columns.items()}
         y = waiting[1].pop(part)
         self._waiting = waiting if waiting[1] else None
         return y
 
+    def take_norm(self, block: nn.Module, source: str, names: Sequence[str]) -> None:
+        """Let the kernel compute the RMSNorm ``source`` of ``block``, read by linears ``names``."""
+        norm: Any = block.get_submodule(source)
+        self.normed = copy(self.linear)  # of the same tensors
+        self.normed.norm = norm.weight.detach(), norm.variance_epsilon
+        for name in (source, *names):
+            parent, _, attribute = name.rpartition(".")
+            holder = block.get_submodule(parent)
+            self.places.append((holder, attribute, holder.get_submodule(attribute)))
+        self.norm_forward = norm.forward = partial(_norm_unless_taken, self, norm.forward)
+
+    def takes_norm(self, x: Tensor) -> bool:
+        """Whether the norm of ``x`` is computed with the product.
+
+        It is if all modules are still in their places.
+        """
+        return (
+            not torch.compiler.is_compiling()
+            and _NORMS_TAKEN.get()
+            and self.normed is not None
+            and self.normed.norm is not None
+            and self.normed.norm[0].dtype == x.dtype
+            and vars(self.places[0][2]).get("forward") is self.norm_forward
+            and all(holder._modules.get(name) is module for holder, name, module in self.places)
+            and all(part.merged is self and self.serves(part, x) for part in self.columns)
+        )
+
+
+def _norm_unless_taken(
+    merged: MergedLinears, forward: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    return x if merged.takes_norm(x) else forward(x)
+
 
 def merge_linears(model: PreTrainedModel) -> None:
     """Merge the linears of ``model`` that read one input, where a kernel takes the packed rows."""
-    for parts in _siblings(model):
-        if _mergeable(parts):
-            MergedLinears(parts)
-
-
-def _siblings(model: PreTrainedModel) -> Iterator[list[QuantLinear]]:
-    """Packed linears that read one input."""
     config = model.config.get_text_config(decoder=True)
     family = family_of(config.model_type)
-    blocks: nn.Module = model.get_submodule(family.blocks)
-    for number, block in enumerate(blocks.children()):
-        modules = dict(block.named_modules())
-        for group in family.at(config, number).groups:
+    for number, block in enumerate(model.get_submodule(family.blocks).children()):
+        modules, groups = dict(block.named_modules()), family.at(config, number).groups
+        sources = [group.source for group in groups] + list(family.readers)
+        for group in groups:
             found = [modules.get(name) for name in group.linears]
             parts = [part for part in found if isinstance(part, QuantLinear)]
-            if len(parts) == len(found) > 1:
-                yield parts
+            if len(parts) == len(found) > 1 and _mergeable(parts):
+                merged = MergedLinears(parts)
+                alone = group.reads_residual and sources.count(group.source) == 1
+                if alone and _is_plain_norm(modules[group.source], parts[0]):
+                    merged.take_norm(block, group.source, group.linears)
+
+
+def _is_plain_norm(norm: nn.Module, linear: QuantLinear) -> bool:
+    """Whether ``norm`` is ``x / rms(x) * weight``, as the kernels that quantize compute it."""
+    kernel = linear.kernel(linear.get_buffer("qweight").device, torch.bfloat16)
+    plain = type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon")
+    return plain and kernel is not None and kernel.prepare is not None
 
 
 def _mergeable(parts: Sequence[QuantLinear]) -> bool:

@@ -9,10 +9,19 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
 
-#: token counts between which a kernel may take another tile
-MOST_TOKENS = 8192
+#: token counts that are run once before serving: what engines capture in graphs, and up to a large
+#: prefill
 LADDER = sorted(
-    {m for power in range(14) for m in (1 << power, 3 << power >> 1) if m <= MOST_TOKENS}
+    {
+        1,
+        2,
+        4,
+        *range(8, 513, 8),
+        *(m << power for power in range(9, 13) for m in (1, 2)),
+        768,
+        1536,
+        3072,
+    }
 )
 
 
@@ -56,8 +65,9 @@ def serving_kernel(
         runs_on = sorted(
             {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
         )
-        found = f"{torch.cuda.get_device_name(device)} is sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
-        raise QtoolError(f"{what}: {found}; its kernels run on {', '.join(runs_on)}")
+        major, minor = torch.cuda.get_device_capability(device)
+        gpu = f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}"
+        raise QtoolError(f"{what}: {gpu}; its kernels run on {', '.join(runs_on)}")
     raise QtoolError(f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})")
 
 

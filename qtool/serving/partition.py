@@ -82,13 +82,14 @@ def require_shares(
         return
     if permuted:
         raise QtoolError(
-            f"{name}: its input channels are permuted across {ranks} ranks; use tensor-parallel size 1, "
-            "or quantize without reordering this layer"
+            f"{name}: its input channels are permuted across {ranks} ranks; use tensor-parallel "
+            "size 1, or quantize without reordering this layer"
         )
     if not cuts_inputs(linear_format, k * ranks, ranks):
         raise QtoolError(
-            f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input channels among "
-            f"{ranks} ranks; use tensor-parallel size 1, or quantize it in another layout"
+            f"{name}: layout {linear_format.layout} cannot be cut along its {k * ranks} input "
+            f"channels among {ranks} ranks; use tensor-parallel size 1, or quantize it in another "
+            "layout"
         )
 
 
@@ -108,7 +109,7 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
     whole = linear_format.pack(codes, params)
     for rank in range(ranks):
         own = {
-            name: _share(param, n, name in scheme.shared_params, rank, ranks)
+            name: _share(param, name in scheme.shared_params, rank, ranks)
             for name, param in params.items()
         }
         packed = linear_format.pack(codes[:, rank * share : (rank + 1) * share].contiguous(), own)
@@ -119,7 +120,7 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
     return True
 
 
-def _share(param: Tensor, n: int, shared: bool, rank: int, ranks: int) -> Tensor:
+def _share(param: Tensor, shared: bool, rank: int, ranks: int) -> Tensor:
     """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``; all of one that has a
     value a channel.
     """

@@ -1,4 +1,4 @@
-"""Which linears of a checkpoint are packed, and whether what is stored is what its format declares."""
+"""Which linears of a checkpoint are packed, and whether that is what the files hold."""
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -37,6 +37,33 @@ class PackedLinears:
             return None
         return self.format.of(name)
 
+    def joined(self, layer: str, names: list[str]) -> LinearFormat | None:
+        """The one format of the linears ``names`` that an engine joins in ``layer``.
+
+        Raises:
+            QtoolError: if they differ.
+        """
+        formats = {name: self.of(name) for name in names}
+        first = formats[names[0]]
+        for name, other in formats.items():
+            if other != first:
+                raise QtoolError(
+                    f"{layer}: the engine joins {names[0]} ({_words(first)}) and {name} "
+                    f"({_words(other)}); they must have one scheme, group size and layout"
+                )
+        return first
+
+    def permuted(self, layer: str, names: list[str]) -> bool:
+        """Whether the linears of a joined layer store input permutations.
+
+        Raises:
+            QtoolError: if some do.
+        """
+        found = {self.format.is_permuted(name) for name in names}
+        if len(found) > 1:
+            raise QtoolError(f"{layer}: some of its linears have an input permutation, others none")
+        return found.pop()
+
     def names(self) -> Iterator[str]:
         """Full names of all of them."""
         for block, linears in enumerate(self._linears):
@@ -65,6 +92,13 @@ class PackedLinears:
         return [each.setdefault(block, frozenset(block.linears())) for block in blocks]
 
 
+def _words(linear_format: LinearFormat | None) -> str:
+    if linear_format is None:
+        return "16 bit"
+    size = linear_format.group_size or "channel"
+    return f"{linear_format.scheme}, group {size}, {linear_format.layout}"
+
+
 def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
     """Check names, shapes and dtypes of everything that belongs to a packed linear, by the files'
     headers alone.
@@ -90,7 +124,8 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
         found = (entry.shape, entry.dtype)
         if declared is not None and found != declared:
             raise QtoolError(
-                f"{full}: {found[1]} {list(found[0])} found, {declared[1]} {list(declared[0])} declared"
+                f"{full}: {found[1]} {list(found[0])} found, "
+                f"{declared[1]} {list(declared[0])} declared"
             )
     packed = set(linears.names())
     for full in checkpoint.entries:

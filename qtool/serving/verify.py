@@ -1,16 +1,18 @@
-"""``qtool verify --engine vllm``: what vLLM runs for a native checkpoint, held against our own
-runtime.
+"""``qtool verify --engine vllm``: what vLLM makes of a native checkpoint, beside our own runtime.
 
-For each layer that vLLM built from packed linears: the kernel that multiplies, and the distance of
-its output from our runtime's on the same tokens. Then greedy continuations: wherever they part, the
-two best logits must be closer together than vLLM's are to themselves when it is asked for one
-prompt after another.
+For each multiplication of a layer that vLLM built from packed linears: the kernel, and the distance
+of its output from our runtime's on the same tokens. Then what the whole models say: the perplexity
+of prompts, and greedy continuations.
+
+Two right stacks differ as much as one differs from itself in other roundings. So our runtime also
+scores the prompts in float32: its largest distance from that is the *noise*. Continuations may part
+only where the two best logits are within twice the noise, perplexities by no more than its mean.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
+from qtool.models import family_of
 from qtool.pipeline.verify import Verified
 from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
@@ -25,16 +28,24 @@ from qtool.serving.kernel import Gemm
 TOKENS = 8
 #: of layers whose kernel sums floats: another tile adds in another order, and 16 bits round it
 TOLERANCE = 4e-3
-#: closest that vLLM's logits are taken to be to themselves: half a step of bfloat16 at 8
-LEAST_NOISE = 0.03
+#: mean log-probabilities of tokens that are always taken as equal
+EQUAL = 1e-3
 
 
 @dataclass(frozen=True)
-class Continuations:
-    """Greedy tokens ``[P, T]`` of prompts, and how far apart the two best logits were at each."""
+class Answer:
+    """What a model says to prompts ``[P, S]``.
 
+    Attributes:
+        scores: log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first.
+        tokens: greedy continuations ``[P, T]``. gaps: how far apart the two best logits were.
+        noise: ``[P, S - 1]``, by how much ``scores`` differ in float32.
+    """
+
+    scores: Tensor
     tokens: list[list[int]]
     gaps: list[list[float]]
+    noise: Tensor
 
 
 def verify_in_vllm(
@@ -56,33 +67,33 @@ def verify_in_vllm(
     Raises:
         QtoolError: if the checkpoint or vLLM cannot be loaded.
     """
-    from qtool.serving.vllm.engine import engine
+    from qtool.serving.vllm.engine import answers, engine, greedy
 
     checkpoint = Checkpoint(directory)
     native_format(checkpoint.config)
     prompts = prompts or random_prompts(int(checkpoint.config["vocab_size"]))
-    ours = our_continuations(directory, prompts, tokens)
-    settings = {
+    ours = our_answer(directory, prompts, tokens)
+    fixed = {
         "max_model_len": len(prompts[0]) + tokens + 1,
-        "gpu_memory_utilization": 0.5,
-    } | options
-    llm = engine(directory, enforce_eager=not compiled, max_num_seqs=len(prompts), **settings)
-    if (
-        settings.get("tensor_parallel_size", 1) == 1
-    ):  # a rank's layers have no counterpart in our runtime
+        "max_num_seqs": len(prompts),
+        "enforce_eager": not compiled,
+        "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.02,  # asked for at the start only: the cache's size is given
+    }
+    settings = fixed | options
+    llm = engine(directory, **settings)
+    # with several ranks a layer of theirs is not a layer of ours
+    if settings.get("tensor_parallel_size", 1) == 1:
         yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
-    yield continuations(llm, prompts, ours)
+    found = answers(llm, prompts, greedy(tokens, prompt_scores=True))
+    yield perplexity(_scores(found), ours)
+    yield continuations([list(answer.outputs[0].token_ids) for answer in found], ours)
 
 
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
-    methods = ((module, getattr(module, "quant_method", None)) for module in model.modules())
-    gemms = [
-        gemm
-        for module, method in methods
-        if hasattr(method, "gemms")
-        for gemm in method.gemms(module)
-    ]
+    owners = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "gemms")]
+    gemms = [gemm for owner in owners for gemm in cast(Any, owner.quant_method).gemms(owner)]
     if not gemms:
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
     yield from (_row(gemm, checkpoint) for gemm in gemms)
@@ -108,7 +119,8 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
         linear = load_linear(checkpoint, name, linear_format, device)
         kernel = linear.kernel(device, x.dtype)
         same = same and kernel in (gemm.kernel, None)
-        parts.append(linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype))
+        y = linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype)
+        parts.append(y[:, _rows(checkpoint, name)])
     expected = torch.cat(parts, -1).float()
     distance = float(
         (gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30)
@@ -121,55 +133,55 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
     return Verified(gemm.name, problem, f"{gemm.kernel.name}, {gemm.kernel.precision}", distance)
 
 
-def continuations(llm: Any, prompts: list[list[int]], ours: Continuations) -> Verified:
-    """One row for the greedy tokens of all prompts."""
-    from qtool.serving.vllm.engine import answers, greedy
+def _rows(checkpoint: Checkpoint, name: str) -> slice | list[int]:
+    """The rows of a linear in vLLM's order: query, key, value where the checkpoint goes by head."""
+    family = family_of(checkpoint.config["model_type"])
+    within = name.removeprefix(f"{family.blocks}.").partition(".")[2]
+    if not family.fused_by_head or within not in family.fused:
+        return slice(None)
+    settings = family.settings(checkpoint.config)
+    rows = (family.rows(part, settings) for part in family.fused[within])
+    return [row for part in rows if not isinstance(part, slice) for row in part]
 
-    sampling = greedy(len(ours.tokens[0]), prompt_scores=True)
-    together = answers(llm, prompts, sampling)
-    apart = [one for prompt in prompts for one in answers(llm, [prompt], sampling)]
-    distance = (_scores(together) - _scores(apart)).abs().max()
-    noise = max(float(distance), LEAST_NOISE)
-    equal, sure = 0, []
-    for row, (mine, gaps, answer) in enumerate(zip(ours.tokens, ours.gaps, together, strict=True)):
-        theirs = list(answer.outputs[0].token_ids)
-        parted = next(
-            (at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None
-        )
+
+def perplexity(scores: Tensor, ours: Answer) -> Verified:
+    """One row for the perplexity of all prompts together."""
+    distance = float(abs((scores - ours.scores).mean()))
+    limit = max(EQUAL, float(ours.noise.std() / ours.noise.numel() ** 0.5) * 4)
+    theirs, mine = (float((-x.mean()).exp()) for x in (scores, ours.scores))
+    problem = "" if distance <= limit else f"log-probabilities are {distance:.4f} apart"
+    ran = f"{theirs:.4f} in vLLM, {mine:.4f} ours; log-probabilities may be {limit:.4f} apart"
+    return Verified("perplexity of the prompts", problem, ran, distance)
+
+
+def continuations(tokens: list[list[int]], ours: Answer) -> Verified:
+    """One row for the greedy tokens ``[P, T]`` after all prompts."""
+    noise, equal, sure = float(ours.noise.max()), 0, []
+    for row, (theirs, mine, gaps) in enumerate(zip(tokens, ours.tokens, ours.gaps, strict=True)):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        parted = next((at for at, (a, b) in pairs if a != b), None)
         equal += parted is None
-        if parted is not None and gaps[parted] > noise:
-            sure.append(
-                f"prompt {row}, token {parted} (the two best logits {gaps[parted]:.3f} apart)"
-            )
-    ran = f"{equal} of {len(prompts)} continuations equal, vLLM from itself {float(distance):.4f}"
-    return Verified(
-        "greedy tokens",
-        f"part from our runtime's where it is sure: {', '.join(sure)}" if sure else "",
-        ran,
-    )
+        if parted is not None and gaps[parted] > 2 * noise:
+            sure.append(f"prompt {row} at token {parted}, by {gaps[parted]:.3f}")
+    problem = f"part where our runtime is sure: {', '.join(sure)}" if sure else ""
+    ran = f"{equal} of {len(tokens)} continuations equal; noise {noise:.4f}"
+    return Verified("greedy tokens", problem, ran)
 
 
 def _scores(found: list[Any]) -> Tensor:
-    """Log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first."""
-    return torch.tensor(
-        [
-            [
-                at[t].logprob
-                for at, t in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)
-            ]
-            for a in found
-        ]
-    )
+    """vLLM's log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first."""
+    pairs = [zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True) for a in found]
+    return torch.tensor([[at[token].logprob for at, token in row] for row in pairs])
 
 
 @torch.no_grad()
-def our_continuations(directory: Path, prompts: list[list[int]], tokens: int) -> Continuations:
-    """Greedy continuations by :func:`qtool.runtime.load.load`."""
+def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer:
+    """What :func:`qtool.runtime.load.load` says to prompts of one length."""
     from qtool.runtime.load import load
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = load(directory, device=device)
     ids = torch.tensor(prompts, device=device)
+    model: Any = load(directory, device=device)
     whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -182,13 +194,23 @@ def our_continuations(directory: Path, prompts: list[list[int]], tokens: int) ->
         return_dict_in_generate=True,
     )
     best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
-    found = Continuations(
-        whole.sequences[:, ids.shape[1] :].tolist(), (best[..., 0] - best[..., 1]).tolist()
-    )
-    del model, whole
+    scores = _our_scores(model, ids)
+    del model
+    exact = _our_scores(load(directory, device=device, dtype=torch.float32), ids)
     if device == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return Answer(
+        scores,
+        whole.sequences[:, ids.shape[1] :].tolist(),
+        (best[..., 0] - best[..., 1]).tolist(),
+        (scores - exact).abs(),
+    )
+
+
+def _our_scores(model: Any, ids: Tensor) -> Tensor:
+    """Log-probabilities ``[P, S - 1]`` of tokens after the first, one prompt after another."""
+    rows = [model(row[None]).logits.float().log_softmax(-1)[0, :-1] for row in ids]
+    return torch.stack(rows).gather(2, ids[:, 1:, None])[..., 0].cpu()
 
 
 def random_prompts(vocabulary: int, count: int = 8, length: int = 64) -> list[list[int]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
@@ -62,21 +63,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             module._kernel.cache_clear()
 
 
-def case(scheme: str, layout: str, m: int) -> Call:
-    """A call of a packed linear with bias and permutation."""
+def case(scheme: str, layout: str, m: int, normed: bool = False) -> Call:
+    """A call of a packed linear with bias and permutation, and with an RMSNorm if ``normed``."""
     torch.manual_seed(0)
     linear = quantized(scheme, layout, torch.randn(192, 256), permuted=True)
     linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
     x = torch.randn(m, 256).bfloat16()
+    linear.norm = (torch.randn(256).bfloat16(), 1e-5) if normed else None
     return linear._call(x, torch.bfloat16)
 
 
-@pytest.mark.parametrize("m", [1, 16, 200])
+@pytest.mark.parametrize(("m", "normed"), [(1, False), (16, True), (200, False)])
 @pytest.mark.parametrize(("scheme", "layout"), FORMATS)
 def test_direct_launches_are_those_of_the_ops(
-    scheme: str, layout: str, m: int, launches: list[Launch]
+    scheme: str, layout: str, m: int, normed: bool, launches: list[Launch]
 ) -> None:
-    call = case(scheme, layout, m)
+    call = case(scheme, layout, m, normed)
     kernel = KERNELS[scheme, layout][0]
     assert kernel.prepare is not None
     prepared = kernel.prepare(call)
@@ -92,7 +94,8 @@ def test_direct_launches_are_those_of_the_ops(
     # pointers of outputs differ; what is read, and every number, does not
     read, written = slice(0, 3), slice(3, 6)
     found, expected = ROW.unpack(rows), ROW.unpack(rows_of_op)
-    assert found[read] == expected[read] and found[6:] == expected[6:] == (m, 256, 0.0)
+    assert found[read] == expected[read] and found[6:] == expected[6:]
+    assert found[6:8] == (m, 256) and (found[2] != 0) == normed
     codes, scale, total = found[written]
     found, expected = GEMM.unpack(gemm), GEMM.unpack(gemm_of_op)
     assert found[1:8] == expected[1:8] and found[11:] == expected[11:]
@@ -109,22 +112,38 @@ def through_ops(call: Call) -> Tensor:
     from qtool.kernels.hopper.w8a8 import w8a8_gemm
     from qtool.runtime.dispatch import _w4a8_tensors
 
-    codes, scale, total = launched(quantize_activation, call.x, call.permutation, None, "none", 0.0)
+    how = (call.norm, "none" if call.norm is None else "rms-norm", call.epsilon)
+    codes, scale, total = launched(quantize_activation, call.x, call.permutation, *how)
     if call.format.scheme == "w8a8":
         weight, channel = call.stored["qweight"].view(torch.int8), call.stored["scale"][:, 0]
         return launched(w8a8_gemm, codes, scale, weight, channel, call.bias, call.out_dtype)
     tensors = _w4a8_tensors(call)
-    how = (call.format.scheme, call.format.group_size, call.out_dtype)
-    return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *how)
+    variant = (call.format.scheme, call.format.group_size, call.out_dtype)
+    return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *variant)
 
 
-def test_plans_are_kept_by_number_of_tokens(launches: list[Launch]) -> None:
+def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     call = case(*FORMATS[0], 4)
     assert KERNELS[FORMATS[0]][0].prepare is not None
     prepared = KERNELS[FORMATS[0]][0].prepare(call)
     for m in (1, 4, 1, 4, 0):
-        prepared(call.x[:m])
-    assert set(prepared.plans) == {1, 4} and len(launches) == 8
+        assert prepared(call.x[:m]).shape == (m, 192)
+    out = prepared(call.x.view(2, 2, 256))
+    assert out.shape == (2, 2, 192) and out.is_contiguous()
+    assert set(prepared.plans) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
+    assert len(launches) == 10
+
+
+def test_inputs_of_another_width_or_device_are_refused(launches: list[Launch]) -> None:
+    call = case(*FORMATS[0], 4)
+    assert KERNELS[FORMATS[0]][0].prepare is not None
+    prepared = KERNELS[FORMATS[0]][0].prepare(call)
+    with pytest.raises(QtoolError, match=r"x is \(4, 128\); expected 256 input channels"):
+        prepared(call.x[:, :128].contiguous())
+    prepared.index = 1
+    with pytest.raises(QtoolError, match="both must be on one"):
+        prepared(call.x)
+    assert not launches
 
 
 def test_a_launch_is_what_the_driver_documents() -> None:

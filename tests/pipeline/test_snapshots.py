@@ -176,14 +176,33 @@ def test_a_full_disk_keeps_no_activations(
     ]
 
 
+PACKAGE = os.sep + "qtool" + os.sep
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How many functions of the package ``function`` calls."""
+    calls = 0
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def killed_after(calls: int, function: Callable[[], object]) -> None:
-    """Run ``function`` in a child process that is killed at a call of a Python function."""
+    """Run ``function`` in a child process that is killed at a call of the package's functions."""
     child = os.fork()
     if not child:
         counter = count()
 
-        def profile(frame: object, event: str, argument: object) -> None:
-            if event == "call" and next(counter) == calls:
+        def profile(frame: Any, event: str, argument: object) -> None:
+            if event == "call" and PACKAGE in frame.f_code.co_filename and next(counter) == calls:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         threading.setprofile(profile)
@@ -197,11 +216,12 @@ def killed_after(calls: int, function: Callable[[], object]) -> None:
 
 def test_sigkill_in_a_loop(source: Path, tmp_path: Path) -> None:
     """Whatever the moments, the run ends, at the same bytes."""
-    whole, out = files(run(source, tmp_path / "whole")), tmp_path / "out"
+    calls = calls_of(lambda: run(source, tmp_path / "whole"))
+    whole, out = files(tmp_path / "whole"), tmp_path / "out"
     moments, attempts = random.Random(1), 0
     while not out.exists():
         attempts += 1
         assert attempts < 50
-        killed_after(moments.randint(70_000, 150_000), lambda: run(source, out, resume=True))
+        killed_after(moments.randint(calls // 4, calls // 2), lambda: run(source, out, resume=True))
     assert attempts > 2
     assert files(run(source, out, resume=True)) == whole

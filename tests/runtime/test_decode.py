@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from qtool.runtime import decode
-from qtool.runtime.decode import Step, graph_decoding, is_of_ranges, one_kernel_norms, ranges_of
+from qtool.runtime.decode import Step, are_ranges, graph_decoding, one_kernel_norms, ranges_of
+from qtool.runtime.merge import merge_linears
+from tests.runtime.test_merge import llama, with_kernels  # noqa: F401  (a fixture)
 
 SIZES = {
     "hidden_size": 64,
@@ -33,7 +36,7 @@ SIZES = {
 
 def mask_of(ranges: decode.Ranges, capacity: int) -> Tensor:
     """Bool ``[B, 1, 1, C]``: the inverse of ``ranges_of``."""
-    starts, used = ranges
+    _, starts, used = ranges
     first = starts[:-1] - torch.arange(len(used)) * capacity
     at = torch.arange(capacity)
     return ((at >= first[:, None]) & (at < (first + used)[:, None]))[:, None, None]
@@ -102,6 +105,39 @@ def test_recorded_steps_write_the_models_tokens(config: type, recorded: list[str
     assert recorded == (["run", "record"] + ["replay"] * 6) * 2
 
 
+@pytest.mark.usefixtures("with_kernels")
+def test_recorded_steps_of_a_packed_model(recorded: list[str]) -> None:
+    """Merged linears that take their norms along: the reference rounds as transformers' norm."""
+    model = llama("w4a8-lqq", "dual-mma")
+    prompts = PROMPTS % 64
+    how = {"attention_mask": PADDED, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(prompts, max_new_tokens=5, **how)
+    merge_linears(model)
+    assert graph_decoding(model)
+    assert torch.equal(model.generate(prompts, max_new_tokens=5, **how), expected)
+    assert recorded.count("replay") == expected.shape[1] - 7 - 2
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"use_cache": False}, {"cache": 1}]
+)
+def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> None:
+    """Beams reorder the cache; assisted generation and a given cache want no static one."""
+    model = model_of(LlamaConfig)
+
+    def written() -> Tensor:
+        given = {"past_key_values": DynamicCache(config=model.config)} if "cache" in how else how
+        settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+        rows = slice(1, 2) if "prompt_lookup_num_tokens" in how else slice(2)
+        mask = PADDED[rows]
+        return model.generate(PROMPTS[rows], attention_mask=mask, **settings, **given)
+
+    expected = written()
+    graph_decoding(model)
+    assert torch.equal(written(), expected)
+    assert model.generation_config.cache_implementation is None
+
+
 def test_what_a_graph_cannot_hold_is_the_models_own_forward(recorded: list[str]) -> None:
     model = model_of(LlamaConfig)
     ids = torch.tensor([[5]])
@@ -128,7 +164,7 @@ def test_a_copy_of_the_model_is_on_its_own(recorded: list[str]) -> None:
 def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> None:
     windowed = model_of(Qwen3Config, layer_types=["sliding_attention", "full_attention"])
     assert not graph_decoding(windowed) and "forward" not in vars(windowed)
-    assert windowed.generation_config.cache_implementation is None
+    assert "generate" not in vars(windowed)
     wide = model_of(LlamaConfig).float()
     assert not graph_decoding(wide)
 
@@ -136,11 +172,46 @@ def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> N
 def test_masks_and_ranges() -> None:
     at = torch.arange(6)
     mask = torch.stack([(at >= 2) & (at < 5), at < 6, at < 1])[:, None, None]
-    starts, used = ranges_of(mask)
+    numbers, starts, used = ranges_of(mask)
+    assert numbers.tolist() == [0, 1, 2, 3]
     assert starts.tolist() == [2, 6, 12, 18] and used.tolist() == [3, 6, 1]
-    assert torch.equal(mask_of((starts, used), 6), mask) and is_of_ranges(mask)
-    assert not is_of_ranges(mask.clone().index_fill_(3, torch.tensor([3]), False))
-    assert not is_of_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
+    assert torch.equal(mask_of((numbers, starts, used), 6), mask) and are_ranges(mask).all()
+    holes = mask.clone().index_fill_(3, torch.tensor([3]), False)
+    assert are_ranges(holes).tolist() == [False, False, True]
+    assert not are_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
+
+
+def test_a_hole_in_the_mask_of_a_recorded_step_is_not_overlooked(recorded: list[str]) -> None:
+    model = model_of(LlamaConfig)
+    graph_decoding(model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(PROMPTS, past_key_values=cache)
+        for number in range(3):
+            mask = (torch.arange(16) < 8 + number).expand(2, 1, 1, 16).clone()
+            mask[1, 0, 0, 3] = number < 2
+            ids = {"input_ids": PROMPTS[:, :1], "attention_mask": mask}
+            logits = model(**ids, past_key_values=cache).logits
+            assert logits.isnan().all(-1).flatten().tolist() == [False, number == 2]
+
+
+def test_the_mask_of_a_step_is_transformers_own(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(LlamaConfig)
+    graph_decoding(model)
+    masks: Any = model.create_masks_for_generate
+    seen = []
+
+    def both(**kwargs: Any) -> Any:
+        found = masks(**kwargs)
+        if kwargs["inputs_embeds"].shape[1] == 1:
+            seen.append(torch.equal(found, masks.args[0](**kwargs)))
+        return found
+
+    monkeypatch.setattr(model, "create_masks_for_generate", both)
+    greedy(model)
+    assert seen == [True] * 7
 
 
 def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
@@ -159,3 +230,23 @@ def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
     assert (norm(x) - exact).abs().max() <= (exact.abs() * 2**-8).max()
     with deterministic_arithmetic():
         assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
+    """For those who want torch.compile: no operator of ours breaks the graph."""
+    model = llama("w4a8-lqq", "dual-mma", layers=1)
+    one_kernel_norms(model)
+    merge_linears(model)
+    assert graph_decoding(model)
+    forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    mask = (torch.arange(12) < 8).expand(2, 1, 1, 12)
+    logits = []
+    with torch.no_grad():
+        for step in (model.forward, forward):
+            cache = StaticCache(config=model.config, max_cache_len=12)
+            model(PROMPTS % 64, past_key_values=cache)
+            given = {"attention_mask": mask, "position_ids": torch.full((2, 1), 7)}
+            out = step(input_ids=PROMPTS[:, :1] % 64, past_key_values=cache, **given)
+            logits.append(out.logits)
+    assert torch.equal(*logits)

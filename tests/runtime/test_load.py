@@ -117,4 +117,4 @@ def test_a_checkpoint_in_which_nothing_is_quantized_is_a_problem(copy: Path) -> 
     from safetensors.torch import save_file
 
     save_file({"model.embed_tokens.weight": torch.zeros(2)}, copy / "model.safetensors")
-    assert "none is packed" in " ".join(row.problem for row in verify(copy))
+    assert "no linear is packed" in " ".join(row.problem for row in verify(copy))

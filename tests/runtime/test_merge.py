@@ -13,7 +13,7 @@ from qtool.runtime import linear as linear_module
 from qtool.runtime.dispatch import KERNELS, Kernel
 from qtool.runtime.huggingface import dequantized, quantized_linears, replace_linears
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.merge import MergedLinears, merge_linears
+from qtool.runtime.merge import MergedLinears, merge_linears, norms_taken_along
 from tests.runtime.test_linear import quantized
 
 #: whose packed tensors are stored by rows
@@ -30,10 +30,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "kernel_for", kernel_for)
 
 
-def llama(scheme: str, layout: str) -> Any:
+def llama(scheme: str, layout: str, layers: int = 2) -> Any:
     """A packed Llama of random weights; v is wider than k would be, gate and up are alike."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64}
     config = LlamaConfig(**sizes, **heads, attention_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -136,11 +136,31 @@ def test_without_a_kernel_nothing_is_merged() -> None:
 
 
 @pytest.mark.usefixtures("with_kernels")
-def test_compiles_as_one_graph() -> None:
-    model = llama(*BY_ROWS[0])
+@pytest.mark.parametrize(("scheme", "layout"), BY_ROWS)
+def test_norms_are_taken_along_only_where_asked_and_only_by_their_readers(
+    scheme: str, layout: str
+) -> None:
+    """The reference of the fused op rounds as transformers' norm: the same logits to the bit."""
+    model = llama(scheme, layout)
+    for name, norm in model.named_parameters():
+        if name.endswith("layernorm.weight"):
+            nn.init.normal_(norm)
+    ids, calls = torch.randint(0, 64, (1, 5)), []
+    model.model.layers[0].input_layernorm.register_forward_hook(
+        lambda _, given, out: calls.append(out is given[0])
+    )
+    expected = model(ids).logits
     merge_linears(model)
-    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 128).bfloat16()
-    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), mlp(x))
-        assert torch.equal(compiled(x + 1), mlp(x + 1))
+    assert torch.equal(model(ids).logits, expected)
+    with norms_taken_along():
+        assert torch.equal(model(ids).logits, expected)
+        replaced = copy.deepcopy(model)
+        assert torch.equal(replaced(ids).logits, expected)
+        attention = model.model.layers[0].self_attn
+        plain = nn.Linear(128, 64, dtype=torch.bfloat16)
+        weight, bias = attention.v_proj.dequantize().bfloat16(), attention.v_proj.bias
+        plain.load_state_dict({"weight": weight, "bias": bias})
+        attention.v_proj = plain
+        close = model(ids).logits
+    assert calls[:3] == [False, False, True] and calls[-1] is False
+    assert (close - expected).norm() < 0.05 * expected.norm()

@@ -1,3 +1,4 @@
+
 """vLLM's own model and loaders on a CPU, as any rank of a tensor-parallel group."""
 
 import os
@@ -61,6 +62,7 @@ def configured(directory: Path, **options: Any) -> VllmConfig:
                 1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo"
             )
             initialize_model_parallel(1, 1)
+            parallel_state._EP = parallel_state._EP or parallel_state._TP  # made for mixtures only
     return config
 
 

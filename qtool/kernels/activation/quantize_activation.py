@@ -75,7 +75,7 @@ class QuantizeActivation(NamedTuple):
         require_tensors(op, x.device, expected)
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
-        x, m = self.x, len(self.x)
+        x, m = self.x, self.x.shape[0]
         return (
             x.new_empty((m, self.k), dtype=torch.int8),
             x.new_empty((m,), dtype=torch.float32),

@@ -93,12 +93,12 @@ class QuantizeActivationGroups(NamedTuple):
         require_tensors(op, x.device, expected)
 
     def empty(self) -> tuple[Tensor, Tensor]:
-        codes = self.x.new_empty((len(self.x), self.k), dtype=torch.int8)
+        codes = self.x.new_empty((self.x.shape[0], self.k), dtype=torch.int8)
         return codes, self.empty_scale()
 
     def empty_scale(self) -> Tensor:
         """Float32 ``[G, M4]``."""
-        groups, m = self.k // (self.group_size or self.k), len(self.x)
+        groups, m = self.k // (self.group_size or self.k), self.x.shape[0]
         return self.x.new_empty((groups, (m + 3) // 4 * 4), dtype=torch.float32)
 
     def reference(self) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class QuantizePackedGroups(NamedTuple):
     def empty(self) -> tuple[Tensor, Tensor]:
         k = self.unpacked.k
         width = k // 2 if self.eight_bit is None else k
-        codes = self.x.new_empty((len(self.x), width), dtype=torch.uint8)
+        codes = self.x.new_empty((self.x.shape[0], width), dtype=torch.uint8)
         return codes, self.unpacked.empty_scale()
 
     def reference(self) -> tuple[Tensor, Tensor]:

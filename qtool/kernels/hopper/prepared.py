@@ -5,24 +5,48 @@ behind torch's dispatcher, with every argument checked. Here the checks are made
 call packs two blocks of parameters, allocates two tensors and launches.
 """
 
+from math import prod
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import RowPlan, definition
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
 
-#: numbers of tokens whose plans are kept; a server's batches and a prompt's lengths fit
+#: shapes of inputs whose plans are kept; a server's batches and a prompt's lengths fit
 MOST_PLANS = 256
 ALIGNMENT = 128
 
 
+class Buffers(NamedTuple):
+    """The launch plan of one input shape: its GEMM, and the places of its buffers.
+
+    ``m`` tokens; ``shape`` and ``stride`` of the output; in the memory of the quantized input the
+    ``scale`` and ``token_sum`` offsets and the whole ``size``, in bytes.
+    """
+
+    gemm: Plan
+    m: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    scale: int
+    token_sum: int
+    size: int
+
+
 class PreparedLinear:
-    """``Y [M, N]`` of ``out_dtype`` for contiguous inputs ``[M, K]`` of ``dtype``.
+    """``Y [..., N]`` of ``out_dtype`` for inputs ``[..., K]`` of ``dtype``.
+
+    Inputs are contiguous and on the weight's device.
 
     Args:
         shape: N and K.
         order: int32 ``[K]``, the input channel of each code, or None.
+        norm: weight ``[K]`` and epsilon of an RMSNorm that the input goes through first, or None
+            and 0.
     """
 
     def __init__(
@@ -31,36 +55,57 @@ class PreparedLinear:
         weight: Weight,
         bias: Tensor | None,
         order: Tensor | None,
+        norm: tuple[Tensor | None, float],
         shape: tuple[int, int],
         dtype: torch.dtype,
         out_dtype: torch.dtype,
     ) -> None:
         self.operand, self.weight, self.bias, self.out_dtype = operand, weight, bias, out_dtype
         (self.n, self.k), self.device = shape, weight.scale1.device
-        source = definition(self.k, dtype, "none", order is not None)
-        self.rows = RowPlan(source, (order, None), self.k, 0.0, self.device)
-        self.plans: dict[int, tuple[Plan, int, int]] = {}
+        weight_of_norm, epsilon = norm
+        fusion = "none" if weight_of_norm is None else "rms-norm"
+        source = definition(self.k, dtype, fusion, order is not None)
+        self.rows = RowPlan(source, (order, weight_of_norm), self.k, epsilon, self.device)
+        self.plans: dict[torch.Size, Buffers] = {}
+        # what Inductor's code allocates with: half the time of torch.empty, on the current device
+        allocators: Any = torch._C._dynamo.guards
+        on_gpu = self.device.type == "cuda"
+        self.index = self.device.index if on_gpu else -1
+        self.empty = allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu
 
     def __call__(self, x: Tensor) -> Tensor:
-        m = len(x)
-        out = torch.empty((m, self.n), dtype=self.out_dtype, device=self.device)
-        if m == 0:
+        if x.get_device() != self.index:
+            raise QtoolError(
+                f"the weight is on {self.device}, x on {x.device}; both must be on one"
+            )
+        if x.is_cuda and torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.device):
+                return self(x)
+        plan = self.plans.get(x.shape) or self._plan(x)
+        out = self.empty(plan.shape, plan.stride, self.out_dtype)
+        if plan.m == 0:
             return out
-        plan, scale_bytes, size = self.plans.get(m) or self._plan(m)
-        codes = torch.empty(size, dtype=torch.uint8, device=self.device)  # scales and sums too
+        codes = self.empty((plan.size,), (1,), torch.uint8)  # scales and sums too
         address = codes.data_ptr()
-        scale = address + m * self.k
-        token_sum = scale + scale_bytes
-        self.rows.launch(m, x.data_ptr(), address, scale, token_sum)
-        plan.launch(address, scale, token_sum, out.data_ptr())
+        scale, token_sum = address + plan.scale, address + plan.token_sum
+        self.rows.launch(plan.m, x.data_ptr(), address, scale, token_sum)
+        plan.gemm.launch(address, scale, token_sum, out.data_ptr())
         return out
 
-    def _plan(self, m: int) -> tuple[Plan, int, int]:
-        """The GEMM for ``m`` tokens, and the bytes of their scales and of the quantized input."""
+    def _plan(self, x: Tensor) -> "Buffers":
+        """The GEMM and the memory for inputs of ``x``'s shape."""
+        if x.shape[-1] != self.k:
+            raise QtoolError(f"x is {tuple(x.shape)}; expected {self.k} input channels at the end")
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
-        tile, shape = choose(m, self.n, self.k), (m, self.n, self.k)
-        plan = Plan(self.operand, tile, self.weight, self.bias, shape, self.out_dtype)
+        shape = (*x.shape[:-1], self.n)
+        m = prod(shape[:-1])
+        tile = choose(max(m, 1), self.n, self.k)
+        sizes = (max(m, 1), self.n, self.k)
+        gemm = Plan(self.operand, tile, self.weight, self.bias, sizes, self.out_dtype)
+        stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
         scale_bytes = -(-4 * m // ALIGNMENT) * ALIGNMENT
-        self.plans[m] = plan, scale_bytes, m * self.k + 2 * scale_bytes
-        return self.plans[m]
+        token_sum = m * self.k + scale_bytes
+        buffers = Buffers(gemm, m, shape, stride, m * self.k, token_sum, token_sum + scale_bytes)
+        self.plans[x.shape] = buffers
+        return buffers

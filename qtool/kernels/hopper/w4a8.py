@@ -126,7 +126,7 @@ class W4A8Gemm(NamedTuple):
 
     def empty(self) -> Tensor:
         n = self.qweight.shape[0] * 64
-        return self.x.new_empty((len(self.x), n), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], n), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         x, n = self.x, self.qweight.shape[0] * 64

@@ -116,7 +116,7 @@ class W4AxGemm(NamedTuple):
         require_tensors(op, self.x.device, expected)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), self.scale.shape[1]), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], self.scale.shape[1]), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         (m, k), n = self.x.shape, self.scale.shape[1]

@@ -73,7 +73,7 @@ class W8A8Gemm(NamedTuple):
         require_tensors(op, self.x.device, expected)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), len(self.weight)), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], len(self.weight)), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         sums = int_matmul(self.x, self.weight)

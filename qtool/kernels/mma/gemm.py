@@ -150,7 +150,7 @@ def builds(
 def _kernel(
     operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int, int]:
-    """The loaded kernel, its shared memory in bytes, and the blocks the device holds at once."""
+    """The loaded kernel, its bytes of shared memory, and the blocks that the device holds."""
     found = compute_capability(device)
     if found not in ARCHITECTURES:
         names = ", ".join(name for name, _ in ARCHITECTURES.values())

@@ -61,7 +61,7 @@ class W4A16Gemm(NamedTuple):
         _require("w4a16_gemm", self.x, self.weight, self.bias, self.out_dtype)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), self.weight.shape[0]), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         n, k = self.weight.shape
@@ -97,7 +97,7 @@ class W4A16SparseGemm(NamedTuple):
         _require("w4a16_24_gemm", self.x, self.weight, self.bias, self.out_dtype)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), self.weight.shape[0]), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         n, k = self.weight.shape

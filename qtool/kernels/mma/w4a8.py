@@ -116,7 +116,7 @@ class W4A8MmaGemm(NamedTuple):
         require_tensors(op, self.x.device, expected)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), len(self.qweight)), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], len(self.qweight)), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
         x, n = self.x, len(self.qweight)

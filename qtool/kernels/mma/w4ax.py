@@ -110,7 +110,7 @@ class W4AxMmaGemm(NamedTuple):
                 f"{op}: x is {self.x.dim()}-D and scale {self.scale.dim()}-D; "
                 "expected [M, K/2] and [G, N]"
             )
-        m, n, k = len(self.x), self.scale.shape[1], self.k
+        m, n, k = self.x.shape[0], self.scale.shape[1], self.k
         if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
             raise QtoolError(
                 f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size "
@@ -130,10 +130,10 @@ class W4AxMmaGemm(NamedTuple):
         require_tensors(op, self.x.device, expected)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((len(self.x), self.scale.shape[1]), dtype=self.out_dtype)
+        return self.x.new_empty((self.x.shape[0], self.scale.shape[1]), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
-        m, n = len(self.x), self.scale.shape[1]
+        m, n = self.x.shape[0], self.scale.shape[1]
         codes = layouts.get(self.layout).unpack({"qweight": self.qweight}, n, self.k, signed=True)
         natural = disarrange(unpack_tokens(self.x, self.eight_bit), self.layout)
         if self.out_dtype == torch.int32:

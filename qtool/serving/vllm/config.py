@@ -1,13 +1,10 @@
-"""A checkpoint's ``quantization_config`` as vLLM wants to hold it: which layer gets which method."""
+"""A checkpoint's ``quantization_config`` as vLLM holds it: which layer gets which method."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -18,13 +15,12 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from qtool import __version__
 from qtool.errors import QtoolError
-from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
+from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.source import INDEX, SINGLE, Checkpoint
-from qtool.serving.stored import PackedLinears, kv_names, require_stored
+from qtool.serving.stored import PackedLinears, require_stored
+from qtool.serving.vllm.kv import say_unused, without_cache_tensors
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
-
-logger = init_logger(__name__)
 
 
 class QtoolConfig(QuantizationConfig):
@@ -79,35 +75,26 @@ class QtoolConfig(QuantizationConfig):
         if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
             require_stored(Checkpoint(directory), self.linears)
         if self.format.kv:
-            logger.warning_once(
-                "The checkpoint's %s cache is not used: keys and values are kept as --kv-cache-dtype says.",
-                self.format.kv,
-            )
+            say_unused(self.format.kv)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.mapper = hf_to_vllm_mapper
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Drops what is stored for a KV cache that nothing here reads."""
-        assert self.linears is not None
-        return WeightsMapper(
-            orig_to_new_regex={
-                re.compile(rf"\.{re.escape(n)}$"): None for n in kv_names(self.linears)
-            }
-        )
+        return without_cache_tensors(self.packed_linears)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             names = self.shards(prefix)
-            linear_format = self.common_format(prefix, names)
+            linear_format = self.packed_linears.joined(prefix, names)
             if linear_format is None:
                 return UnquantizedLinearMethod()
-            return QtoolLinearMethod(prefix, linear_format, names, self.permuted(prefix, names))
+            return QtoolLinearMethod(
+                prefix, linear_format, names, self.packed_linears.permuted(prefix, names)
+            )
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
-        if isinstance(layer, Attention):
-            return None  # vLLM's own cache
-        return None
+        return None  # embeddings and heads have 16 bits, attention vLLM's own cache
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""
@@ -115,7 +102,12 @@ class QtoolConfig(QuantizationConfig):
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
 
     def in_checkpoint(self, prefix: str) -> str:
-        """The checkpoint's name of vLLM's module ``prefix``."""
+        """The checkpoint's name of vLLM's module ``prefix``.
+
+        A mapper also renames from forms that this checkpoint has not.
+        """
+        if self.linears is not None and prefix.startswith(f"{self.linears.family.blocks}."):
+            return prefix
         for old, new in self.mapper.orig_to_new_substr.items():
             if new and new in prefix:
                 prefix = prefix.replace(new, old, 1)
@@ -127,34 +119,12 @@ class QtoolConfig(QuantizationConfig):
         new, old = max(matching, key=lambda pair: len(pair[0]), default=("", ""))
         return old + prefix.removeprefix(new)
 
-    def common_format(self, prefix: str, names: list[str]) -> LinearFormat | None:
-        """The format that all linears of a fused layer have.
-
-        Raises:
-            QtoolError: if they differ.
-        """
+    @property
+    def packed_linears(self) -> PackedLinears:
+        """The model's packed linears."""
         if self.linears is None:
-            raise QtoolError(
-                f"{prefix}: the model's configuration was not given to the qtool plugin"
-            )
-        formats = {name: self.linears.of(name) for name in names}
-        first = formats[names[0]]
-        for name, other in formats.items():
-            if other != first:
-                raise QtoolError(
-                    f"{prefix}: vLLM joins {names[0]} ({_words(first)}) and {name} ({_words(other)}); "
-                    "linears of one layer must have one scheme, group size and layout"
-                )
-        return first
-
-    def permuted(self, prefix: str, names: list[str]) -> bool:
-        """Whether the linears of a fused layer store input permutations."""
-        found = {self.format.is_permuted(name) for name in names}
-        if len(found) > 1:
-            raise QtoolError(
-                f"{prefix}: some of its linears have an input permutation, others have none"
-            )
-        return found.pop()
+            raise QtoolError("the model's configuration was not given to the qtool plugin")
+        return self.linears
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
         parent = self.in_checkpoint(prefix).removesuffix(".routed_experts")
@@ -162,22 +132,22 @@ class QtoolConfig(QuantizationConfig):
         each = range(layer.global_num_experts)
         gate_up = [f"{parent}.{expert}.{role}" for expert in each for role in roles[:2]]
         down = [f"{parent}.{expert}.{roles[2]}" for expert in each]
-        formats = self.common_format(prefix, gate_up), self.common_format(prefix, down)
+        formats = (
+            self.packed_linears.joined(prefix, gate_up),
+            self.packed_linears.joined(prefix, down),
+        )
         if formats == (None, None):
             return None
         if formats[0] is None or formats[1] is None:
             raise QtoolError(
                 f"{prefix}: some linears of its experts are packed, others have 16 bits"
             )
-        if self.permuted(prefix, gate_up) or self.permuted(prefix, down):
+        if self.packed_linears.permuted(prefix, gate_up) or self.packed_linears.permuted(
+            prefix, down
+        ):
             raise QtoolError(
-                f"{prefix}: experts with input permutations are not served; quantize without reordering"
+                f"{prefix}: experts with input permutations are not served; quantize without "
+                "reordering"
             )
         names = {"w13": gate_up, "w2": down}
         return QtoolExpertsMethod(prefix, layer, {"w13": formats[0], "w2": formats[1]}, names)
-
-
-def _words(linear_format: LinearFormat | None) -> str:
-    if linear_format is None:
-        return "16 bit"
-    return f"{linear_format.scheme}, group {linear_format.group_size or 'channel'}, {linear_format.layout}"

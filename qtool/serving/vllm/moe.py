@@ -1,5 +1,4 @@
-"""Packed experts in vLLM: each expert's tensors as they are stored, stacked, and a loop over
-experts.
+"""Packed experts in vLLM: each expert's tensors as they are stored, and a loop over experts.
 
 vLLM runs the experts of a layer as one opaque operation. In a captured graph nothing may depend on
 what the router chose, so a small batch goes through every expert, weighted by zero where it was not
@@ -50,7 +49,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input:
             raise QtoolError(
-                f"{name}: its experts are not SiLU(gate) * up, weighted at their outputs; nothing else runs"
+                f"{name}: only experts that are SiLU(gate) * up, weighted at their outputs, are served"
             )
         self.name, self.formats, self.names = name, formats, names
 
@@ -97,8 +96,9 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
     def load_weights(
         self, layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterator[str]:
-        """Load ``EXPERT.PROJECTION.TENSOR``: vLLM's own loader takes a tensor of three dimensions
-        for all experts.
+        """Load ``EXPERT.PROJECTION.TENSOR``.
+
+        vLLM's own loader takes a tensor of three dimensions for those of all experts.
         """
         shards = {
             layer.ckpt_gate_proj_name: "w1",
@@ -122,9 +122,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's share of one expert's tensor; another rank's expert is none of its
-        business.
-        """
+        """Copy this rank's share of one expert's tensor, if the expert is this rank's."""
         expert = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
         if expert >= 0:
             name = weight_name.rpartition(".")[2]
@@ -162,14 +160,16 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                 } - self.loaded
                 if missing:
                     raise QtoolError(
-                        f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were not loaded"
+                        f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were "
+                        "not loaded"
                     )
                 parameter = getattr(layer, f"{stack}_{part}")
                 tensor = parameter.data
                 if axis.output is None:
                     if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
                         raise QtoolError(
-                            f"{self.name}.{part}: gate and up of an expert differ; they share one input"
+                            f"{self.name}.{part}: gate and up of an expert differ, which share "
+                            "one input"
                         )
                     tensor = tensor[:, 0].contiguous()
                 setattr(layer, f"{stack}_{part}", nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,238 @@
+"""A packed linear as a layer of an engine: vLLM's and SGLang's know the same methods.
+
+Engines ask a layer's method for parameters, load them, let it prepare them and call it. Parameters
+are the engine's own classes, which know what a rank has of each linear; they are gone before the
+first token.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.runtime.dispatch import Call, Kernel
+from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
+from qtool.serving.partition import Axes, axes, require_shares
+
+#: shapes whose kernels are compiled already
+_COMPILED: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True)
+class ParameterTypes:
+    """An engine's parameter classes: cut along the input channels, along the output channels, along
+    both; and one tensor for each joined linear.
+    """
+
+    row: Callable[..., Any]
+    channel: Callable[..., Any]
+    packed: Callable[..., Any]
+    one_per_linear: Callable[..., Any]
+
+
+class PackedLinear:
+    """One packed linear, or several that the engine joined.
+
+    Args:
+        name: the engine's name of the layer.
+        names: the checkpoint's names of the linears that it joins.
+        permuted: whether each has an input permutation.
+
+    Attributes:
+        pieces: of each GEMM, the layer's attribute by stored name; one, unless the linears' inputs
+            differ.
+    """
+
+    types: ClassVar[ParameterTypes]
+    kernel: Kernel
+    pieces: list[dict[str, str]]
+
+    def __init__(
+        self, name: str, linear_format: LinearFormat, names: list[str], permuted: bool
+    ) -> None:
+        self.name, self.format, self.names, self.permuted = name, linear_format, names, permuted
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: Callable[..., None],
+        **extra: Any,
+    ) -> None:
+        k, n = input_size_per_partition, sum(output_partition_sizes)
+        self.outputs, self.dtype = list(output_partition_sizes), params_dtype
+        device = torch.empty(0).device  # the engine's
+        with torch.device("cpu"):
+            require_shares(
+                self.name,
+                self.format,
+                tuple(self.outputs),
+                k,
+                input_size // k,
+                permuted=self.permuted,
+            )
+            self.axes, stored = axes(self.format, n, k), self.format.tensors(n, k)
+        self.kernel = serving_kernel(self.name, self.format, n, k, device, params_dtype)
+        if self.permuted:
+            stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+            self.axes = self.axes | {"permutation": Axes(None, 0, Fraction(1))}
+        for name, spec in stored.items():
+            layer.register_parameter(name, self._parameter(name, spec, Recorded(weight_loader)))
+
+    def _parameter(self, name: str, spec: Tensor, loader: "Recorded") -> Any:
+        """The parameter that the engine narrows to what this rank has of each linear."""
+        axis, data = self.axes[name], torch.empty(spec.shape, dtype=spec.dtype)
+        if axis.output is None and len(self.names) > 1:
+            return self.types.one_per_linear(
+                data=data.expand(len(self.names), -1).clone(), input_dim=1, weight_loader=loader
+            )
+        if axis.output is None:
+            return self.types.row(data=data, input_dim=axis.input, weight_loader=loader)
+        if axis.input is None and axis.per_output == 1:
+            return self.types.channel(data=data, output_dim=axis.output, weight_loader=loader)
+        return self.types.packed(
+            data=data,
+            output_dim=axis.output,
+            input_dim=axis.input,
+            packed_dim=axis.output,
+            packed_factor=axis.per_output,
+            weight_loader=loader,
+        )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that everything was loaded, leave plain parameters, compile the kernels.
+
+        Raises:
+            QtoolError: for a tensor that the checkpoint did not have.
+        """
+        stored = {}
+        for name in self.axes:
+            parameter = getattr(layer, name)
+            parameter.weight_loader.require(f"{self.name}.{name}", len(self.names))
+            stored[name] = parameter.data
+            delattr(layer, name)
+        self.pieces = []
+        for number, tensors in enumerate(found := self._split(stored)):
+            self.pieces.append(
+                {name: name if len(found) == 1 else f"{name}_{number}" for name in tensors}
+            )
+            for name, tensor in tensors.items():
+                layer.register_parameter(
+                    self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False)
+                )
+        example = stored["qweight"]
+        k = _inputs(layer)
+        key = (
+            self.format,
+            *self.outputs,
+            k,
+            len(self.pieces),
+            self.permuted,
+            self.dtype,
+            example.device,
+        )
+        if key not in _COMPILED:
+            compile_kernels(lambda x: self.apply(layer, x), k, example.device, self.dtype)
+            _COMPILED.add(key)
+
+    def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each GEMM reads: one for all linears where they gather and quantize their input
+        alike.
+        """
+        own = [name for name, axis in self.axes.items() if axis.output is None]
+        if len(self.names) == 1 or all(
+            torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
+        ):
+            return [stored | {name: stored[name][0] for name in own if len(self.names) > 1}]
+        pieces: list[dict[str, Tensor]] = [{} for _ in self.outputs]
+        for name, tensor in stored.items():
+            axis = self.axes[name]
+            sizes = (
+                []
+                if axis.output is None
+                else [int(rows / axis.per_output) for rows in self.outputs]
+            )
+            parts = tensor.unbind() if axis.output is None else tensor.split(sizes, axis.output)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[name] = part.contiguous()
+        return pieces
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[..., N]`` for ``x [..., K]``: an op that quantizes the tokens, and the GEMM."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(self.pieces) == 1:
+            y = self._multiply(layer, self.pieces[0], rows, bias)
+        else:
+            ends = list(accumulate(self.outputs, initial=0))
+            biases = [None if bias is None else bias[a:b] for a, b in pairwise(ends)]
+            pairs = zip(self.pieces, biases, strict=True)
+            y = torch.cat([self._multiply(layer, piece, rows, part) for piece, part in pairs], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def gemms(self, layer: Any) -> Iterator[Gemm]:
+        """What the layer multiplies, for who wants to check it."""
+        multiply = partial(self.apply, layer, bias=layer.bias)
+        yield Gemm(self.name, self.names, _inputs(layer), self.dtype, multiply, self.kernel)
+
+    def _multiply(
+        self, layer: nn.Module, piece: dict[str, str], x: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        tensors = {name: getattr(layer, attribute) for name, attribute in piece.items()}
+        permutation = tensors.pop("permutation", None)
+        return self.kernel.multiply(Call(x, permutation, tensors, bias, self.format, x.dtype))
+
+
+def _inputs(layer: Any) -> int:
+    """Input channels on this rank; a replicated layer has no share."""
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
+
+
+class OnePerLinear:
+    """A parameter ``[linears, ...]`` of what each joined linear has of its own, whatever rows a
+    rank has; beside an engine's parameter class.
+    """
+
+    data: Tensor
+
+    def load_merged_column_weight(
+        self, loaded_weight: Tensor, *, shard_id: int | str, **kwargs: Any
+    ) -> None:
+        linear = "qkv".index(shard_id) if isinstance(shard_id, str) else shard_id
+        self.data[linear].copy_(loaded_weight)
+
+    load_qkv_weight = load_merged_column_weight
+
+
+class Recorded:
+    """A weight loader that knows which linears of a layer it has loaded: vLLM asks nobody for a
+    quantized model.
+    """
+
+    def __init__(self, loader: Callable[..., None]) -> None:
+        self.loader, self.shards = loader, set[Any]()
+
+    def __call__(
+        self, parameter: Tensor, loaded_weight: Tensor, *shard: Any, **options: Any
+    ) -> None:
+        self.loader(parameter, loaded_weight, *shard, **options)
+        last = shard[-1] if shard else options.get("loaded_shard_id")
+        self.shards.update(last if isinstance(last, tuple) else (last,))
+
+    def require(self, name: str, linears: int) -> None:
+        """Refuse a tensor of which some linears, or all, were not in the checkpoint."""
+        if None not in self.shards and len(self.shards) < linears:
+            raise QtoolError(
+                f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint lacks the rest"
+            )

@@ -1,0 +1,22 @@
+"""What counts as the same answer: nothing beyond a runtime's own rounding."""
+
+import torch
+
+from qtool.serving.verify import Answer, continuations, perplexity
+
+TOKENS, GAPS = [[5, 6, 7], [8, 9, 10]], [[1.0, 0.1, 1.0], [1.0, 1.0, 1.0]]
+OURS = Answer(torch.full((2, 4), -2.0), TOKENS, GAPS, torch.full((2, 4), 0.06))
+
+
+def test_continuations_part_only_within_the_noise() -> None:
+    assert not continuations(TOKENS, OURS).problem
+    unsure = continuations([[5, 4, 4], [8, 9, 10]], OURS)  # what follows a parting does not count
+    assert not unsure.problem
+    assert unsure.ran == "1 of 2 continuations equal; noise 0.0600"
+    sure = continuations([[5, 6, 7], [8, 4, 10]], OURS)
+    assert sure.problem == "part where our runtime is sure: prompt 1 at token 1, by 1.000"
+
+
+def test_perplexities_differ_by_no_more_than_the_noise() -> None:
+    assert not perplexity(OURS.scores + 9e-4, OURS).problem
+    assert perplexity(OURS.scores + 2e-3, OURS).problem == "log-probabilities are 0.0020 apart"

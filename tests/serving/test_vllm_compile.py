@@ -1,0 +1,48 @@
+"""In vLLM's compiled models our layers are two operations for any number of tokens."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
+
+from tests.serving.conftest import FORMATS, Native
+from tests.serving.models import loaded
+from tests.serving.test_vllm_load import packed_layers
+
+#: operations of a layer: those that quantize tokens, and GEMMs
+QUANTIZE = ("quantize_activation", "quantize_activation_groups", "quantize_packed_groups")
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+@torch.no_grad()
+def test_one_graph_of_two_operations(native: Native, scheme: str, layout: str) -> None:
+    """Without a graph break, for any number of tokens, with fakes that agree with what runs."""
+    layer = packed_layers(loaded(native(scheme, layout)))["model.layers.0.self_attn.qkv_proj"]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=record)
+    for tokens in (5, 3, 17):
+        x = torch.randn(tokens, layer.input_size).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(compiled(x)[0], layer(x)[0])
+    assert len(graphs) == 1
+    ops = Counter(
+        str(node.target).split(".")[1]
+        for node in graphs[0].graph.nodes
+        if "qtool" in str(node.target)
+    )
+    quantize = sum(ops[name] for name in QUANTIZE)
+    assert quantize == (layer.quant_method.format.scheme_object.activation.bits < 16)
+    assert sum(ops.values()) == quantize + 1
+
+    torch._dynamo.reset()
+    x = torch.randn(6, layer.input_size).bfloat16()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x)[0], layer(x)[0])

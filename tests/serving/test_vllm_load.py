@@ -1,0 +1,288 @@
+"""vLLM's own loaders give each rank's layers the checkpoint's codes and parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
+
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.pipeline.verify import load_linear
+from qtool.serving.verify import layers
+from tests.serving.conftest import FORMATS, Native, rewritten, rule
+from tests.serving.models import as_rank, configured, loaded
+
+FAMILIES = (
+    "llama-biases",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "opt",
+    "falcon-new",
+)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def packed_layers(model: nn.Module) -> dict[str, Any]:
+    """vLLM's layers of packed linears, by name; not experts."""
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if hasattr(getattr(m, "quant_method", None), "pieces")
+    }
+
+
+def rank_rows(layer: Any, rank: int, ranks: int) -> list[Tensor]:
+    """The rows that ``rank`` has of each part of a layer, counted over its joined linears."""
+    sizes = list(getattr(layer, "output_sizes", [layer.output_size]))
+    shares = [1 if isinstance(layer, RowParallelLinear) else ranks] * len(sizes)
+    if isinstance(layer, QKVParallelLinear):  # fewer kv heads than ranks are held several times
+        sizes[1:] = [layer.total_num_kv_heads * layer.head_size] * 2
+        shares[1:] = [min(ranks, layer.total_num_kv_heads)] * 2
+    parts = torch.arange(sum(sizes)).split(sizes)
+    return [p.chunk(share)[rank * share // ranks] for p, share in zip(parts, shares, strict=True)]
+
+
+def whole(
+    checkpoint: Checkpoint, names: list[str], found: LinearFormat
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Codes of the joined linears, and each one's parameters."""
+    each = [load_linear(checkpoint, name, found, torch.device("cpu")).unpack() for name in names]
+    return torch.cat([codes for codes, _ in each]), [params for _, params in each]
+
+
+def require_rank(layer: Any, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+    """The integers, parameters and bias that ``rank`` holds are its share of the checkpoint's."""
+    method = layer.quant_method
+    found, (piece,) = method.format, method.pieces
+    stored = {name: getattr(layer, attribute) for name, attribute in piece.items()}
+    k, rows = (
+        getattr(layer, "input_size_per_partition", layer.input_size),
+        torch.cat(rank_rows(layer, rank, ranks)),
+    )
+    columns = (
+        slice(rank * k, (rank + 1) * k) if isinstance(layer, RowParallelLinear) else slice(None)
+    )
+    codes, params = found.unpack(stored, len(rows), k)
+    expected, each = whole(checkpoint, method.names, found)
+    assert torch.equal(codes, expected[rows][:, columns])
+    for name, param in params.items():
+        shared = name in found.scheme_object.shared_params
+        full = each[0][name] if shared else torch.cat([one[name] for one in each])
+        by_group = shared or (full.dim() == 2 and full.shape[1] > 1)
+        mine = full if shared else full[rows]
+        if by_group and isinstance(layer, RowParallelLinear):
+            mine = mine.chunk(ranks, -1)[rank]
+        assert torch.equal(param, mine), name
+    if layer.bias is not None:
+        bias = torch.cat([checkpoint.read(f"{name}.bias") for name in method.names])
+        assert torch.equal(
+            layer.bias, bias[rows] if not isinstance(layer, RowParallelLinear) else bias
+        )
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+def test_every_format_under_tensor_parallelism(native: Native, scheme: str, layout: str) -> None:
+    directory = native(scheme, layout)
+    checkpoint = Checkpoint(directory)
+    for ranks in (1, 2, 4):
+        # one group a rank is another order in MARLIN's layout, half a tile is nothing
+        refused = (ranks > 1 and layout == "compute-aware") or (
+            ranks == 4 and layout.startswith("marlin")
+        )
+        if refused:
+            with pytest.raises(QtoolError, match=r"use (a smaller )?tensor-parallel size"):
+                loaded(directory, 0, ranks)
+            continue
+        for rank in range(ranks):
+            found = packed_layers(loaded(directory, rank, ranks))
+            assert [name.rpartition(".")[2] for name in found] == [
+                "qkv_proj",
+                "o_proj",
+                "gate_up_proj",
+                "down_proj",
+            ]
+            for layer in found.values():
+                require_rank(layer, checkpoint, rank, ranks)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family(native: Native, variant: str) -> None:
+    directory = native(variant=variant)
+    checkpoint = Checkpoint(directory)
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            found = packed_layers(loaded(directory, rank, ranks))
+            names = {name for layer in found.values() for name in layer.quant_method.names}
+            assert names == {
+                name.removesuffix(".qweight")
+                for name in checkpoint.entries
+                if name.endswith(".qweight")
+            }
+            if "falcon" not in variant:  # whose rows go by head: compared by what they compute
+                for layer in found.values():
+                    require_rank(layer, checkpoint, rank, ranks)
+    assert not [row.problem for row in layers(loaded(directory), checkpoint) if row.problem]
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+def test_layers_compute_what_our_runtime_does(native: Native, scheme: str, layout: str) -> None:
+    directory = native(scheme, layout, "llama-biases")
+    rows = list(layers(loaded(directory), Checkpoint(directory)))
+    assert len(rows) == 4
+    assert [row.problem for row in rows] == [""] * 4
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_experts_compute_what_our_runtime_does(native: Native, variant: str) -> None:
+    directory = native(variant=variant)
+    checkpoint = Checkpoint(directory)
+    rows = list(layers(loaded(directory), checkpoint))
+    experts = sum(name.endswith(".qweight") and ".experts." in name for name in checkpoint.entries)
+    assert len([row for row in rows if row.name.endswith((".w13", ".w2"))]) == experts // 3 * 2
+    assert not [row for row in rows if row.problem]
+
+
+@torch.no_grad()
+def test_few_tokens_go_through_all_experts_many_through_their_own(native: Native) -> None:
+    model = loaded(native(variant="mixtral"))
+    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts"))
+    method: Any = layer.quant_method
+    x = torch.randn(600, 512).bfloat16()
+    weights, ids = torch.rand(600, 4).softmax(-1).topk(2)
+
+    def apply(rows: slice) -> Tensor:
+        return method.apply(layer, x[rows], weights[rows], ids[rows], None, None)
+
+    assert torch.equal(apply(slice(600)), torch.cat([apply(slice(300)), apply(slice(300, 600))]))
+    expected = torch.zeros(600, 512)
+    for token, (pair, chosen) in enumerate(zip(weights[:8], ids[:8], strict=True)):
+        for weight, expert in zip(pair, chosen, strict=True):
+            expected[token] += weight * method._expert(layer, int(expert), x[token, None])[0]
+    assert torch.allclose(apply(slice(8)).float(), expected[:8], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_experts_under_tensor_parallelism(native: Native, variant: str) -> None:
+    directory = native(variant=variant)
+    checkpoint = Checkpoint(directory)
+    for rank in range(2):
+        model = loaded(directory, rank, 2)
+        experts = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts")]
+        assert len(experts) == 1
+        for layer in experts:
+            require_experts(layer, checkpoint, rank)
+
+
+def require_experts(layer: Any, checkpoint: Checkpoint, rank: int) -> None:
+    """The codes that ``rank`` of two holds of every expert are half of the checkpoint's."""
+    method = layer.quant_method
+    for stack, names in method.names.items():
+        found, each = method.formats[stack], len(names) // method.experts
+        for expert in range(method.experts):
+            stored = {p: getattr(layer, f"{stack}_{p}")[expert] for p in method.parts[stack]}
+            codes, _ = found.unpack(stored, *method.sizes[stack])
+            halves = []
+            for name in names[expert * each : (expert + 1) * each]:
+                whole_codes, _ = whole(checkpoint, [name], found)
+                halves.append(whole_codes.chunk(2, int(stack == "w2"))[rank])
+            assert torch.equal(codes, torch.cat(halves)), (stack, expert)
+
+
+def test_different_permutations_are_applied_linear_by_linear(
+    native: Native, tmp_path: Path
+) -> None:
+    """q, k and v whose inputs are gathered in different orders are three GEMMs; alike, one."""
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    for pieces in (1, 3):
+        seeds = [torch.Generator().manual_seed(seed if pieces > 1 else 0) for seed in range(3)]
+        orders = {
+            f"model.layers.0.{name}.permutation": torch.randperm(512, generator=seed).int()
+            for name, seed in zip(names, seeds, strict=True)
+        }
+        alike = native("w4a4", "apex4", "llama-biases")
+        directory = rewritten(alike, tmp_path / str(pieces), orders, permuted=names)
+        model = loaded(directory)
+        layer = next(iter(packed_layers(model).values()))
+        assert len(layer.quant_method.pieces) == pieces
+        assert [row.problem for row in layers(model, Checkpoint(directory))] == [""] * 4
+
+
+def test_rules_must_not_part_what_vllm_joins(native: Native) -> None:
+    directory = native(
+        rules=[rule("w8a8", "row-major-8", r"\.q_proj$"), rule("w4a8-lqq", "dual-mma")]
+    )
+    with pytest.raises(
+        QtoolError, match=r"qkv_proj: the engine joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"
+    ):
+        loaded(directory)
+
+
+def test_mixed_schemes_and_16_bit_layers(native: Native) -> None:
+    untouched = {"match": r"\.o_proj$", "scheme": None}
+    directory = native(
+        rules=[
+            rule("w8a8", "row-major-8", r"\.down_proj$"),
+            untouched,
+            rule("w4a8-lqq", "dual-mma"),
+        ]
+    )
+    found = packed_layers(loaded(directory))
+    schemes = {
+        name.rpartition(".")[2]: layer.quant_method.format.scheme for name, layer in found.items()
+    }
+    assert schemes == {"qkv_proj": "w4a8-lqq", "gate_up_proj": "w4a8-lqq", "down_proj": "w8a8"}
+
+
+def test_a_tensor_that_never_came_is_named(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM does not check that a quantized model was loaded whole."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    whole_stream = DefaultModelLoader.get_all_weights
+
+    def without(self: Any, *args: Any) -> Any:
+        return (
+            (name, tensor)
+            for name, tensor in whole_stream(self, *args)
+            if not name.endswith("k_proj.s2")
+        )
+
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", without)
+    with pytest.raises(QtoolError, match=r"qkv_proj.s2: 2 of 3 tensors were loaded"):
+        loaded(native())
+
+
+def test_what_a_kv_cache_stores_is_not_loaded(native: Native, tmp_path: Path) -> None:
+    each = torch.ones(4, 64)
+    for kv, names in {"kv8": ("k_scale", "v_scale"), "kv4": ("k_offset", "k_importance")}.items():
+        scales = {f"model.layers.0.self_attn.{name}": each.clone() for name in names}
+        assert packed_layers(loaded(rewritten(native(), tmp_path / kv, scales, kv=kv)))
+
+
+def test_the_compile_cache_sees_our_version(native: Native) -> None:
+    import qtool
+
+    config = configured(native())
+    assert config.model_config.hf_config.quantization_config["qtool_version"] == qtool.__version__
+
+
+def test_ranks_are_simulated() -> None:
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    with as_rank(3, 4):
+        assert (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()) == (3, 4)
+    assert get_tensor_model_parallel_world_size() == 1
