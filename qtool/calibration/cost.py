@@ -22,7 +22,7 @@ class Work:
     Attributes:
         read_bytes, write_bytes: from and to files.
         forward_flops: of forwards on tensor cores; two a multiplication and addition.
-        hessian_flops, learning_flops: likewise, of Hessians and of steps that learn.
+        hessian_flops, learning_flops: likewise, of Hessians and of iterations that learn.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
         search_tries: linears that a candidate was tried on: each takes some fifty launches,

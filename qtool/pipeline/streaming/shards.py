@@ -43,8 +43,8 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
 #: a batch
 WIDEST_INPUT = 1 << 29
-#: sequences of a batch at least, where a batch is a step of an optimizer
-STEP = 8
+#: sequences of a batch at least, where a batch is an iteration of an optimizer
+ITERATION_SEQUENCES = 8
 
 
 class Shards:
@@ -139,11 +139,14 @@ class Shards:
 
         They are the same for every number of ranks.
         """
-        steps = self.job.rounding.iterates
-        if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
+        iterates = self.job.rounding.iterates
+        if (
+            not (iterates or self.device.type == "cuda")
+            or len({ids.shape[1] for ids in tokens}) != 1
+        ):
             return tokens
-        if steps:
-            return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
+        if iterates:
+            return torch.cat(list(tokens)).split(max(ITERATION_SEQUENCES, len(tokens[0])))
         widest = max(
             k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
         )

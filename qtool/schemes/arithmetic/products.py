@@ -17,7 +17,7 @@ from torch import Tensor
 #: of int8 values: each is at most 2**14 and float32 holds every integer up to 2**24
 EXACT_PRODUCTS = 1024
 #: input channels that a kernel's main loop scales at a time, at most
-STEP = 128
+MAIN_LOOP_CHANNELS = 128
 #: rows whose sums stay in a CPU's cache
 ROWS = 128
 
@@ -70,12 +70,12 @@ def group_matmul(
     The groups are added in their order.
 
     ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32; no ``group_size``
-    is one group, scaled at the end. Large groups are scaled every :data:`STEP` inputs, whose sums
-    are exact in float32 too.
+    is one group, scaled at the end. Large groups are scaled after each
+    :data:`MAIN_LOOP_CHANNELS` inputs, whose sums are exact in float32 too.
     """
     if group_size is None:
         return scaled(int_matmul(qx, qw), sx, sw[:, 0], bias)
-    step = min(group_size, STEP)
+    step = min(group_size, MAIN_LOOP_CHANNELS)
     weights = [w.float().t() for w in qw.split(step, 1)]
     scales = [s.double() for s in sw.t().repeat_interleave(group_size // step, 0)]
     tokens = sx.repeat_interleave(group_size // step, 1)

@@ -13,7 +13,7 @@ share of the samples is held out: the block keeps the epoch with the least loss 
 start) included, so it never ends worse than it began.
 
 Of several ranks each takes its share of the sequences of every batch, and the gradients are added
-up: the steps are those of one rank up to the last bits of a sum.
+up: the iterations are those of one rank up to the last bits of a sum.
 """
 
 import copy
@@ -36,8 +36,8 @@ from qtool.calibration.statistics import own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 
-#: tokens of a step that memory is planned for
-STEP_TOKENS = 16384
+#: tokens of an iteration that memory is planned for
+ITERATION_TOKENS = 16384
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 
@@ -54,12 +54,12 @@ class Distill(Rounding):
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
-        weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
-            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
+        weight_lr: Adam's learning rate for weights, in quantization steps of the linear: free of
+            the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
             in OmniQuant's learned clipping.
-        scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
-            a group's width.
-        decay: let both steps fall to 0, in equal parts, until the last iteration; APEX4's stay.
+        scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
+            shares of a group's width.
+        decay: let both learning rates fall linearly to 0 at the last iteration; APEX4's stay.
         seed: of the order of the batches.
     """
 
@@ -145,7 +145,7 @@ class Distill(Rounding):
         return best
 
     def work(self, block: BlockShape) -> Work:
-        """The start's, the targets, and steps that cost three forwards each."""
+        """The work of the start, the targets, and iterations of three forwards each."""
         once = min(1.0, self.samples / block.samples) * block.forward()
         passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
         return STARTS[self.start]().work(block) + Work(
@@ -161,8 +161,8 @@ class Distill(Rounding):
         """
         weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
-        step = int(STEP_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
-        return weights + block.tokens * block.config.hidden_size * block.itemsize + step
+        iteration = int(ITERATION_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
+        return weights + block.tokens * block.config.hidden_size * block.itemsize + iteration
 
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
         """The denominators of :meth:`distance`, one a batch, summed over all ranks.
@@ -208,7 +208,7 @@ class Distill(Rounding):
         return (1 - torch.cosine_similarity(answer, target, dim=-1)).sum()
 
     def optimizer(self, linears: dict[str, LearnedLinear]) -> torch.optim.Optimizer:
-        """Adam with the step sizes of each linear."""
+        """Adam with the learning rates of each linear."""
         groups = []
         for linear in linears.values():
             step = float(linear.scheme.grid(linear.params).step.mean())
