@@ -33,14 +33,14 @@ def evaluate_checkpoints(
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
 
     Args:
-        save: keep both in the model's eval.json and use again what is there.
+        save: save both in the model's eval.json and use again what is saved there.
         kv: KV-cache quantizer of the model while it is evaluated, by default its own; the baseline
             keeps its own.
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
-        deterministic: in the arithmetic that is the same on every device, not as served.
-        options: of :func:`qtool.eval.evaluate.ask`.
+        deterministic: with the same bits on all devices, not as served.
+        options: of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
         QtoolError: an unknown KV quantizer or format, or one that the model cannot have; a format

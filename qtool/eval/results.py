@@ -52,8 +52,8 @@ class TaskResult:
         details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
             (nats a token, one a window); of a zero-shot task lm-eval's version of the task,
             questions (their sha256), items (by metric, one number a question).
-        deterministic: evaluated in the arithmetic that is the same on every device, and not as
-            served (:mod:`qtool.eval.deterministic`).
+        deterministic: evaluated with the same bits on all devices, and not as served
+            (:mod:`qtool.eval.deterministic`).
     """
 
     task: str
@@ -73,7 +73,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of one model, in the order the tasks were asked for."""
+    """The results of one model, in the order of the tasks."""
 
     tasks: list[TaskResult]
 

@@ -1,6 +1,6 @@
 """Converts a checkpoint shard by shard, for exports and imports.
 
-A conversion says which linear a tensor of the source belongs to and what becomes of it;
+A conversion says which linear a tensor of the source belongs to and how it is converted;
 :func:`convert` streams the source file by file, checks each file against its recorded hash, and
 keeps a record, so that a killed conversion that is run again continues, to the same bytes.
 """
@@ -57,7 +57,7 @@ class Conversion(ABC):
         """The linear that tensor ``name`` belongs to, or ``name`` itself; None leaves it out."""
 
     def specs(self, owner: str) -> Tensors:
-        """The names and tensors that ``owner`` becomes, on ``meta``; here itself."""
+        """Names and tensors converted from ``owner``, on ``meta``; by default itself."""
         entry = self.source.entry(owner)
         yield owner, torch.empty(entry.shape, dtype=self.dtype or entry.dtype, device="meta")
 

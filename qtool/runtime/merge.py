@@ -30,7 +30,7 @@ _NORMS_TAKEN: ContextVar[bool] = ContextVar("_NORMS_TAKEN", default=False)
 
 @contextmanager
 def norms_taken_along() -> Iterator[None]:
-    """In here merged linears normalize their input themselves, where a plain RMSNorm made it."""
+    """Let merged linears compute a plain RMSNorm of their input themselves while open."""
     before = _NORMS_TAKEN.set(True)
     try:
         yield

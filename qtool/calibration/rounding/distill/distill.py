@@ -55,8 +55,8 @@ class Distill(Rounding):
         samples: calibration sequences used, the first ones.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
         weight_lr: Adam's learning rate for weights, in quantization steps of the linear: free of
-            the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
-            in OmniQuant's learned clipping.
+            the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the
+            weights stay, as in OmniQuant's learned clipping.
         scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
             shares of a group's width.
         decay: let both learning rates fall linearly to 0 at the last iteration; APEX4's stay.
