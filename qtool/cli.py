@@ -46,7 +46,7 @@ log = logging.getLogger("qtool")
 
 
 class _Stderr(logging.Handler):
-    """What the library has to say, a line each."""
+    """Prints the library's log messages, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(record.getMessage(), err=True)
@@ -160,7 +160,7 @@ def quantize(
 @PLAN
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
-    """Say what quantizing MODEL will take: bits, memory, time.
+    """Print what quantizing MODEL takes: bits, memory, time.
 
     MODEL is a directory, a hub id or a config.json; no weight is read.
     """

@@ -69,7 +69,7 @@ def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilin
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Of one call, the mean of ``times`` after one to warm up."""
+    """Seconds of one call: the mean of ``times`` after one to warm up."""
     run()
     _wait(device)
     started = time.perf_counter()

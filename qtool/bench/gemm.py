@@ -84,7 +84,7 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
 
 
 def copies(bytes_each: float) -> int:
-    """How many weights to rotate: at least four, and more than the L2 cache in all."""
+    """The number of weights to rotate: at least four, and more than the L2 cache in all."""
     return max(4, min(64, int(ROTATED_BYTES / bytes_each) + 1))
 
 

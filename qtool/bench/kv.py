@@ -14,7 +14,7 @@ from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.packed_cache import TOKENS
 
-#: what is measured unless asked otherwise; the first is the one the project promises
+#: the default shapes; the first is the one the project promises
 SHAPES = (
     "64x4096x8x32x128",
     "16x4096x8x32x128",
@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Of ``BxTxHkvxHqxD``.
+        """The shape that ``BxTxHkvxHqxD`` says.
 
         Raises:
             QtoolError: if it is not five positive numbers that a cache can have.
@@ -60,7 +60,7 @@ class Shape:
         return shape
 
     def nbytes(self, bits: int) -> int:
-        """Of keys and values, kv4's scales and zero points included."""
+        """Bytes of keys and values, with kv4's scales and zero points."""
         token = self.dim * bits // 8 + (4 if bits == 4 else 0)
         return 2 * self.batch * self.tokens * self.heads * token
 
@@ -87,7 +87,7 @@ def packed(shape: Shape, bits: int) -> list[Tensor | None]:
 
 
 def attention_us(shape: Shape, bits: int) -> float:
-    """Of one call, over rotated caches."""
+    """Microseconds of one call, over rotated caches."""
     caches = [packed(shape, bits) for _ in range(copies(shape.nbytes(bits)))]
     query, scaling = shape.query(), shape.dim**-0.5
     tail = (shape.tokens, None, None, scaling, 0.0, 0)
@@ -96,7 +96,7 @@ def attention_us(shape: Shape, bits: int) -> float:
 
 
 def sdpa_us(shape: Shape) -> float:
-    """Of torch's SDPA with ``enable_gqa`` on a bfloat16 cache, over rotated caches."""
+    """Microseconds of torch's SDPA with ``enable_gqa`` on a bfloat16 cache, over rotated caches."""
     size = (2, shape.batch, shape.heads, shape.tokens, shape.dim)
     caches = [
         torch.randn(size, dtype=torch.bfloat16, device="cuda")
@@ -108,7 +108,7 @@ def sdpa_us(shape: Shape) -> float:
 
 
 def append_us(shape: Shape, bits: int) -> float:
-    """Of appending one token's keys and values."""
+    """Microseconds of appending one token's keys and values."""
     cache = packed(shape, bits)
     x = torch.randn(shape.batch, shape.heads, 1, shape.dim, device="cuda").bfloat16()
 

@@ -55,7 +55,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return _world.size
 
 
@@ -335,7 +335,7 @@ class OrderedSum:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """A collective; where it fails because a rank is gone, the message is about that rank."""
+    """Run a collective; if a rank is gone, raise an error that says so."""
     try:
         yield
     except RuntimeError as error:

@@ -86,7 +86,7 @@ def join_tensors(blob: bytes, specs: TensorSpecs, packed: Tensor) -> Any:
 
 
 def _places(specs: TensorSpecs) -> list[slice]:
-    """Where the bytes of each tensor lie in the buffer."""
+    """The bytes of each tensor in the buffer."""
     places, start = [], 0
     for shape, dtype, _ in specs:
         stop = start + torch.Size(shape).numel() * dtype.itemsize

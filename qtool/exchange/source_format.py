@@ -30,7 +30,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How the linears of a foreign checkpoint are stored.
+    """The format of a foreign checkpoint's linears.
 
     Attributes:
         name: what messages call the format.
@@ -69,7 +69,7 @@ class SourceFormat:
 
 @dataclass(frozen=True)
 class Grid:
-    """How the weight ``[n, k]`` of a linear is quantized.
+    """The quantization grid of a linear's weight ``[n, k]``.
 
     Attributes:
         group_size: None is the whole channel. scales: their dtype.

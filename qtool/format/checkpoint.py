@@ -1,4 +1,4 @@
-"""How a whole checkpoint is stored: the rules that give each linear its format.
+"""The format of a whole checkpoint: rules that give each linear its format.
 
 ``config.json`` holds them as ``quantization_config``.
 """

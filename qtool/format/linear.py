@@ -1,4 +1,4 @@
-"""How one linear is stored: its scheme, its layout, and the tensors that follow from both.
+"""The format of one linear: its scheme, its layout, and the tensors that follow from both.
 
 A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor a
 scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if it
@@ -23,7 +23,7 @@ SLAB_ROWS = 256
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """How one linear is stored.
+    """The format of one stored linear.
 
     Args:
         scheme, group_size, layout: their names; ``group_size`` None is the whole channel.

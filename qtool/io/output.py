@@ -128,7 +128,7 @@ class Output:
         return shard % ranks.size() == ranks.rank()
 
     def path(self, shard: int) -> Path:
-        """Where shard ``shard`` is now."""
+        """The current path of shard ``shard``."""
         return self.partial / self.name(shard)
 
     def write_shard(

@@ -130,7 +130,7 @@ class Checkpoint:
         return name in self.entries
 
     def entry(self, name: str) -> Entry:
-        """Where tensor ``name`` is.
+        """The place of tensor ``name`` in its file.
 
         Raises:
             QtoolError: if the checkpoint has no such tensor.

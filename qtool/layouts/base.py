@@ -14,7 +14,7 @@ from qtool.errors import QtoolError
 
 
 class Layout(ABC):
-    """Where the codes and parameters of one weight ``[N, K]`` lie."""
+    """The places of the codes and parameters of one weight ``[N, K]``."""
 
     name: str
     bits: int

@@ -140,7 +140,7 @@ class DigitLayout(Layout):
         )
 
     def _plan(self, n: int, k: int) -> "_Plan":
-        """How ``pack`` moves bytes: one by one, or in the runs that the order leaves together."""
+        """The byte moves of ``pack``: one by one, or in the runs that the order leaves together."""
         sizes, word, pair, order = self.sizes(n, k), torch.uint8, None, self.order
         source = [name for name, _ in parse_digits(f"{self.n} {self.k}") if name != self.nibble]
         last, tail = source[-1], order.split(",")[-1].split()

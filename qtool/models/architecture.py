@@ -29,7 +29,7 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """Embedding and head are one tensor in the source."""
+        """Whether embedding and head are one tensor in the source."""
         return bool(getattr(self.namespace, "tie_word_embeddings", False))
 
     @property

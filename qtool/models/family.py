@@ -180,7 +180,7 @@ class Family:
         return next((linear for linear, parts in self.fused.items() if name in parts), name)
 
     def rows(self, name: str, config: Any) -> slice | list[int]:
-        """Where the rows of ``name`` lie in its :meth:`owner`."""
+        """The rows of ``name`` in its :meth:`owner`."""
         parts, dims = self.fused.get(self.owner(name), {}), self.dimensions(config)
         if name not in parts:
             return slice(None)

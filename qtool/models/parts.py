@@ -43,7 +43,7 @@ class LinearGroup:
 
     @property
     def reads_residual(self) -> bool:
-        """The input is a norm of the residual stream."""
+        """Whether the input is a norm of the residual stream."""
         return self.fold is Fold.NORM
 
     def of_expert(self, number: int) -> "LinearGroup":

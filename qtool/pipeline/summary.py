@@ -44,7 +44,7 @@ class Quantized:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller it is than its source."""
+        """The factor by which it is smaller than its source."""
         return self.source_bytes / self.nbytes
 
     def __str__(self) -> str:

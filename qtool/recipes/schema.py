@@ -68,7 +68,7 @@ class Recipe:
 
     @property
     def built_in(self) -> bool:
-        """It is a variant of a built-in recipe, which may be adapted to a model."""
+        """Whether it is a variant of a built-in recipe, which may be adapted to a model."""
         return self.variant != "custom"
 
     def step(self, name: str) -> Step | None:

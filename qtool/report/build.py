@@ -74,7 +74,7 @@ def report(
 
 
 def collect(directory: Path, compare: str | None, device: str) -> Report:
-    """Everything the report shows, measured where it is not recorded.
+    """All data of the report, measured where it is not recorded.
 
     Nothing is measured on a checkpoint that fails a check.
     """

@@ -89,7 +89,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a page shows.
+    """All data that a page shows.
 
     ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
     ``run``: time and memory, as ``qtool.io.run_record`` wrote them. ``windows``: ``(count,

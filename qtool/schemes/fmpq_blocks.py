@@ -104,7 +104,7 @@ def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
 
 
 def block_cap(channels: int, max_8bit_blocks: int | None, min_w4a4_share: float) -> int:
-    """How many of the ``channels / 128`` blocks may have 8 bits."""
+    """The number of the ``channels / 128`` blocks that may have 8 bits."""
     if max_8bit_blocks is not None and max_8bit_blocks < 0:
         raise QtoolError(f"w4ax-fmpq: at most {max_8bit_blocks} 8-bit blocks; expected 0 or more")
     if not 0 <= min_w4a4_share <= 1:

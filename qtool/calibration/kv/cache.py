@@ -57,7 +57,7 @@ class ExactKV:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both as they came."""
+        """Both, unchanged."""
         return keys, values
 
 

@@ -104,7 +104,7 @@ def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:
 
 
 def rotary_dim(block: Block) -> int:
-    """How many channels of a head RoPE turns."""
+    """The number of channels of a head that RoPE turns."""
     dim = block.heads.dim
     if not block.family.attention.rotary:
         return 0

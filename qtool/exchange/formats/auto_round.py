@@ -22,7 +22,7 @@ PACKINGS: dict[str, Callable[[Config], SourceFormat]] = {
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of an AutoRound checkpoint are stored.
+    """The format of an AutoRound checkpoint's linears.
 
     Raises:
         QtoolError: a packing, a width or activations that cannot be imported.

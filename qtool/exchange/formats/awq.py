@@ -82,7 +82,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int) -> Tensor:
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of an AWQ checkpoint are stored.
+    """The format of an AWQ checkpoint's linears.
 
     Raises:
         QtoolError: a width or a version that cannot be imported.

@@ -70,7 +70,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """How a scheme is expressed: form of its weights, group sizes, activations beside them."""
+    """The expression of a scheme: form of its weights, group sizes, activations."""
 
     form: Form
     group_sizes: tuple[int | None, ...]
@@ -82,7 +82,7 @@ class CompressedFormat:
 
 
 class CompressedTensors(Target):
-    """One target: how it expresses each scheme, a table of :class:`CompressedFormat`."""
+    """A compressed-tensors target: a table of :class:`CompressedFormat` by scheme."""
 
     uniform: ClassVar[bool] = False
 
@@ -272,7 +272,7 @@ COMPRESSED_TENSORS = (
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of a 4-bit weight-only compressed-tensors checkpoint are stored.
+    """The format of a 4-bit weight-only compressed-tensors checkpoint's linears.
 
     Raises:
         QtoolError: another width, quantized activations, online rotations or a quantized cache.

@@ -106,7 +106,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> T
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of a GPTQ checkpoint are stored.
+    """The format of a GPTQ checkpoint's linears.
 
     Raises:
         QtoolError: a width, a version or per-module settings that cannot be imported.

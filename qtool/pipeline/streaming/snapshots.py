@@ -61,7 +61,7 @@ class Snapshot:
             self.done += hidden.nbytes
 
     def seconds_left(self) -> float:
-        """How long the write will take from now on, by the speed that it has reached."""
+        """Seconds that the write still takes, by the speed that it has reached."""
         if not self.done:
             return self.nbytes / EXPECTED_SPEED
         return (time.monotonic() - self.started) * (self.nbytes / self.done - 1)

@@ -17,7 +17,7 @@ from qtool.schemes.arithmetic import activation_triton
 
 @dataclass(frozen=True)
 class Activation:
-    """How a linear's input is quantized at run time.
+    """The run-time quantization of a linear's input.
 
     Args:
         bits: 16 (left as it is), 8 or 4.

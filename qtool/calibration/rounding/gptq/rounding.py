@@ -44,7 +44,7 @@ class Stack:
     hessian: Hessian
 
     def rows(self, block: Block) -> Iterator[slice]:
-        """Where each linear's rows lie in the stack."""
+        """The rows of each linear in the stack."""
         start = 0
         for name in self.names:
             stop = start + len(block.weight(name))
@@ -284,7 +284,7 @@ def problem_bytes(n: int, k: int) -> int:
 
 
 def at_once(n: int, k: int) -> int:
-    """How many problems ``[n, k]`` are solved at once."""
+    """The number of problems ``[n, k]`` that are solved at once."""
     return max(1, TOGETHER // problem_bytes(n, k))
 
 
