@@ -65,7 +65,8 @@ def bench_gemm(
             numbers.
     """
     _require_gpu("gemm", "9.0")
-    from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
+    from qtool.bench.gemm import MODELS, gemm_table, markdown
+    from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 
     for model in models:
         if model not in MODELS:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qtool.bench.gemm import BANDWIDTH, copies, graph_us
+from qtool.bench.cuda_graphs import BANDWIDTH, copies, graph_us
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention

@@ -39,7 +39,7 @@ class Delta:
 
     @property
     def ratio(self) -> float:
-        """The ratio of the perplexities if the change is that of a logarithm, else of the values."""
+        """Ratio of the perplexities if the change is that of a logarithm, else of the values."""
         if self.is_log:
             return math.exp(self.change) if self.change < 700 else math.inf
         return self.value / self.baseline if self.baseline else math.nan
