@@ -109,11 +109,11 @@ class Block:
             name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()
         }
 
-    def forget(self, name: str) -> None:
+    def free_exact(self, name: str) -> None:
         """Free the exact weight of linear ``name``, which is rounded and installed."""
         self.exact.pop(f"{name}.weight", None)
 
-    def follow(self) -> None:
+    def update_module(self) -> None:
         """Copy changed exact tensors into the module, except where a rounded linear is."""
         for name, exact in self.exact.items():
             if self._copied.get(name) != exact._version:

@@ -101,23 +101,23 @@ class BlockShape:
         """Bytes of the exact float32 weights that methods change."""
         return 4 * self.weights
 
-    def forward(self) -> float:
+    def forward_flops(self) -> float:
         """Operations of one pass of all tokens through the block."""
-        return self.multiplied(self.linears) + self.attention()
+        return self.linear_flops(self.linears) + self.attention_flops()
 
-    def look(self) -> float:
+    def partial_forward_flops(self) -> float:
         """Operations of a pass that ends at the input of the last linears.
 
         Among experts such a pass hardly ends earlier than a whole one.
         """
         last = self.family.groups[-1]
-        return self.forward() - (0 if last.routed else self.multiplied(last.linears))
+        return self.forward_flops() - (0 if last.routed else self.linear_flops(last.linears))
 
-    def multiplied(self, names: Iterable[str]) -> float:
+    def linear_flops(self, names: Iterable[str]) -> float:
         """Operations of the linears ``names``, on the tokens that each sees."""
         return 2 * self.tokens * sum(prod(self.linears[name]) * self.share(name) for name in names)
 
-    def attention(self) -> float:
+    def attention_flops(self) -> float:
         """Operations of causal attention: half of each ``S x S`` matrix of scores and values."""
         heads = Heads.of(self.config)
         return 2 * self.tokens * self.seqlen * heads.query * heads.dim

@@ -3,9 +3,6 @@
 A batch that the device's memory cannot take is run in halves, and the block's notes say so. A
 forward that only observes ends where the last of the observed linears is reached.
 
-A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is
-only looked at ends where the last of the linears is reached.
-
 Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
 
@@ -27,7 +24,7 @@ from qtool.errors import QtoolError
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """:func:`run` with gradients, for methods that learn, of all sequences at once."""
     kwargs = to_device(batch.kwargs[block.index], block.device)
-    block.follow()
+    block.update_module()
     out = block.module(batch.hidden.to(block.device, non_blocking=True), **(kwargs | extra))
     return out[0] if isinstance(out, tuple) else out
 
@@ -104,7 +101,7 @@ class Reference:
     @classmethod
     def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
         """A copy of ``block`` as it is now."""
-        block.follow()
+        block.update_module()
         return cls(
             replace(block, module=copy.deepcopy(block.module), exact={}, reference=None),
             batches or {},

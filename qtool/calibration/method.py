@@ -55,14 +55,12 @@ class Method(ABC):
 
     def work(self, block: BlockShape) -> Work:
         """The work on one block; by default one pass over all inputs if the method needs data."""
-        return Work(forward_flops=block.look() if self.needs_data else 0)
+        return Work(forward_flops=block.partial_forward_flops() if self.needs_data else 0)
 
     def held_bytes(self, block: BlockShape) -> int:
         """Device bytes at the worst moment: the exact weights and what is allocated beside them.
 
         By default four float32 copies of the largest weight if the method needs data.
-
-        Unless it says otherwise, four float32 copies of the largest weight if it needs data.
         """
         return block.exact_bytes + (16 * block.largest if self.needs_data else 0)
 

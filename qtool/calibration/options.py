@@ -22,7 +22,7 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
             raise QtoolError(f"{method.name}: unknown option {option!r}; {suggest(option, kinds)}")
         positive = option in method.positive
         if not _is(kinds[option], value) or (positive and value == 0):
-            expected = _said(kinds[option], "above 0" if positive else "of 0 or more")
+            expected = _in_words(kinds[option], "above 0" if positive else "of 0 or more")
             raise QtoolError(f"{method.name}: {option} is {value!r}; expected {expected}")
 
 
@@ -37,10 +37,10 @@ def _is(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
-def _said(kind: Any, bound: str) -> str:
+def _in_words(kind: Any, bound: str) -> str:
     """``kind`` in words; numbers are within ``bound``."""
     if isinstance(kind, UnionType):
-        return " or ".join(_said(one, bound) for one in get_args(kind))
+        return " or ".join(_in_words(one, bound) for one in get_args(kind))
     if get_origin(kind) is Sequence:
         return "a list"
     # YAML takes 1e-2 for a text

@@ -1,8 +1,6 @@
 """Statistics of linears' inputs: the largest of each channel, and a random sample of tokens.
 
 Each rank observes its own batches; the results are the same on all of them.
-
-Every rank looks at its own batches; what is found is the same on all of them.
 """
 
 from collections.abc import Iterable, Sequence

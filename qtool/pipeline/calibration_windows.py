@@ -28,7 +28,7 @@ from qtool.io.output import Output
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import BATCH_TOKENS, writing
+from qtool.pipeline.planning.memory import BATCH_TOKENS, continuation_memory
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.streaming.activations import DEVICE_SHARE, HOST_SHARE, available_host_bytes
 from qtool.recipes.schema import CONTINUED
@@ -166,7 +166,7 @@ class Windows(Calibration):
             QtoolError: the model does not fit the device whole.
         """
         whole, free = _memory(self.device)
-        need = writing(self.job, len(ids), ids.shape[1], self.device, whole)
+        need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
         if not need.fits(free, HOST_SHARE * available_host_bytes()):
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "

@@ -190,12 +190,14 @@ class Job(Architecture):
         """
         first, last = (
             {name: self._meta(name, shape) for name, shape in shapes.items()}
-            for shapes in self._stored_edges()
+            for shapes in self._stored_outside_blocks()
         )
         blocks = (self.block_tensors(block) for block in range(self.blocks))
         return [first, *blocks, last | dict(self.unknown)]
 
-    def _stored_edges(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    def _stored_outside_blocks(
+        self,
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """:meth:`embedding_and_head` of the result, which may have no head of its own."""
         first, last = self.embedding_and_head()
         if self.tied and not self.unties:
@@ -212,7 +214,7 @@ class Job(Architecture):
         """The bytes of all output shards, without making :meth:`shards`."""
         first, last = (
             sum(prod(shape) * self.stored_dtype(name).itemsize for name, shape in shapes.items())
-            for shapes in self._stored_edges()
+            for shapes in self._stored_outside_blocks()
         )
         blocks = {block: self.block_bytes(block) for block in self.distinct_blocks}
         kept = sum(t.numel() * t.dtype.itemsize for t in self.unknown.values())

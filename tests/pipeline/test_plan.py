@@ -139,12 +139,12 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
 
     assert (
         counted(lambda: [run(block, batch) for batch in batches])
-        == shape.forward() - shape.attention()
+        == shape.forward_flops() - shape.attention_flops()
     )
     last = family.groups[-1].linears[0]
     assert (
         counted(lambda: observe(block, batches, {last: lambda x: None}))
-        == shape.look() - shape.attention()
+        == shape.partial_forward_flops() - shape.attention_flops()
     )
     before = sum(
         counted(lambda g=g: [inputs_of(block, b, g.linears[0]) for b in batches])
@@ -152,7 +152,7 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     )
     gptq = Gptq(residual=0).work(shape)
     assert (
-        before == gptq.forward_flops - 3 * shape.attention()
+        before == gptq.forward_flops - 3 * shape.attention_flops()
     )  # three of the four groups lie behind attention
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
@@ -181,9 +181,9 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
         for n in firsts
     ]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * (4 + 1) * 128
-    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention()
+    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention_flops()
     assert plain + routers == sum(runs)
-    beside = Gptq().work(shape).forward_flops - 8 * shape.attention()
+    beside = Gptq().work(shape).forward_flops - 8 * shape.attention_flops()
     assert beside - plain == sum(
         n for n, names in zip(runs, firsts, strict=True) if len(names) == 1
     )
@@ -283,7 +283,7 @@ def test_experts_cost_what_their_tokens_cost() -> None:
     assert block.share("block_sparse_moe.experts.3.w1") == 0.25
     dense = sum(n * k for name, (n, k) in block.linears.items() if "experts" not in name)
     experts = sum(n * k for name, (n, k) in block.linears.items() if "experts" in name)
-    assert block.forward() == 2 * 2048 * (dense + experts / 4) + block.attention()
+    assert block.forward_flops() == 2 * 2048 * (dense + experts / 4) + block.attention_flops()
 
 
 def test_what_learning_keeps_is_planned() -> None:

@@ -1,4 +1,3 @@
-
 """vLLM's own model and loaders on a CPU, as any rank of a tensor-parallel group."""
 
 import os

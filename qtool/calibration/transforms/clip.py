@@ -142,7 +142,9 @@ class Clip(Transform):
             ratios + 1,
         )  # a group's own errors are judged without outputs
         return super().work(block) + Work(
-            forward_flops=(ratios + 2) * min(1.0, self.sequences / block.samples) * block.forward(),
+            forward_flops=(ratios + 2)
+            * min(1.0, self.sequences / block.samples)
+            * block.forward_flops(),
             search_weights=tried * block.weights,
             search_flops=2 * self.tokens * judged * block.weights,
             search_tries=tried * len(block.quantized),

@@ -40,18 +40,18 @@ class KeyTransform:
 
     def keys(self, keys: Tensor) -> Tensor:
         """``keys [..., Hkv, T, D]`` transformed."""
-        return turned(keys / self.factor.unsqueeze(-2), self.phase)
+        return rotate_pairs(keys / self.factor.unsqueeze(-2), self.phase)
 
     def queries(self, queries: Tensor) -> Tensor:
         """``queries [..., Hkv, T, D]`` transformed: those of the query heads of each kv head."""
-        return turned(queries * self.factor.unsqueeze(-2), self.phase)
+        return rotate_pairs(queries * self.factor.unsqueeze(-2), self.phase)
 
     def original(self, keys: Tensor) -> Tensor:
         """The inverse of :meth:`keys`."""
-        return turned(keys, -self.phase) * self.factor.unsqueeze(-2)
+        return rotate_pairs(keys, -self.phase) * self.factor.unsqueeze(-2)
 
 
-def turned(x: Tensor, phase: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, phase: Tensor) -> Tensor:
     """``x [..., Hkv, T, D]``, each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
     half = phase.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -82,7 +82,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         queries = queries.view(*batch.hidden.shape[:2], heads.query, heads.dim)
         if norm is not None and shared_norm(block):
             queries = norm(queries)
-        queries = positioned(queries, to_device(batch.kwargs[block.index], block.device))
+        queries = apply_rope(queries, to_device(batch.kwargs[block.index], block.device))
         by_head = (
             queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
         )  # [Hkv, T, D]
@@ -91,7 +91,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     return Queries((torch.stack(moments).sum(0) / tokens).float())
 
 
-def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:
+def apply_rope(queries: Tensor, arguments: dict[str, object]) -> Tensor:
     """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``."""
     angles = arguments.get("position_embeddings")
     if angles is None or arguments.get("alibi") is not None:

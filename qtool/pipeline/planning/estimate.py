@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from qtool.calibration.cost import Work
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import Writing
+from qtool.pipeline.planning.memory import ContinuationMemory
 from qtool.pipeline.planning.work import work_of
 
 #: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
@@ -122,20 +122,26 @@ def seconds(
     job: Job,
     samples: int,
     seqlen: int,
-    writing: Writing | None = None,
+    continuation: ContinuationMemory | None = None,
     rates: Rates = H200,
     gpus: int = 1,
 ) -> float:
     """Seconds of quantizing by ``job`` on ``gpus`` devices of ``rates``.
 
     Args:
-        writing: of the windows, where the model continues them, which one device does.
+        continuation: of the windows, where the model continues them, which one device does.
     """
     took = rates.seconds(work_of(job, samples, seqlen), gpus)
-    if writing:
-        cache = writing.cache * (writing.given + seqlen) / (2 * seqlen)  # it grows
-        tokens = -(-samples // writing.at_once) * (seqlen - writing.given)
-        computed = 2 * writing.parameters * samples * (seqlen - writing.given) / rates.forward_flops
+    if continuation:
+        cache = continuation.cache * (continuation.given + seqlen) / (2 * seqlen)  # it grows
+        tokens = -(-samples // continuation.at_once) * (seqlen - continuation.given)
+        computed = (
+            2
+            * continuation.parameters
+            * samples
+            * (seqlen - continuation.given)
+            / rates.forward_flops
+        )
         took += max(
             tokens * (job.blocks * rates.seconds_a_token + cache / rates.cached_bytes), computed
         )

@@ -78,7 +78,7 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
 
 
 @dataclass(frozen=True)
-class Writing:
+class ContinuationMemory:
     """Memory that a device holds while the model continues the calibration windows.
 
     Attributes:
@@ -102,7 +102,9 @@ class Writing:
         return self.bytes <= device_memory and self.weights <= host_memory
 
 
-def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
+def continuation_memory(
+    job: Job, samples: int, seqlen: int, device: torch.device, memory: float
+) -> ContinuationMemory:
     """The memory of continuing ``samples`` windows on a device of ``memory`` bytes.
 
     Counted are the float model and, for each window, its keys and values, what a block makes of its
@@ -118,4 +120,4 @@ def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: f
     window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
     at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
     parameters = sum(map(prod, job.source_shapes().values()))
-    return Writing(given, at_once, parameters, itemsize * parameters, at_once * window)
+    return ContinuationMemory(given, at_once, parameters, itemsize * parameters, at_once * window)

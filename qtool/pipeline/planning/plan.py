@@ -158,7 +158,7 @@ def _calibrated(
     device_bytes = memory.working_bytes(job, tokens, device) + (kept if place == "device" else 0)
     continued = None
     if job.recipe.windows == CONTINUED:
-        continued = memory.writing(job, samples, seqlen, device, device_memory)
+        continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
         share = activations.DEVICE_SHARE if device.type == "cuda" else activations.HOST_SHARE
         if not continued.fits(share * device_memory, activations.HOST_SHARE * host_memory):
             continued = None

@@ -28,7 +28,8 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
     work = Work(
         read_bytes=sum(map(prod, job.block_shapes(block).values())) * job.source_dtype.itemsize,
         write_bytes=job.block_bytes(block),
-        forward_flops=(1 + job.rounding.compares) * shape.forward(),  # the float model's beside
+        # the float model's beside
+        forward_flops=(1 + job.rounding.compares) * shape.forward_flops(),
         packed_weights=2 * shape.weights,
     )
     for method in job.methods:
@@ -45,10 +46,9 @@ def work_of(job: Job, samples: int, seqlen: int) -> Work:
     for block, times in Counter(job.representatives).items():
         total += block_work(job, block, samples, seqlen) * times
     last = block_shape(job, job.blocks - 1, samples, seqlen)
-    edges = job.source_dtype.itemsize * sum(
+    nbytes = job.source_dtype.itemsize * sum(
         prod(shape) for shapes in job.embedding_and_head() for shape in shapes.values()
     )
-    spared = Work(forward_flops=-last.forward(), packed_weights=-last.weights)
-    return (
-        total + spared + Work(read_bytes=2 * edges if job.needs_data else edges, write_bytes=edges)
-    )
+    spared = Work(forward_flops=-last.forward_flops(), packed_weights=-last.weights)
+    outside = Work(read_bytes=2 * nbytes if job.needs_data else nbytes, write_bytes=nbytes)
+    return total + spared + outside

@@ -23,8 +23,6 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
 
     ``Recipe.adaptations`` gets a sentence for each.
 
-    Each is said in ``Recipe.adaptations``.
-
     Args:
         shapes: ``(N, K)`` of the linears of a model, by full name.
     """
@@ -38,18 +36,18 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
             misfits.setdefault(rule, {})[_role(name)] = None
     if not misfits:
         return recipe
-    rules, said = [], []
+    rules, sentences = [], []
     for rule in recipe.layers:
         if roles := misfits.get(rule):
             bits = layouts.get(str(rule.layout)).bits
             rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=BY_BITS[bits].name))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
-            said.append(
+            sentences.append(
                 f"layout {BY_BITS[bits].name} for {listed}: "
                 f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)
-    return replace(recipe, layers=tuple(rules), adaptations=(*recipe.adaptations, *said))
+    return replace(recipe, layers=tuple(rules), adaptations=(*recipe.adaptations, *sentences))
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:

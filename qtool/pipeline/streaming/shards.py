@@ -28,7 +28,7 @@ from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.streaming import embedding_and_head as edges
+from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
     compute_dtype,
@@ -67,7 +67,7 @@ class Shards:
         self.record, self.progress = record, progress
         self.specs, self.phases = job.shards(), PhaseTimer(device)
         self.done = len(output.records)
-        self.together = not job.is_plain
+        self.collective = not job.is_plain
 
     def make(self, tokens: Sequence[Tensor], activations: str) -> None:
         """Make and write the missing shards.
@@ -92,14 +92,15 @@ class Shards:
         missing = [
             s
             for s in range(2, last)
-            if s not in output.records and (self.together or output.is_written_here(s))
+            if s not in output.records and (self.collective or output.is_written_here(s))
         ]
         with recording(self.phases), WriteBehind() as writer:
             start, blocks = self._blocks(self._batches(tokens), activations, missing, writer)
             with closing(blocks):
-                for shard, tables in ((1, edges.tables), (last, edges.head)):
+                outside = ((1, embedding_and_head.tables), (last, embedding_and_head.head))
+                for shard, tensors in outside:
                     if shard not in output.records and output.is_written_here(shard):
-                        self._write(writer, shard, tables(self.source, self.job), {})
+                        self._write(writer, shard, tensors(self.source, self.job), {})
                 for shard in range(2 + start, max(missing, default=1) + 1):
                     self._block(blocks, shard, missing, writer)
                 with phase("write"):
@@ -161,7 +162,7 @@ class Shards:
         writer: WriteBehind,
     ) -> tuple[int, StreamedBlocks | BuiltBlocks]:
         """The first block to compute, and the object that makes it and the later ones."""
-        if not self.together:
+        if not self.collective:
             return 0, StreamedBlocks(self.source, self.job)
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))

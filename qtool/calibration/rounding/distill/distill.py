@@ -146,7 +146,7 @@ class Distill(Rounding):
 
     def work(self, block: BlockShape) -> Work:
         """The work of the start, the targets, and iterations of three forwards each."""
-        once = min(1.0, self.samples / block.samples) * block.forward()
+        once = min(1.0, self.samples / block.samples) * block.forward_flops()
         passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
         return STARTS[self.start]().work(block) + Work(
             forward_flops=once, learning_flops=passes * once
@@ -186,7 +186,7 @@ class Distill(Rounding):
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
-        block.follow()
+        block.update_module()
         student = replace(block, module=copy.deepcopy(block.module), exact=dict(block.exact))
         start = STARTS[self.start]().round(student, batches)
         student.exact = {}  # from here on its module follows nobody

@@ -246,7 +246,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
         keep = prune(*pruned, options.column_panel)
     if not plain:
         params = fit(target if keep is None else target * keep[:, back])
-    factor.forget()
+    factor.free_damped()
     no_codes = weight.new_empty(0)
     feedback = factor.feedback
     return State(order, back, target, keep, params, factor.damping, damped, feedback, no_codes)
@@ -309,7 +309,7 @@ class Factor:
         """The damped Hessian ``[K, K]``."""
         return self._reversed.flip(0, 1)
 
-    def forget(self) -> None:
+    def free_damped(self) -> None:
         """Free the damped Hessian, since making the feedback needs the room of two more."""
         self._reversed = self._reversed.new_empty(0)
 

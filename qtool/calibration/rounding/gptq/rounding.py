@@ -90,7 +90,7 @@ class Gptq(GptqOptions, Rounding):
         for groups in successive(block.family.groups):
             found: dict[str, Rounded] = {}
             stacks: list[Stack] = []
-            inputs = [names for group in groups for names in alike(block, group.linears)]
+            inputs = [names for group in groups for names in by_format(block, group.linears)]
             experts = self.moments_of_experts(block, turns, inputs) if groups[0].routed else {}
             for names in inputs:
                 hessian = experts.pop(names[0], None) or self.moments(
@@ -107,7 +107,7 @@ class Gptq(GptqOptions, Rounding):
                 raise QtoolError(f"block {block.index}: {error}") from error
             for name, result in found.items():
                 block.install(name, result)
-                block.forget(name)
+                block.free_exact(name)
             rounded |= found
         for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
             note["error"] = float(note["error"])
@@ -200,7 +200,9 @@ class Gptq(GptqOptions, Rounding):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
             if problems:
-                work += Work(forward_flops=block.forward() if routed else (1 + drift) * before)
+                work += Work(
+                    forward_flops=block.forward_flops() if routed else (1 + drift) * before
+                )
             seen = block.tokens * block.share(groups[0].linears[0])
             for n, k in problems:
                 moments = sum(
@@ -213,8 +215,8 @@ class Gptq(GptqOptions, Rounding):
                     rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
                 )
             # shared experts come before
-            before += 0 if routed else block.multiplied(groups[0].linears)
-            before += block.attention() if number == 0 else 0
+            before += 0 if routed else block.linear_flops(groups[0].linears)
+            before += block.attention_flops() if number == 0 else 0
         return work
 
     def held_bytes(self, block: BlockShape) -> int:
@@ -247,7 +249,7 @@ def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
         yield list(same)
 
 
-def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
+def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
     """The quantized ones of ``names``, gathered by scheme, group size and input permutation."""
     together: dict[object, list[str]] = {}
     for name in names:
