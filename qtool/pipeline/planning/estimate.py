@@ -1,8 +1,8 @@
 """Estimates the seconds of a calibrated run from its work and measured rates.
 
-The rates are measured by ``qtool bench quantize`` (docs/scale.md has the tables) and hold for
-blocks of at least a few thousand channels; smaller ones are bound by launches, which nothing here
-counts. Of several GPUs each takes its share of what docs/distributed.md says is split.
+The rates are measured by ``qtool bench quantize`` (docs/results/quantize.md has the tables) and
+hold for blocks of at least a few thousand channels; smaller ones are bound by launches, which
+nothing here counts. Several GPUs share the work as benchmarks/journal/many-gpus.md describes.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from qtool.pipeline.planning.memory import ContinuationMemory
 from qtool.pipeline.planning.work import work_of
 
 #: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
-#: exchange of terms (docs/distributed.md: 224 ms a block on one rank, 164 on two)
+#: exchange of terms (benchmarks/journal/many-gpus.md: 224 ms a block on one rank, 164 on two)
 REPEATED_ROUNDING = 0.46
 #: work that several GPUs share out
 SHARED = (
