@@ -11,8 +11,8 @@ fp16, which moves a whole output channel by at most 2**-11 of its zero point. Th
 token sum of the unquantized activation there (QServe equation 13), ours of the quantized one.
 
 omniserve loads ``pytorch_model.bin``. qtool writes safetensors only, never a pickle;
-benchmarks/journal/formats.md has the one line that converts. With kv8 ``self_attn.kv_scale_quant_orig`` holds k's
-and v's largest scale.
+benchmarks/journal/formats.md has the one line that converts. With kv8
+``self_attn.kv_scale_quant_orig`` holds k's and v's largest scale.
 """
 
 from collections.abc import Mapping
