@@ -176,14 +176,14 @@ def plan(
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
     from qtool.io.source import read_config
-    from qtool.pipeline.job import Job
+    from qtool.models.architecture import dtype_name
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
     from qtool.pipeline.run import directory_of
 
     settings = QuantizeOptions.of({**options, "kv": kv})
     if not isinstance(model, str | os.PathLike):
-        config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
+        config = model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
     elif Path(model).name == "config.json":
         config = read_config(Path(model).parent)
     else:

@@ -19,6 +19,7 @@ from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
 from qtool.errors import QtoolError
+from qtool.models.architecture import dtype_name
 
 
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
@@ -71,7 +72,7 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
         out = run(block, batch)
         finite.append(torch.isfinite(out).all())
         batch.keep(out)
-        dtype = str(out.dtype).removeprefix("torch.")
+        dtype = dtype_name(out.dtype)
         del out  # the next run needs its room
     if finite and not torch.stack(finite).all():  # a GPU is waited for once
         hint = (

@@ -16,6 +16,7 @@ from qtool.errors import QtoolError
 from qtool.exchange.formats.affine import Affine
 from qtool.exchange.target import ANY, size_text
 from qtool.io.source import Checkpoint
+from qtool.models.architecture import dtype_name
 
 #: the schemes that linears become: those whose zero points are all 8, and those with others
 SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
@@ -136,7 +137,7 @@ def grid_of(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[i
             f"{SYMMETRIC} has no zero points and {ZERO_POINTS} has one a channel, so that only "
             f"rounding anew could bring it in; {INSTEAD}"
         )
-    return Grid(n, k, size, str(scales.dtype).removeprefix("torch."), bad > 0, order)
+    return Grid(n, k, size, dtype_name(scales.dtype), bad > 0, order)
 
 
 def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:

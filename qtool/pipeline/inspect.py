@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
+from qtool.models.architecture import dtype_name
 from qtool.runtime.read_linear import linear_shape, packed_linears
 from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.table import render
@@ -60,7 +61,7 @@ def inspect(directory: Path) -> list[Row]:
         rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
     for name, entry in checkpoint.entries.items():
         if name not in seen:
-            dtype = str(entry.dtype).removeprefix("torch.")
+            dtype = dtype_name(entry.dtype)
             rows.append(Row(name, dtype, "", entry.shape, prod(entry.shape), entry.nbytes))
     return rows
 
