@@ -93,7 +93,7 @@ def bench_serve(
     config = json.loads((directory / "config.json").read_text())
     common = {"kv_cache_dtype": CACHES[cache]} | options
     with tempfile.TemporaryDirectory() as folder:
-        engines = {config["quantization_config"]["scheme"]: (directory, common)}
+        engines = {f"qtool {config['quantization_config']['scheme']}": (directory, common)}
         for name in against:
             added, own = BASELINES[name]
             shape = Path(folder, name)
