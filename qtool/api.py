@@ -177,6 +177,7 @@ def plan(
     """
     from qtool.io.source import read_config
     from qtool.models.architecture import dtype_name
+    from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
     from qtool.pipeline.run import directory_of
