@@ -29,7 +29,7 @@ from qtool.calibration.timing import PhaseTimer, phase
 from qtool.calibration.transforms import clip, smooth
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
-from qtool.io.run_record import beside
+from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.streaming import blocks, shards
@@ -127,7 +127,7 @@ def main() -> None:
 
 def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
     """Print the phases of this rank and of ``others``, and what differs from results beside it."""
-    record = json.loads(beside(out).read_text())
+    record = json.loads(record_path(out).read_text())
     print(
         f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
         f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB"

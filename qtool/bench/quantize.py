@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qtool.bench.ceilings import Ceilings, measure
-from qtool.io.run_record import beside
+from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
@@ -149,7 +149,7 @@ def run(
         progress=progress,
         activations=activations,
     )
-    record = json.loads(beside(out).read_text())
+    record = json.loads(record_path(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
     floors = ceilings.floors(work_of(job, samples, seqlen))
     measured = Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))

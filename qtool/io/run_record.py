@@ -64,7 +64,7 @@ class RunRecord:
     def __init__(
         self, directory: Path, identity: Mapping[str, Any], device: torch.device, *, continued: bool
     ) -> None:
-        self.path, self.device, self.job = beside(directory), device, job_hash(identity)
+        self.path, self.device, self.job = record_path(directory), device, job_hash(identity)
         before = _read(self.path) if continued else {}
         self.earlier = list(before["attempts"]) if before.get("job") == self.job else []
         self.attempt = Attempt(
@@ -109,14 +109,14 @@ class RunRecord:
 
 def read_run(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the native checkpoint ``directory``, or {} if there is none of that job."""
-    for path in (beside(directory), directory / INSIDE):
+    for path in (record_path(directory), directory / INSIDE):
         found = _read(path)
         if found.get("job") == job_hash(identity):
             return found
     return {}
 
 
-def beside(directory: Path) -> Path:
+def record_path(directory: Path) -> Path:
     """The path of the record of ``directory``."""
     directory = directory.absolute()
     return directory.with_name(directory.name + SUFFIX)

@@ -12,7 +12,7 @@ import torch
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.output import Output
-from qtool.io.run_record import RunRecord, beside, job_hash, read_run
+from qtool.io.run_record import RunRecord, job_hash, read_run, record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
@@ -61,13 +61,13 @@ def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(
         p.name: p.read_bytes() for p in killed.iterdir()
     }
     assert not [p.name for p in out.iterdir() if "run" in p.name]
-    assert beside(out).is_file() and beside(killed).is_file()
+    assert record_path(out).is_file() and record_path(killed).is_file()
 
 
 def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(num_hidden_layers=8), tmp_path / "out"
     interrupted(source, out)
-    first = json.loads(beside(out).read_text())["attempts"]
+    first = json.loads(record_path(out).read_text())["attempts"]
     run(source, out, resume=True)
     found = read_run(out, job(out))
     assert found["attempts"][:-1] == first
@@ -96,9 +96,9 @@ def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) 
     found = read_run(out, job(out))
     out.rename(moved)
     assert found and read_run(moved, job(moved)) == {}
-    shutil.copy(beside(out), moved / "run.json")
+    shutil.copy(record_path(out), moved / "run.json")
     assert read_run(moved, job(moved)) == found
-    (moved / "run.json").rename(beside(moved))
+    (moved / "run.json").rename(record_path(moved))
     assert read_run(moved, job(moved)) == found
 
 
@@ -106,7 +106,7 @@ def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) 
 def test_a_damaged_or_foreign_record_is_none(damage: str, tmp_path: Path) -> None:
     RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
     assert read_run(tmp_path / "out", {"a": 1}) and not read_run(tmp_path / "out", {"a": 2})
-    beside(tmp_path / "out").write_text(damage)
+    record_path(tmp_path / "out").write_text(damage)
     assert read_run(tmp_path / "out", {"a": 1}) == {}
 
 
@@ -131,4 +131,4 @@ def test_a_refused_run_leaves_no_record(make_model: MakeModel, tmp_path: Path) -
     Output(out, {"source model": "another"}, 4, resume=False).lock.close()
     with pytest.raises(QtoolError, match="started with another"):
         run(source, out, resume=True)
-    assert not beside(out).exists()
+    assert not record_path(out).exists()
