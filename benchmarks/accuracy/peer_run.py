@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from qtool.exchange.foreign import describe
 from schemes import evaluated
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import qtool
 from qtool.data import corpora
 from qtool.data.windows import windows
+from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
 from qtool.runtime.load import load
 

@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 
 import torch
-from qtool.exchange.foreign import describe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
+from qtool.exchange.sources import describe
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.table import render
