@@ -161,8 +161,8 @@ def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     ids = torch.arange(300).reshape(3, 100)
     assert [b.shape for b in cut("paper", ids, samples=9, seqlen=4096).tokens] == [(3, 100)]
     assert [record.message for record in caplog.records] == [
-        "calibration windows have 100 tokens, not 4096: the model's context, or the token ids', is "
-        "no longer",
+        "calibration windows have 100 tokens, not 4096: the model's context or the given token "
+        "ids are shorter",
         "token ids has 3 windows of 100 tokens, not the 9 requested",
     ]
     assert asked("paper", seqlen=4096).seqlen == 512  # the demo's context
