@@ -9,13 +9,13 @@ from typing import Any
 
 import matplotlib
 import matplotlib.colors
+import matplotlib.pyplot as plt
 import numpy
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "qtool"
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -1,4 +1,4 @@
-"""One weight through every step: fitted, rounded, packed, unpacked, multiplied; and a picture of it.
+"""One weight fitted, rounded, packed, unpacked and multiplied, with a picture of it.
 
     python examples/one_weight.py --scheme w4a8-lqq --layout dual-mma --plot one_weight.png
 

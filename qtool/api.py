@@ -127,8 +127,8 @@ def quantize(
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.run import default_out, run
 
-    asked = QuantizeOptions.of({**options, "kv": kv})
-    chosen = asked.recipe(scheme, recipe, calibrated=calibration is not None)
+    settings = QuantizeOptions.of({**options, "kv": kv})
+    chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
     common: dict[str, Any] = {
         "text": calibration,
         "export_format": export_format,
@@ -138,12 +138,12 @@ def quantize(
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
             target = Path(out) if out is not None else default_out(model, name)
-            return run(model, chosen, target, asked, device=own, **common)
+            return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
             target = Path(out) if out is not None else Path(work) / "quantized"
-            done = run(source, chosen, target, asked, device=own, **common)
+            done = run(source, chosen, target, settings, device=own, **common)
             return done if out is not None else load(target, device=own)
 
 
@@ -158,7 +158,7 @@ def plan(
     gpus: int = 1,
     **options: Any,
 ) -> Plan:
-    """What quantizing ``model`` will do, from its config alone: bits, bytes, memory and time.
+    """The plan of quantizing ``model``, from its config alone: bits, bytes, memory and time.
 
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
@@ -176,21 +176,22 @@ def plan(
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
     from qtool.io.source import read_config
+    from qtool.models.architecture import dtype_name
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
     from qtool.pipeline.run import directory_of
 
-    asked = QuantizeOptions.of({**options, "kv": kv})
+    settings = QuantizeOptions.of({**options, "kv": kv})
     if not isinstance(model, str | os.PathLike):
-        config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
+        config = model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
     elif Path(model).name == "config.json":
         config = read_config(Path(model).parent)
     else:
         config = read_config(directory_of(model, weights=False))
-    job = Job.of(config, asked.recipe(scheme, recipe), planning=True)
+    job = Job.of(config, settings.recipe(scheme, recipe), planning=True)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
-    return planned(job, asked.samples, asked.seqlen, **memory, device=device, gpus=gpus)
+    return planned(job, settings.samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
 
 def verify(
@@ -200,7 +201,7 @@ def verify(
     engine: str | None = None,
     progress: Progress | None = None,
 ) -> list[Verified]:
-    """Check every shard and every packed linear of a native checkpoint.
+    """Check all shards and all packed linears of a native checkpoint.
 
     Args:
         model: its directory or hub id.
@@ -219,8 +220,8 @@ def verify(
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
     from qtool.io.source import Checkpoint
-    from qtool.pipeline.verify import packed_linears
     from qtool.pipeline.verify import verify as verified
+    from qtool.runtime.read_linear import packed_linears
 
     directory = _native(model)
     if engine is not None:
@@ -278,7 +279,7 @@ def evaluate(
 
 
 def all_tasks(data_dir: Name | None = None) -> list[str]:
-    """Every task that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
+    """The tasks that :func:`evaluate` knows: texts, tasks without network, then lm-eval's."""
     from qtool.data.corpora import SOURCES
     from qtool.eval import zero_shot
 
@@ -349,7 +350,7 @@ def import_(
 
 
 def inspect(model: Name) -> list[Row]:
-    """Scheme, layout, bytes and bits a weight of every linear of a native checkpoint.
+    """Scheme, layout, bytes and bits a weight of each linear of a native checkpoint.
 
     Args:
         model: its directory or hub id; only headers are read.
@@ -449,14 +450,14 @@ def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
 
 
 def schemes() -> list[tuple[str, str, str]]:
-    """Every scheme: its name, the variants of its recipe, what it is; plugins' included."""
+    """All schemes, plugins' included: name, variants of the recipe, description."""
     from qtool import recipes
 
     return recipes.overview()
 
 
 def export_formats() -> list[tuple[str, str]]:
-    """Every format that :func:`export` writes: its name and what it is; plugins' included."""
+    """All formats that :func:`export` writes, plugins' included: name and description."""
     from qtool.exchange.targets import TARGETS
 
     plugins.load()
@@ -469,8 +470,8 @@ def _native(model: Name) -> Path:
     Raises:
         QtoolError: it is not quantized, or not by qtool.
     """
+    from qtool.format import native_format
     from qtool.io.source import read_config
-    from qtool.pipeline.job import native_format
     from qtool.pipeline.run import directory_of
 
     directory = directory_of(model)

@@ -12,7 +12,7 @@ import click
 
 import qtool
 from qtool import progress
-from qtool.arguments import (
+from qtool.cli_arguments import (
     CONTEXT,
     DATA_DIR,
     DEVICE,
@@ -37,16 +37,16 @@ from qtool.table import render
 
 #: what can be done after Ctrl-C, by command
 INTERRUPTED = {
-    "quantize": "; what is written is kept: the same command with --resume goes on",
-    "export": "; what is written is kept: the same command goes on",
-    "import": "; what is written is kept: the same command goes on",
+    "quantize": "; finished shards are kept: the same command with --resume continues",
+    "export": "; finished shards are kept: the same command continues",
+    "import": "; finished shards are kept: the same command continues",
     "eval": "; with --save each finished task is kept",
 }
 log = logging.getLogger("qtool")
 
 
 class _Stderr(logging.Handler):
-    """What the library has to say, a line each."""
+    """Prints the library's log messages, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(record.getMessage(), err=True)
@@ -160,7 +160,7 @@ def quantize(
 @PLAN
 @JSON
 def plan(model: str, as_json: bool, **options: Any) -> None:
-    """Say what quantizing MODEL will take: bits, memory, time.
+    """Print what quantizing MODEL takes: bits, memory, time.
 
     MODEL is a directory, a hub id or a config.json; no weight is read.
     """
@@ -188,7 +188,7 @@ def evaluate(
     TASKS are wikitext2, c4, pile, demo or a text file for perplexity, and any lm-eval task for
     accuracy, with spaces or commas between.
 
-    With --save an interrupted evaluation goes on where it was, and `qtool report` shows what is
+    With --save an interrupted evaluation continues where it was, and `qtool report` shows what is
     kept. The baseline's results are kept in MODEL's file too.
     """
     from qtool import api
@@ -232,7 +232,7 @@ def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
 
 
 def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
-    """Problems, and one line for all linears that ran alike; with ``verbose`` each linear first."""
+    """Problems, and a line for each arithmetic that ran; ``verbose``: each linear first."""
     ran = [row for row in rows if row.ran]
     if verbose:
         lines = [(row.name, row.ran, f"{row.error:.1e}") for row in ran]

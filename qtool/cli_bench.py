@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from qtool import progress
-from qtool.arguments import (
+from qtool.cli_arguments import (
     ACTIVATIONS,
     CONTEXT,
     DEVICE,

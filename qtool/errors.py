@@ -1,12 +1,13 @@
-"""The one exception a user's mistake raises, and the spelling suggestion every room shares."""
+"""qtool's exceptions, and spelling suggestions for their messages."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class QtoolError(Exception):
-    """Bad input or bad usage: one sentence naming the thing, what was found, what would be
-    accepted.
+    """Bad input or bad usage, in one sentence.
+
+    It names the thing, what was found, and what would be accepted.
     """
 
 
@@ -15,7 +16,7 @@ class CheckFailed(QtoolError):
 
 
 class NoSpace(QtoolError):
-    """A disk is full: what was written before is whole, and the work can go on from there."""
+    """A disk is full; files written before are whole, and the work can continue from them."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""lm-eval's own command line, able to load native checkpoints: ``python -m qtool.lm_eval run ...``.
+"""lm-eval's own command line with native checkpoints: ``python -m qtool.lm_eval run ...``.
 
 Everything after the module's name is lm-eval's. Neither transformers nor lm-eval looks for plugins
 among the installed packages, so this imports qtool's quantizer and then calls lm-eval:

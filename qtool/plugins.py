@@ -25,7 +25,7 @@ _loaded = False
 
 
 def load() -> None:
-    """Call every installed entry point of the group ``qtool.plugins``, once a process.
+    """Call all installed entry points of the group ``qtool.plugins``, once a process.
 
     Raises:
         QtoolError: naming the entry point that failed.

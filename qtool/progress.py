@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines in a log, nothing where it is silenced."""
+"""Progress of long work: a bar on a terminal, plain lines in a log."""
 
 import sys
 import time
@@ -69,7 +69,7 @@ class Shown:
             print(", ".join(filter(None, said)), file=sys.stderr, flush=True)
 
     def _times(self, done: int, total: int) -> list[str]:
-        """Since the start, and left by the pace of what this process did after its first unit."""
+        """Seconds since the start and seconds left, by the pace after the first unit."""
         now = time.monotonic()
         self.first = self.first or (done, now)
         before, since = self.first

@@ -47,7 +47,7 @@ def register_scheme(
 
 
 def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None:
-    """Make ``recipe``, a YAML file or its content, what ``--scheme SCHEME`` runs.
+    """Add ``recipe``, a YAML file or its content, for ``--scheme SCHEME``.
 
     Raises:
         QtoolError: a recipe that does not read, or a scheme that has one already.

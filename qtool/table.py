@@ -1,4 +1,4 @@
-"""Tables as every command prints them: with colour on a terminal, plain text elsewhere."""
+"""Tables of all commands: with colour on a terminal, plain text elsewhere."""
 
 import io
 import sys

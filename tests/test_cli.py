@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from qtool import progress
-from qtool.arguments import comma_separated
 from qtool.cli import cli, main
+from qtool.cli_arguments import comma_separated
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -155,7 +155,7 @@ def test_a_plain_model_where_a_quantized_one_belongs(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["quantize", "demo", "--scheme", "w8a8"], "--resume goes on"),
+        (["quantize", "demo", "--scheme", "w8a8"], "--resume continues"),
         (["eval", "demo"], "with --save each finished task is kept"),
         (["verify", "demo"], "interrupted\n"),
     ],

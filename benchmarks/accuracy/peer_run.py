@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from qtool.exchange.foreign import describe
 from schemes import evaluated
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import qtool
 from qtool.data import corpora
 from qtool.data.windows import windows
+from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
 from qtool.runtime.load import load
 
@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stored(directory: Path, base: PreTrainedModel) -> PreTrainedModel:
-    """What a tool stored, in float32. GPTQ files are dequantized here, to do without their kernels."""
+    """A tool's stored model in float32; GPTQ files are dequantized here, without their kernels."""
     directory = next(
         directory.rglob("config.json")
     ).parent  # AutoRound makes a folder of its own below

@@ -152,7 +152,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | {r['perplexity']:.3f} | - | - | - | - |")
         else:
             lines.append(
-                f"| {name} | {r['perplexity']:.3f} | {r['kl']:.5f} | {r['seconds']:.0f} | {r['cpu_seconds']:.0f} "
+                f"| {name} | {r['perplexity']:.3f} | {r['kl']:.5f} | {r['seconds']:.0f} | "
+                f"{r['cpu_seconds']:.0f} "
                 f"| {r['megabytes_peak']:.0f} |"
             )
     return "\n".join(lines)
@@ -160,7 +161,10 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def versions(venv: Path) -> str:
     """The versions that were measured, with commas."""
-    code = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
+    code = (
+        "import sys, importlib.metadata as m; "
+        "print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
+    )
     names = ["qtool", *(p for p in PEERS if p not in installed(venv)), "transformers", "torch"]
     done = subprocess.run(
         [venv / "bin/python", "-c", code, *names], capture_output=True, text=True, check=True

@@ -5,8 +5,8 @@
 
 Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 to
 calibrate on, 96 others to evaluate on. The rise of log-perplexity on them estimates the divergence,
-which is computed too (docs/accuracy.md). Of several caches each after the first has what it adds to
-the first. Errors are standard errors, paired by window.
+which is computed too (benchmarks/journal/accuracy.md). Of several caches each after the first has
+what it adds to the first. Errors are standard errors, paired by window.
 """
 
 import argparse
@@ -71,7 +71,8 @@ def main() -> None:
     full = measured(base, windows)
     print(f"full precision: perplexity {full['perplexity']:.3f}\n")
     print(
-        "| scheme | recipe | cache | rise | KL, nats | the cache adds |\n|---|---|---|---:|---:|---:|"
+        "| scheme | recipe | cache | rise | KL, nats | the cache adds "
+        "|\n|---|---|---|---:|---:|---:|"
     )
     for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
         for recipe in arguments.recipes.split(","):

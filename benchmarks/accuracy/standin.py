@@ -1,4 +1,5 @@
-"""Train the Llama of 16 M parameters that docs/accuracy.md measures beside the demo model.
+"""Train the Llama of 16 M parameters that benchmarks/journal/accuracy.md measures beside the demo
+model.
 
     python benchmarks/accuracy/standin.py OUT --text books.train.txt.xz --text c4.utf8 ...
 

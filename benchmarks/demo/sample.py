@@ -1,9 +1,10 @@
 """Sample the demo's held-out and calibration text from the demo model itself, at temperature 1.
 
-On text that a model p sampled, the mean of log p - log q is the Kullback-Leibler divergence KL(p || q) per token:
-the rise of log-perplexity of a quantized model q is its divergence from the full-precision one, no other data needed.
-That holds when the scored windows are the sampled windows. So each window is exactly the 512 tokens that an evaluation
-cuts from the file, begins with the token of a blank line (given, not scored), and must tokenize to itself again.
+On text that a model p sampled, the mean of log p - log q is the Kullback-Leibler divergence KL(p
+|| q) per token: the rise of log-perplexity of a quantized model q is its divergence from the
+full-precision one, no other data needed. That holds when the scored windows are the sampled
+windows. So each window is exactly the 512 tokens that an evaluation cuts from the file, begins
+with the token of a blank line (given, not scored), and must tokenize to itself again.
 
 A model puts a little of its probability (the record's `redrawn_share`) on spellings that a
 tokenizer never produces: " th" + "e" for " the". Such a token is drawn again, so p above is the

@@ -89,7 +89,8 @@ def main() -> None:
         ids.tofile(arguments.out / f"{name}.bin")
         characters = sum(map(len, books))
         print(
-            f"{name}: {len(books)} books, {len(ids):,} tokens, {characters / len(ids):.3f} characters a token"
+            f"{name}: {len(books)} books, {len(ids):,} tokens, {characters / len(ids):.3f} "
+            "characters a token"
         )
     (arguments.out / "tokenizer").mkdir(exist_ok=True)
     tokenizer.save(str(arguments.out / "tokenizer/tokenizer.json"))

@@ -12,7 +12,8 @@ from dataclasses import asdict
 
 import torch
 
-from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, TOKENS, Source, gemm_table, markdown
+from qtool.bench.gemm import MODELS, TOKENS, gemm_table, markdown
+from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS, Source
 from qtool.kernels.build import cubin, toolchain
 
 

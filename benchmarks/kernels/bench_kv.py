@@ -1,6 +1,8 @@
 """Time decode attention over a packed cache beside torch's SDPA on a 16-bit one, on this GPU.
 
-python benchmarks/kernels/bench_kv.py [--shapes 64x4096x8x32x128,1x32768x8x32x128]   (B x T x Hkv x Hq x D)
+    python benchmarks/kernels/bench_kv.py [--shapes 64x4096x8x32x128,1x32768x8x32x128]
+
+A shape is B x T x Hkv x Hq x D.
 """
 
 import argparse

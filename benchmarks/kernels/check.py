@@ -388,7 +388,8 @@ def main() -> int:
     ):
         report(name, wrong)
     print(
-        f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}"
     )
     return min(failures, 1)
 

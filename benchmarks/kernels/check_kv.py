@@ -80,7 +80,10 @@ class Shape:
         flags += [
             f"{name}={value}" for name in ("softcap", "window") if (value := getattr(self, name))
         ]
-        size = f"B={self.batch} H={self.heads}x{self.group} Tq={self.queries} D={self.dim} T={self.tokens}"
+        size = (
+            f"B={self.batch} H={self.heads}x{self.group} Tq={self.queries} D={self.dim} "
+            f"T={self.tokens}"
+        )
         return " ".join([self.kv, size, str(self.dtype).removeprefix("torch."), *flags])
 
 
@@ -287,7 +290,7 @@ def _graph(kv: str) -> str | None:
 
 
 def _append(shape: Shape, seed: int) -> str | None:
-    """Chunks of one random tensor appended one by one: the bytes of the whole, and poison beyond."""
+    """Append a tensor chunk by chunk: the bytes are those of the whole, with poison beyond."""
     case, rng = Case(shape, seed), random.Random(seed)
     for x, packed in zip(case.x, case.packed, strict=True):
         written = {
@@ -332,7 +335,8 @@ def main() -> int:
             failures += 1
             print(f"FAILED {name}: {wrong}", flush=True)
     print(
-        f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}"
     )
     return min(failures, 1)
 

@@ -303,7 +303,7 @@ def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """Each check's name, and None or what is wrong; ``small``: few and tiny, for compute-sanitizer."""
+    """Each check's name, and None or the error; ``small``: few and tiny, for compute-sanitizer."""
     if not small:
         compile_all((torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):
@@ -365,7 +365,8 @@ def main() -> int:
                 f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True
             )
     print(
-        f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}"
     )
     return min(failures, 1)
 

@@ -225,7 +225,7 @@ def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """(name, None or what is wrong) of every check; ``small``: few launches, for compute-sanitizer."""
+    """Each check's name, and None or the error; ``small``: few launches, for compute-sanitizer."""
     if small:
         for kind in KINDS:
             for tile in tiles(kind)[::3]:

@@ -138,9 +138,12 @@ def main() -> int:
             bad = abs(change) > PERPLEXITY or distance > max(LOGITS, BESIDE * dequantized) or unused
             wrong += bad
             print(
-                f"{'FAILED ' if bad else ''}{scheme} {args.kv}: perplexity {float(cpu.mean().exp()):.5f} CPU, "
-                f"{float(cuda.result().mean().exp()):.5f} CUDA ({change:+.1e}, a window at most {most:.1e}); "
-                f"decoded logits {distance:.1e} from one forward, {calls} calls, {dequantized:.1e} without the kernel; "
+                f"{'FAILED ' if bad else ''}{scheme} {args.kv}: perplexity "
+                f"{float(cpu.mean().exp()):.5f} CPU, "
+                f"{float(cuda.result().mean().exp()):.5f} CUDA ({change:+.1e}, a window at most "
+                f"{most:.1e}); "
+                f"decoded logits {distance:.1e} from one forward, {calls} calls, "
+                f"{dequantized:.1e} without the kernel; "
                 f"{written!r}",
                 flush=True,
             )

@@ -10,15 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from qtool.bench.gemm import (
-    MODELS,
-    S4_LAYOUTS,
-    Column,
-    floor_us,
-    graph_us,
-    kernel_calls,
-    random_weights,
-)
+from qtool.bench.cuda_graphs import floor_us, graph_us
+from qtool.bench.gemm import MODELS
+from qtool.bench.gemm_columns import S4_LAYOUTS, Column, kernel_calls, random_weights
 from qtool.kernels.build import cubin
 from qtool.kernels.hopper.gemm import definition
 from qtool.kernels.hopper.tiles import Tile

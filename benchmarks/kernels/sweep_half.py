@@ -11,7 +11,9 @@ from functools import partial
 
 import torch
 
-from qtool.bench.gemm import MODELS, HalfColumn, floor_us, graph_us
+from qtool.bench.cuda_graphs import floor_us, graph_us
+from qtool.bench.gemm import MODELS
+from qtool.bench.gemm_columns import HalfColumn
 from qtool.kernels.build import cubin
 from qtool.kernels.mma.half_gemm import Variant, definition, run, shared_bytes
 from qtool.kernels.mma.half_tiles import MULTIPROCESSORS, HalfTile

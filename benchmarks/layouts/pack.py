@@ -63,7 +63,8 @@ def main() -> None:
     copy = seconds(codes.clone, args.device, args.repeat)
     print(f"{n} x {k} on {args.device}; a plain copy of the codes: {copy:.5f} s")
     print(
-        f"{'layout':18} {'pack s':>9} {'x copy':>7} {'unpack s':>9} {'x copy':>7} {'signed s':>9} {'peak':>11}"
+        f"{'layout':18} {'pack s':>9} {'x copy':>7} {'unpack s':>9} {'x copy':>7} "
+        f"{'signed s':>9} {'peak':>11}"
     )
     for layout in LAYOUTS.values():
         packed = layout.pack(codes)

@@ -3,9 +3,9 @@
     python benchmarks/quantize/detail.py DIR [--layers 6]
     torchrun --nproc-per-node 2 benchmarks/quantize/detail.py DIR [--layers 6]
 
-Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a stage
+Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a phase
 around each function named below, and compares the codes with those that other numbers of ranks have
-left in DIR. After one rank and two it prints what four would take by their stages.
+left in DIR. After one rank and two it prints what four would take by their phases.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
 from qtool.calibration.rounding.gptq import gptq, hessian, rounding
-from qtool.calibration.timing import Stages, stage
+from qtool.calibration.timing import PhaseTimer, phase
 from qtool.calibration.transforms import clip, smooth
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
+from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.run_record import beside
 from qtool.pipeline.streaming import blocks, shards
 from qtool.schemes.base import Scheme
 
@@ -47,11 +47,11 @@ NAMED = (
     *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check")),
 )
 #: of each run in this process
-made: list[Stages] = []
+made: list[PhaseTimer] = []
 
 
 def named(owner: Any, attribute: str) -> None:
-    """Let ``owner.attribute`` be a stage of its own.
+    """Let ``owner.attribute`` be a phase of its own.
 
     A function of ``ranks`` is one for each function that asks for it.
     """
@@ -60,7 +60,7 @@ def named(owner: Any, attribute: str) -> None:
 
     @functools.wraps(function)
     def staged(*arguments: Any, **options: Any) -> Any:
-        with stage(f"{label} of {asking()}" if owner is ranks else label):
+        with phase(f"{label} of {asking()}" if owner is ranks else label):
             return function(*arguments, **options)
 
     setattr(owner, attribute, staged)
@@ -74,8 +74,8 @@ def asking() -> str:
     return f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}"
 
 
-class Kept(Stages):
-    """Stages that can be looked at after the run, on every rank."""
+class Kept(PhaseTimer):
+    """A timer that can be looked at after the run, on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -96,7 +96,7 @@ def main() -> None:
     recipe = recipes.load("w4a8-lqq", str(Path(__file__).with_name("paper-gptq.yaml")))
     for owner, attribute in NAMED:
         named(owner, attribute)
-    setattr(shards, "Stages", Kept)  # noqa: B010
+    setattr(shards, "PhaseTimer", Kept)  # noqa: B010
     with ranks.process_group(chosen.device) as own:
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
             source, out = (
@@ -126,14 +126,14 @@ def main() -> None:
 
 
 def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
-    """Print the stages of this rank and of ``others``, and what differs from results beside it."""
-    record = json.loads(beside(out).read_text())
+    """Print the phases of this rank and of ``others``, and what differs from results beside it."""
+    record = json.loads(record_path(out).read_text())
     print(
         f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
         f"{record['peak_device_bytes'] / 1e9:.2f} GB, host {record['peak_host_bytes'] / 1e9:.2f} GB"
     )
-    for name, spent in sorted(record["stages"].items(), key=lambda item: -item[1]):
-        each = [1e3 * stages.get(name, 0.0) / layers for stages in (record["stages"], *others)]
+    for name, spent in sorted(record["phases"].items(), key=lambda item: -item[1]):
+        each = [1e3 * phases.get(name, 0.0) / layers for phases in (record["phases"], *others)]
         print(f"   {name:45s} {spent:8.3f} s   {', '.join(f'{ms:.1f}' for ms in each)} ms a block")
     for other in sorted(out.parent.glob("ranks-?")):
         if other != out:
@@ -141,20 +141,21 @@ def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str,
                 sum(counts) for counts in zip(*differences(other, out), strict=True)
             )
             print(
-                f"against {other.name}: {codes} of {all_codes} codes and {values} other values differ"
+                f"against {other.name}: {codes} of {all_codes} codes and {values} other values "
+                "differ"
             )
     one, two = (out.with_name(f"ranks-{count}.run.json") for count in (1, 2))
     if one.exists() and two.exists():
         first, second = json.loads(one.read_text()), json.loads(two.read_text())
-        four = more_ranks(first["stages"], second["stages"], 4)
+        four = more_ranks(first["phases"], second["phases"], 4)
         print(
             f"2 ranks: {first['seconds'] / second['seconds']:.3f} times as fast as 1; 4 ranks by "
-            f"their stages: {four:.1f} s, {first['seconds'] / four:.2f} times"
+            f"their phases: {four:.1f} s, {first['seconds'] / four:.2f} times"
         )
 
 
 def more_ranks(one: Mapping[str, float], two: Mapping[str, float], count: int) -> float:
-    """Seconds of ``count`` ranks from the stages of one and of two.
+    """Seconds of ``count`` ranks from the phases of one and of two.
 
     What two ranks halved is shared out, the rest stays.
     """

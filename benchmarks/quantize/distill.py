@@ -75,7 +75,8 @@ def main() -> None:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             print(
-                f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}",
+                f"{tool} failed, see {log.name}: "
+                f"{Path(log.name).read_text().strip().splitlines()[-1]}",
                 flush=True,
             )
             continue
@@ -92,7 +93,8 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     print(
-        f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} tokens, "
+        f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} "
+        "tokens, "
         f"{steps(arguments)} steps of {BATCH} sequences"
     )
     print(render(("tool", "in all, s", "each block, s", "device GB", "error"), rows))

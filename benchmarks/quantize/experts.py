@@ -71,7 +71,10 @@ def main() -> None:
                         torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - started)
                 peak = f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if cuda else ""
-                line = f"{shape} {scheme}, {size} together: {min(seconds):.2f} s{peak}, {digest(found)}"
+                line = (
+                    f"{shape} {scheme}, {size} together: {min(seconds):.2f} s{peak}, "
+                    f"{digest(found)}"
+                )
                 print(line, flush=True)
 
 

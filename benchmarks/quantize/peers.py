@@ -4,10 +4,11 @@ time and layer error.
     python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128]
     [--seqlen 2048]
 
-Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to symmetric 4-bit
-weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its log stays in WORK. The clock runs from
-opening the model to the stored result, imports before it are not counted. The layer error is, for each linear,
-||X (W - Q)^T|| / ||X W^T|| of the full-precision model's inputs X on held-out tokens.
+Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to
+symmetric 4-bit weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its
+log stays in WORK. The clock runs from opening the model to the stored result, imports before it
+are not counted. The layer error is, for each linear, ||X (W - Q)^T|| / ||X W^T|| of the
+full-precision model's inputs X on held-out tokens.
 """
 
 import argparse
@@ -19,15 +20,15 @@ import time
 from pathlib import Path
 
 import torch
-from qtool.exchange.foreign import describe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
+from qtool.exchange.sources import describe
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
 from qtool.table import render
 
 TOOLS = ("qtool", "llm-compressor")
@@ -66,7 +67,8 @@ def main() -> None:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             print(
-                f"{tool} failed, see {log.name}: {Path(log.name).read_text().strip().splitlines()[-1]}"
+                f"{tool} failed, see {log.name}: "
+                f"{Path(log.name).read_text().strip().splitlines()[-1]}"
             )
             continue
         facts = json.loads((arguments.work / f"{tool}.json").read_text())
@@ -82,7 +84,8 @@ def main() -> None:
             )
         )
     print(
-        f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x {arguments.seqlen} tokens"
+        f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x "
+        f"{arguments.seqlen} tokens"
     )
     print(render(("tool", "s", "device GB", "mean layer error", "largest"), rows))
 

@@ -58,7 +58,7 @@ def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) ->
                 "blocks": source.config["num_hidden_layers"],
                 "seconds": seconds,
                 "peak_device_bytes": peaks,
-                "stages": record["stages"],
+                "phases": record["phases"],
             }
             (directory / f"ranks-{ranks.size()}.json").write_text(json.dumps(found))
             print(json.dumps(found), flush=True)
@@ -74,13 +74,14 @@ def compare(directory: Path, counts: list[int], layers: int) -> None:
         seconds, blocks = times[n]["seconds"], times[n]["blocks"]
         peak = max(times[n]["peak_device_bytes"]) / 1e9
         print(
-            f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, {times[first]['seconds'] / seconds:.2f}x, "
+            f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, "
+            f"{times[first]['seconds'] / seconds:.2f}x, "
             f"peak {peak:.2f} GB on each GPU"
         )
         print(
             "   "
             + ", ".join(
-                f"{k} {v:.2f}" for k, v in sorted(times[n]["stages"].items(), key=lambda x: -x[1])
+                f"{k} {v:.2f}" for k, v in sorted(times[n]["phases"].items(), key=lambda x: -x[1])
             )
         )
     errors = {n: errors_of(directory / f"ranks-{n}") for n in counts}
@@ -91,10 +92,12 @@ def compare(directory: Path, counts: list[int], layers: int) -> None:
         worst = max((abs(a / b - 1) for a, b in pairs if b), default=0.0)
         mean = sum(errors[n]) / sum(errors[first]) - 1 if sum(errors[first]) else 0.0
         print(
-            f"{n} ranks against {first}: {different} of {codes} codes differ ({100 * different / codes:.4f} %)"
+            f"{n} ranks against {first}: {different} of {codes} codes differ "
+            f"({100 * different / codes:.4f} %)"
         )
         print(
-            f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most {100 * worst:.4f} %"
+            f"   and {others} other values; layer errors: mean {100 * mean:+.4f} %, most "
+            f"{100 * worst:.4f} %"
         )
         print("   codes by block: " + " ".join(str(shard[0]) for shard in shards[1:-1]))
 

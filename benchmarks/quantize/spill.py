@@ -35,9 +35,10 @@ def main() -> None:
         )
         digests, record = json.loads((out / "qtool.json").read_text())["shards"], found.record
         first = first or digests
-        stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["stages"].items())
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["phases"].items())
         print(
-            f"{place}: {record['seconds']:.2f} s ({stages}); device {record['peak_device_bytes'] / 1e9:.2f} GB, host "
+            f"{place}: {record['seconds']:.2f} s ({phases}); device "
+            f"{record['peak_device_bytes'] / 1e9:.2f} GB, host "
             f"{record['peak_host_bytes'] / 1e9:.2f} GB; same bytes: {digests == first}",
             flush=True,
         )

@@ -54,7 +54,8 @@ def main() -> int:
     for row in rows:
         wrong += bool(row.problem)
         print(
-            f"{row.name}: {row.ran}, distance {row.error:.1e}{f'; WRONG: {row.problem}' if row.problem else ''}"
+            f"{row.name}: {row.ran}, distance "
+            f"{row.error:.1e}{f'; WRONG: {row.problem}' if row.problem else ''}"
         )
     how = "eager" if options.eager else "compiled"
     print(

@@ -91,7 +91,10 @@ def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
         for d in (getattr(torch, dtype), torch.float32)
     )
     distance = (found - exact).abs()
-    return f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    return (
+        f"{native.name}: {dtype} from float32, both ours: distance {distance.mean():.5f}, at "
+        f"most {distance.max():.4f}"
+    )
 
 
 def serve(export: str, request: Path, compiled: bool) -> None:
@@ -178,9 +181,9 @@ def activation_bits(directory: Path) -> int:
 
 def own_activation_bits(native: Path) -> int:
     """Of a native checkpoint's quantized linears."""
+    from qtool.format import native_format
     from qtool.io.source import Checkpoint
-    from qtool.pipeline.job import native_format
-    from qtool.pipeline.verify import packed_linears
+    from qtool.runtime.read_linear import packed_linears
 
     checkpoint = Checkpoint(native)
     formats = (native_format(checkpoint.config).of(name) for name in packed_linears(checkpoint))
@@ -229,7 +232,10 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
     )
     x, y = torch.tensor(first["scores"]), torch.tensor(second["scores"])
     distance = (x - y).abs()
-    scores = f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most {distance.max():.4f}"
+    scores = (
+        f"{x.mean():.5f} and {y.mean():.5f}, distance {distance.mean():.5f}, at most "
+        f"{distance.max():.4f}"
+    )
     return f"{count - len(gaps)} of {count} continuations equal{parted}; log-probability {scores}"
 
 

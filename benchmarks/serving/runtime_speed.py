@@ -272,7 +272,7 @@ def attention(run: Run) -> dict[str, float]:
         expected = functional.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
         error = (found.transpose(1, 2).float() - expected).norm() / expected.norm()
         result[f"error B={batch}"] = round(float(error), 5)
-        from qtool.bench.gemm import graph_us
+        from qtool.bench.cuda_graphs import graph_us
 
         call = [lambda a=(query, key, value, ranges, None): decode.attention_over_ranges(*a)]
         result[f"us B={batch}"] = round(graph_us(call * 8), 1)

@@ -1,7 +1,7 @@
 """Load our gptq, gptq-v2, awq and qqq exports with GPTQModel's torch backends on CPU and compare
 logits.
 
-    pip install gptqmodel        (or, beside an older torch: pip install --no-deps, then what it asks for)
+    pip install gptqmodel
     python benchmarks/serving/through_gptqmodel.py
 
 GPTQModel is a client that nobody here wrote and is heavy to install, so this is a script and no
@@ -81,7 +81,8 @@ def main() -> None:
                 failed |= worst > LIMIT
                 logits = _relative(_logits(theirs.model), _logits(ours))
                 print(
-                    f"{variant:6} {name:8} {scheme:14} {size!s:8} linears {worst:.1e}  logits {logits:.1e}"
+                    f"{variant:6} {name:8} {scheme:14} {size!s:8} linears {worst:.1e}  logits "
+                    f"{logits:.1e}"
                 )
     sys.exit(failed)
 

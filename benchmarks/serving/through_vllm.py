@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.parts import Experts
-from qtool.pipeline.job import native_format
-from qtool.pipeline.verify import load_linear, packed_linears
+from qtool.runtime.read_linear import load_linear, packed_linears
 
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
@@ -199,7 +199,10 @@ def main(native: Path, exports: list[Path]) -> None:
         assert seen == expected.keys(), (
             f"{directory}: vLLM has no module of {min(expected.keys() - seen)}"
         )
-        line = f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; {', '.join(sorted(kernels))}"
+        line = (
+            f"{len(seen)} linears loaded, largest relative distance {worst:.1e}; "
+            f"{', '.join(sorted(kernels))}"
+        )
         print(f"{directory.name}: {line}", flush=True)
 
 

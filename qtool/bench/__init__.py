@@ -1,4 +1,4 @@
-"""What ``qtool bench`` measures: kernels on this GPU, a run of the quantizer, a server."""
+"""The benchmarks of ``qtool bench``: kernels on this GPU, a run of the quantizer, a server."""
 
 import shutil
 from collections.abc import Sequence
@@ -65,7 +65,8 @@ def bench_gemm(
             numbers.
     """
     _require_gpu("gemm", "9.0")
-    from qtool.bench.gemm import COLUMNS, DEFAULT_COLUMNS, MODELS, gemm_table, markdown
+    from qtool.bench.gemm import MODELS, gemm_table, markdown
+    from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 
     for model in models:
         if model not in MODELS:

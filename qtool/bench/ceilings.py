@@ -1,6 +1,4 @@
-"""What this machine can do at most, measured: the ceilings that the floors of a run's stages come
-from.
-"""
+"""Measures the ceilings of this machine: file rates, memory rate, matmul rates."""
 
 import os
 import time
@@ -18,9 +16,7 @@ PROBE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates a second: bytes from and to files, bytes read or written in device memory, operations
-    of matmuls.
-    """
+    """Rates a second: bytes of files and of device memory, operations of matmuls."""
 
     read: float
     write: float
@@ -30,7 +26,7 @@ class Ceilings:
     float32: float
 
     def floors(self, work: Work) -> dict[str, float]:
-        """The least seconds of each stage."""
+        """The least seconds of each phase."""
         return {
             "read": work.read_bytes / self.read,
             "forward": work.forward_flops / self.sixteen_bit,
@@ -45,8 +41,9 @@ class Ceilings:
 
 
 def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilings:
-    """Read from ``source``, write to ``directory``, multiply and copy on ``device``: under two
-    seconds on a GPU.
+    """The ceilings, measured in under two seconds on a GPU.
+
+    It reads from ``source``, writes to ``directory``, multiplies and copies on ``device``.
     """
     size = 8192 if device.type == "cuda" else 512
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -72,7 +69,7 @@ def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilin
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Of one call, the mean of ``times`` after one to warm up."""
+    """Seconds of one call: the mean of ``times`` after one to warm up."""
     run()
     _wait(device)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measuring attention over the packed cache beside torch's SDPA on a 16-bit one, in microseconds."""
+"""Measures attention over the packed KV cache beside torch's SDPA on a 16-bit one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qtool.bench.gemm import BANDWIDTH, copies, graph_us
+from qtool.bench.cuda_graphs import BANDWIDTH, copies, graph_us
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.packed_cache import TOKENS
 
-#: what is measured unless asked otherwise; the first is the one the project promises
+#: the default shapes; the first is the one the project promises
 SHAPES = (
     "64x4096x8x32x128",
     "16x4096x8x32x128",
@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Of ``BxTxHkvxHqxD``.
+        """The shape that ``BxTxHkvxHqxD`` says.
 
         Raises:
             QtoolError: if it is not five positive numbers that a cache can have.
@@ -48,17 +48,19 @@ class Shape:
         numbers = [int(part) for part in text.split("x") if part.isdigit()]
         if len(numbers) != 5 or text.count("x") != 4 or not all(numbers):
             raise QtoolError(
-                f"{text!r} is no shape: sequences x tokens x kv heads x query heads x head dimension"
+                f"{text!r} is no shape: sequences x tokens x kv heads x query heads x head "
+                "dimension"
             )
         shape = cls(*numbers)
         if shape.tokens % TOKENS or shape.q_heads % shape.heads or shape.dim % 16:
             raise QtoolError(
-                f"{text!r}: tokens must be a multiple of {TOKENS}, query heads of kv heads, the head dimension of 16"
+                f"{text!r}: tokens must be a multiple of {TOKENS}, query heads of kv heads, the "
+                "head dimension of 16"
             )
         return shape
 
     def nbytes(self, bits: int) -> int:
-        """Of keys and values, kv4's scales and zero points included."""
+        """Bytes of keys and values, with kv4's scales and zero points."""
         token = self.dim * bits // 8 + (4 if bits == 4 else 0)
         return 2 * self.batch * self.tokens * self.heads * token
 
@@ -85,7 +87,7 @@ def packed(shape: Shape, bits: int) -> list[Tensor | None]:
 
 
 def attention_us(shape: Shape, bits: int) -> float:
-    """Of one call, over rotated caches."""
+    """Microseconds of one call, over rotated caches."""
     caches = [packed(shape, bits) for _ in range(copies(shape.nbytes(bits)))]
     query, scaling = shape.query(), shape.dim**-0.5
     tail = (shape.tokens, None, None, scaling, 0.0, 0)
@@ -94,7 +96,7 @@ def attention_us(shape: Shape, bits: int) -> float:
 
 
 def sdpa_us(shape: Shape) -> float:
-    """Of torch's SDPA with ``enable_gqa`` on a bfloat16 cache, over rotated caches."""
+    """Microseconds of torch's SDPA with ``enable_gqa`` on a bfloat16 cache, over rotated caches."""
     size = (2, shape.batch, shape.heads, shape.tokens, shape.dim)
     caches = [
         torch.randn(size, dtype=torch.bfloat16, device="cuda")
@@ -106,7 +108,7 @@ def sdpa_us(shape: Shape) -> float:
 
 
 def append_us(shape: Shape, bits: int) -> float:
-    """Of appending one token's keys and values."""
+    """Microseconds of appending one token's keys and values."""
     cache = packed(shape, bits)
     x = torch.randn(shape.batch, shape.heads, 1, shape.dim, device="cuda").bfloat16()
 
@@ -120,7 +122,7 @@ def append_us(shape: Shape, bits: int) -> float:
 
 
 def kv_table(shapes: Iterable[str] = SHAPES) -> str:
-    """Times of kv4 and kv8 on every shape (``BxTxHkvxHqxD``) beside their floor and SDPA's."""
+    """Times of kv4 and kv8 on ``shapes`` (``BxTxHkvxHqxD``) beside their floor and SDPA's."""
     head = (
         "B x T x Hkv x Hq x D",
         "kv",

@@ -1,6 +1,4 @@
-"""``qtool bench quantize``: one measured run, the seconds of each stage beside the least they could
-be.
-"""
+"""``qtool bench quantize``: one measured run, its phases beside their floors."""
 
 import json
 import shutil
@@ -11,13 +9,13 @@ from typing import Any
 import torch
 
 from qtool.bench.ceilings import Ceilings, measure
+from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import Plan, plan
 from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
-from qtool.pipeline.run_record import beside
 from qtool.pipeline.streaming.shards import Progress
 from qtool.recipes import Recipe
 from qtool.table import render
@@ -25,8 +23,7 @@ from qtool.table import render
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: its record (``OUT.run.json``), the ceilings of the machine and each stage's floor in
-    seconds.
+    """One run: its record, the machine's ceilings, and the floor of each phase in seconds.
 
     ``reserved``: the most device bytes that torch's cache held, more than were allocated at once.
     ``planned``: what ``qtool plan`` says of the job.
@@ -39,32 +36,34 @@ class Measured:
     planned: Plan
 
     def table(self) -> str:
-        """Stages with their seconds, floors and ratios; what a thread did beside the blocks in its
-        own column.
-        """
-        stages = dict(self.record["stages"])
+        """Phases with their seconds, floors and ratios; reader and writer threads have a column."""
+        phases = dict(self.record["phases"])
         beside = {
-            name.removesuffix(BESIDE): stages.pop(name)
-            for name in list(stages)
+            name.removesuffix(BESIDE): phases.pop(name)
+            for name in list(phases)
             if name.endswith(BESIDE)
         }
         rows = [
-            _row(name, stages[name], beside.get(name), self.floors.get(name))
-            for name in sorted(stages, key=lambda name: -stages[name])
+            _row(name, phases[name], beside.get(name), self.floors.get(name))
+            for name in sorted(phases, key=lambda name: -phases[name])
         ]
         rows.append(("all", f"{self.record['seconds']:.2f}", "", "", ""))
         rates = self.ceilings
         return "\n".join(
             [
-                render(("stage", "s", "beside, s", "floor, s", "of floor"), rows),
+                render(("phase", "s", "beside, s", "floor, s", "of floor"), rows),
                 f"peak memory: host {self.record['peak_host_bytes'] / 1e9:.2f} GB, "
-                f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, {self.reserved / 1e9:.2f} GB reserved "
+                f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, "
+                f"{self.reserved / 1e9:.2f} GB reserved "
                 f"({self.record['device']})",
-                f"planned: {self.planned.seconds:.0f} s (first run {self.planned.compiling:.0f} s more), host "
+                f"planned: {self.planned.seconds:.0f} s (first run {self.planned.compiling:.0f} "
+                "s more), host "
                 f"{self.planned.host_bytes / 1e9:.2f} GB, device "
                 f"{self.planned.device_bytes / 1e9:.2f} GB",
-                f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} GB/s, memory "
-                f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 {rates.tf32 / 1e12:.0f}, "
+                f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} "
+                "GB/s, memory "
+                f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 "
+                f"{rates.tf32 / 1e12:.0f}, "
                 f"float32 {rates.float32 / 1e12:.1f} TFLOP/s",
             ]
         )
@@ -123,10 +122,9 @@ def run(
     activations: str = "auto",
     progress: Progress | None = None,
 ) -> Measured:
-    """Quantize ``source`` into ``out`` (anew), calibrated on random tokens if the recipe looks at
-    any.
+    """Quantize ``source`` anew into ``out``, on random tokens if the recipe needs data.
 
-    What was measured is kept as ``bench`` in its ``qtool.json``.
+    The measurements are stored as ``bench`` in its ``qtool.json``.
     """
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
@@ -151,7 +149,7 @@ def run(
         progress=progress,
         activations=activations,
     )
-    record = json.loads(beside(out).read_text())
+    record = json.loads(record_path(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
     floors = ceilings.floors(work_of(job, samples, seqlen))
     measured = Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))

@@ -1,4 +1,4 @@
-"""Checkpoints of a known model's shape with random weights, to measure runs that need no real ones.
+"""Makes checkpoints of known models' shapes with random weights, to measure runs on.
 
 Weights are normal with deviation 0.02, norms are ones; one shard a block, written as a stream.
 """
@@ -64,9 +64,7 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
-    """Write a checkpoint of ``config`` into ``directory``, with the GPU's random numbers if there
-    is one.
-    """
+    """Write a checkpoint of ``config`` into ``directory``; a GPU, if there, draws the weights."""
     job = Job.of(config, parse(UNTOUCHED, "none"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What flows through the blocks: batches of hidden states, and those that enter the first block.
+"""Batches of hidden states that flow through the blocks.
 
 Legend: B sequences in a batch, S tokens, H hidden size.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of 
 
 @dataclass
 class Batch:
-    """Hidden states ``[B, S, H]`` entering a block and the other arguments of every block."""
+    """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks."""
 
     hidden: Tensor
     kwargs: Sequence[dict[str, Any]]
@@ -38,13 +38,14 @@ class Batch:
         )
 
     def keep(self, hidden: Tensor) -> None:
-        """``hidden`` takes the place of the hidden states, where those are kept."""
+        """Replace the hidden states by ``hidden``, in the place where they are stored."""
         self.hidden = hidden.to(self.hidden.device)
 
 
 class Batches(list[Batch]):
-    """This rank's share of the calibration batches; ``shapes``: ``(B, S)`` of those of all ranks,
-    in order.
+    """This rank's share of the calibration batches.
+
+    ``shapes``: ``(B, S)`` of the batches of all ranks, in order.
     """
 
     def __init__(self, own: Iterable[Batch], shapes: Iterable[tuple[int, int]]) -> None:
@@ -53,8 +54,9 @@ class Batches(list[Batch]):
 
 
 def _sequences(value: Any, part: slice, size: int) -> Any:
-    """``value`` with every tensor in it that has one entry for each of ``size`` sequences cut to
-    ``part``.
+    """``value`` with the tensors in it cut to some sequences.
+
+    A tensor is cut if it has one entry for each of ``size`` sequences.
     """
     if isinstance(value, Tensor):
         return value[part] if value.dim() and len(value) == size else value
@@ -66,7 +68,7 @@ def _sequences(value: Any, part: slice, size: int) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it (in tuples and dicts too) on ``device``."""
+    """``value`` with its tensors (in tuples and dicts too) on ``device``."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
@@ -83,7 +85,7 @@ def first_inputs(
     tokens: Sequence[Tensor],
     keep: Callable[[Tensor, Sequence[dict[str, Any]]], Batch] = Batch,
 ) -> list[Batch]:
-    """The inputs of block 0 and every block's arguments, for each ``tokens [B, S]``.
+    """The inputs of block 0 and the other arguments of all blocks, for each ``tokens [B, S]``.
 
     ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a
     batch of both.

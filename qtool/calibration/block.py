@@ -1,5 +1,4 @@
-"""The unit of work: one decoder block on a device, its exact weights, and what methods decide about
-it.
+"""One decoder block on a device: its exact weights, and what methods decide about it.
 
 On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in
 float32.
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.models.family import Family
-from qtool.models.parts import Heads, OncePerHead
+from qtool.models.parts import Heads, SharedHeadCache
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
@@ -68,18 +67,20 @@ class Block:
         return Heads.of(self.config)
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The argument of :func:`.forwards.run`, or of the attention, that puts ``cache`` where the
-        KV cache is.
+        """The keyword argument that puts ``cache`` where the KV cache is.
+
+        It is one of :func:`.forwards.run`, or of the attention.
         """
-        return {self.family.attention.cache: OncePerHead(cache, self.heads.kv)}
+        return {self.family.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm)."""
         return self.module.get_submodule(name)
 
     def weight(self, name: str) -> Tensor:
-        """The weight of submodule ``name``, detached: change it in place. Of a part of a fused
-        linear: to read.
+        """The weight of submodule ``name``, detached.
+
+        Change it in place; that of a part of a fused linear is a copy to read.
         """
         owner, rows = self._rows(name)
         weight = self._exact(owner, "weight")
@@ -93,8 +94,9 @@ class Block:
         return None if bias is None else bias[rows]
 
     def change_rows(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Rows ``[n, K]`` of a linear (or of a part of a fused one) and its bias ``[n]`` become
-        ``change`` of them.
+        """Replace rows ``[n, K]`` and bias ``[n]`` of a linear by ``change`` of them.
+
+        ``name`` may be a part of a fused linear.
         """
         owner, rows = self._rows(name)
         for tensor in (self.weight(owner), self.bias(owner)):
@@ -102,19 +104,17 @@ class Block:
                 tensor[rows] = change(tensor[rows]).to(tensor.dtype)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, detached, the exact one where there are two."""
+        """All parameters by name, detached; the exact one where there are two."""
         return {
             name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()
         }
 
-    def forget(self, name: str) -> None:
-        """Linear ``name`` has been rounded and is installed: its exact weight is needed no more."""
+    def free_exact(self, name: str) -> None:
+        """Free the exact weight of linear ``name``, which is rounded and installed."""
         self.exact.pop(f"{name}.weight", None)
 
-    def follow(self) -> None:
-        """Copy exact tensors that were changed into the module. What was installed in their place
-        stays.
-        """
+    def update_module(self) -> None:
+        """Copy changed exact tensors into the module, except where a rounded linear is."""
         for name, exact in self.exact.items():
             if self._copied.get(name) != exact._version:
                 owner, _, part = name.rpartition(".")
@@ -140,8 +140,9 @@ class Block:
             bias.copy_(bias.double() * factor.double())
 
     def fit(self, name: str) -> Params:
-        """Parameters of linear ``name`` by its scheme and the clip chosen for it; its weight is
-        taken to be finite.
+        """Parameters of linear ``name`` by its scheme and the clip chosen for it.
+
+        Its weight is taken to be finite.
         """
         clip, group_clip = self.clips.get(name, (1.0, 1.0))
         scheme = self.schemes[name]
@@ -154,8 +155,9 @@ class Block:
         return next(self.module.parameters()).device
 
     def permute(self, name: str, order: Tensor) -> None:
-        """Reorder the input channels of linear ``name``: its columns at once, its input as it
-        arrives.
+        """Reorder the input channels of linear ``name``.
+
+        Its columns are reordered at once, its input when it arrives.
         """
         weight = self.weight(name)
         weight.copy_(weight[:, order])
@@ -164,7 +166,7 @@ class Block:
         self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
 
     def install(self, name: str, rounded: Rounded) -> None:
-        """From now on linear ``name`` computes what the quantized one will."""
+        """Let linear ``name`` compute what the quantized one will, from now on."""
         linear, scheme = cast(nn.Linear, self.get(name)), self.schemes[name]
         quantized = SimulatedLinear(linear, scheme, rounded, self.permutations.get(name))
         self.module.set_submodule(name, quantized)

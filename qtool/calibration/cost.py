@@ -1,5 +1,4 @@
-"""What a method's work and memory are counted in, and the block they are counted for: numbers, no
-weights.
+"""The units that a method's work and memory are counted in, and the block they are counted for.
 
 A method states both (``Method.work``, ``Method.held_bytes``); ``qtool plan`` adds them up and turns
 them into seconds.
@@ -18,12 +17,12 @@ from qtool.models.parts import Heads, LinearGroup
 
 @dataclass
 class Work:
-    """Of a method on one block, of a block, or of a whole run.
+    """The work of a method on one block, of a block, or of a whole run.
 
     Attributes:
         read_bytes, write_bytes: from and to files.
         forward_flops: of forwards on tensor cores; two a multiplication and addition.
-        hessian_flops, learning_flops: likewise, of Hessians and of steps that learn.
+        hessian_flops, learning_flops: likewise, of Hessians and of iterations that learn.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
         search_tries: linears that a candidate was tried on: each takes some fifty launches,
@@ -99,26 +98,27 @@ class BlockShape:
 
     @property
     def exact_bytes(self) -> int:
-        """Of the exact weights, float32, that methods change."""
+        """Bytes of the exact float32 weights that methods change."""
         return 4 * self.weights
 
-    def forward(self) -> float:
+    def forward_flops(self) -> float:
         """Operations of one pass of all tokens through the block."""
-        return self.multiplied(self.linears) + self.attention()
+        return self.linear_flops(self.linears) + self.attention_flops()
 
-    def look(self) -> float:
-        """Of a pass that ends at the input of the last linears; among experts it hardly ends
-        earlier.
+    def partial_forward_flops(self) -> float:
+        """Operations of a pass that ends at the input of the last linears.
+
+        Among experts such a pass hardly ends earlier than a whole one.
         """
         last = self.family.groups[-1]
-        return self.forward() - (0 if last.routed else self.multiplied(last.linears))
+        return self.forward_flops() - (0 if last.routed else self.linear_flops(last.linears))
 
-    def multiplied(self, names: Iterable[str]) -> float:
-        """Of the linears ``names``, on the tokens that each sees."""
+    def linear_flops(self, names: Iterable[str]) -> float:
+        """Operations of the linears ``names``, on the tokens that each sees."""
         return 2 * self.tokens * sum(prod(self.linears[name]) * self.share(name) for name in names)
 
-    def attention(self) -> float:
-        """Scores and values of causal attention: half of each ``S x S`` matrix."""
+    def attention_flops(self) -> float:
+        """Operations of causal attention: half of each ``S x S`` matrix of scores and values."""
         heads = Heads.of(self.config)
         return 2 * self.tokens * self.seqlen * heads.query * heads.dim
 

@@ -1,8 +1,7 @@
-"""Forwards of a block: its outputs, the inputs of its linears, and the float block that runs beside
-it.
+"""Forwards of a block: its outputs, the inputs of its linears, the float block beside it.
 
-A batch that the device's memory cannot take is run in halves, and that is noted; a forward that is
-only looked at ends where the last of the linears is reached.
+A batch that the device's memory cannot take is run in halves, and the block's notes say so. A
+forward that only observes ends where the last of the observed linears is reached.
 
 Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
@@ -18,14 +17,15 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
-from qtool.calibration.timing import stage
+from qtool.calibration.timing import phase
 from qtool.errors import QtoolError
+from qtool.models.architecture import dtype_name
 
 
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """:func:`run` with gradients, for methods that learn, of all sequences at once."""
     kwargs = to_device(batch.kwargs[block.index], block.device)
-    block.follow()
+    block.update_module()
     out = block.module(batch.hidden.to(block.device, non_blocking=True), **(kwargs | extra))
     return out[0] if isinstance(out, tuple) else out
 
@@ -37,7 +37,7 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     Raises:
         QtoolError: if one sequence alone does not fit.
     """
-    if (out := _attempt(block, batch, **extra)) is not None:
+    if (out := _forward_if_it_fits(block, batch, **extra)) is not None:
         return out
     return torch.cat([run(block, half, **extra) for half in batch.halves()])
 
@@ -62,7 +62,7 @@ def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | N
 
 
 def propagate(block: Block, batches: Sequence[Batch]) -> None:
-    """Replace every batch's hidden states by the block's output, in place.
+    """Replace the hidden states of all batches by the block's output, in place.
 
     Raises:
         QtoolError: NaN or Inf in it, of which no later block could make anything.
@@ -72,7 +72,7 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
         out = run(block, batch)
         finite.append(torch.isfinite(out).all())
         batch.keep(out)
-        dtype = str(out.dtype).removeprefix("torch.")
+        dtype = dtype_name(out.dtype)
         del out  # the next run needs its room
     if finite and not torch.stack(finite).all():  # a GPU is waited for once
         hint = (
@@ -88,8 +88,7 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
 
 @dataclass
 class Reference:
-    """The float model beside the quantized path: a block that stays float, and what enters it
-    there.
+    """The float model beside the quantized path: a block that stays float, and its inputs.
 
     Attributes:
         block: transformed like the one to be rounded.
@@ -103,7 +102,7 @@ class Reference:
     @classmethod
     def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
         """A copy of ``block`` as it is now."""
-        block.follow()
+        block.update_module()
         return cls(
             replace(block, module=copy.deepcopy(block.module), exact={}, reference=None),
             batches or {},
@@ -114,14 +113,14 @@ class Reference:
         return inputs_of(self.block, self.batches.get(id(batch), batch), name, **self.block.full_kv)
 
 
-class _Reached(Exception):
-    """A forward that has shown what it was run for."""
+class _AllSeen(Exception):
+    """Ends a forward once all observers have seen their input."""
 
 
-def _attempt(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
+def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
     """:func:`run` of all sequences at once; None where they do not fit, but some may."""
     try:
-        with stage("forward"):
+        with phase("forward"):
             return forward(block, batch, **extra)
     except torch.OutOfMemoryError:
         if len(batch.hidden) == 1:
@@ -147,7 +146,7 @@ def _observe(
             observers[name](inputs[0].reshape(-1, inputs[0].shape[-1]))
             seen.add(name)
             if len(seen) == len(observers):
-                raise _Reached
+                raise _AllSeen
 
         return see
 
@@ -156,8 +155,8 @@ def _observe(
         [block.get(name).register_forward_pre_hook(hook(name)) for name in observers],
     )
     try:
-        with suppress(_Reached):
-            fits = _attempt(block, batch, **extra) is not None
+        with suppress(_AllSeen):
+            fits = _forward_if_it_fits(block, batch, **extra) is not None
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""What a calibration method is, and in which order methods may stand in a recipe.
+"""The protocol of a calibration method, and the order in which methods may stand in a recipe.
 
 A *transform* rewrites the float weights so that the model's output stays the same but it quantizes
 better (rotation, smoothing, reordering), or notes a decision (clipping). A *rounding* turns the
@@ -23,8 +23,7 @@ from qtool.models.family import Family
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; no bias where ``bias`` is
-    None.
+    """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; ``bias`` may be None.
 
     ``offset``: what the stored weight leaves out of the gain (1 in Gemma).
     """
@@ -55,15 +54,13 @@ class Method(ABC):
     positive: ClassVar[tuple[str, ...]] = ()
 
     def work(self, block: BlockShape) -> Work:
-        """What it does to a block; unless it says otherwise, one look at all inputs if it needs
-        data.
-        """
-        return Work(forward_flops=block.look() if self.needs_data else 0)
+        """The work on one block; by default one pass over all inputs if the method needs data."""
+        return Work(forward_flops=block.partial_forward_flops() if self.needs_data else 0)
 
     def held_bytes(self, block: BlockShape) -> int:
-        """The exact weights and what it allocates beside them at its worst moment.
+        """Device bytes at the worst moment: the exact weights and what is allocated beside them.
 
-        Unless it says otherwise, four float32 copies of the largest weight if it needs data.
+        By default four float32 copies of the largest weight if the method needs data.
         """
         return block.exact_bytes + (16 * block.largest if self.needs_data else 0)
 
@@ -79,11 +76,11 @@ class Transform(Method):
 
     @property
     def rewrites_embedding(self) -> bool:
-        """It changes embedding or head, so tied embeddings are untied."""
+        """Whether embedding or head change, so that tied embeddings are untied."""
         return False
 
     def prepare(self, family: Family, config: Any) -> None:
-        """Learn what there is to know of the model, before any work.
+        """Learn what the method must know of the model, before any work.
 
         Raises:
             QtoolError: the family cannot have this transform, and why.
@@ -104,8 +101,9 @@ class Transform(Method):
         return rows
 
     def head(self, rows: Tensor, final_norm: Tensor) -> Tensor:
-        """Rows ``[n, H]`` of the head, rewritten; ``final_norm [H]`` is the gain of the norm before
-        it.
+        """Rows ``[n, H]`` of the head, rewritten.
+
+        ``final_norm [H]`` is the gain of the norm before it.
         """
         return rows
 
@@ -123,9 +121,7 @@ class Rounding(Method):
 
     @property
     def compares(self) -> bool:
-        """It looks at what the float model computes (``Block.reference``), so that model runs
-        beside.
-        """
+        """Whether the float model runs beside, to compare with (``Block.reference``)."""
         return False
 
     @abstractmethod

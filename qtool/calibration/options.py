@@ -1,4 +1,4 @@
-"""Whether a recipe's options are of the kind that the fields of a method's dataclass declare."""
+"""Checks that a recipe's options are of the types that a method's dataclass declares."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,7 @@ from qtool.errors import QtoolError, suggest
 
 
 def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
-    """Refuse options that ``method`` does not have, and values that are not of the kind its field
-    declares.
+    """Refuse options that ``method`` does not have, and values of another type than declared.
 
     Raises:
         QtoolError: naming the option, its value and what would be accepted.
@@ -23,7 +22,7 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
             raise QtoolError(f"{method.name}: unknown option {option!r}; {suggest(option, kinds)}")
         positive = option in method.positive
         if not _is(kinds[option], value) or (positive and value == 0):
-            expected = _said(kinds[option], "above 0" if positive else "of 0 or more")
+            expected = _in_words(kinds[option], "above 0" if positive else "of 0 or more")
             raise QtoolError(f"{method.name}: {option} is {value!r}; expected {expected}")
 
 
@@ -38,10 +37,10 @@ def _is(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
-def _said(kind: Any, bound: str) -> str:
-    """``kind`` as a person reads it; numbers are within ``bound``."""
+def _in_words(kind: Any, bound: str) -> str:
+    """``kind`` in words; numbers are within ``bound``."""
     if isinstance(kind, UnionType):
-        return " or ".join(_said(one, bound) for one in get_args(kind))
+        return " or ".join(_in_words(one, bound) for one in get_args(kind))
     if get_origin(kind) is Sequence:
         return "a list"
     # YAML takes 1e-2 for a text

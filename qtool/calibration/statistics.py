@@ -1,7 +1,6 @@
-"""What transforms look at: the largest input of every channel and a bounded random sample of
-tokens.
+"""Statistics of linears' inputs: the largest of each channel, and a random sample of tokens.
 
-Every rank looks at its own batches; what is found is the same on all of them.
+Each rank observes its own batches; the results are the same on all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +28,7 @@ class Inputs:
 
 
 class _Collector:
-    """Sees a linear's inputs batch by batch and keeps those at ``positions [T]`` (sorted) of all
-    tokens it gets.
+    """Keeps a linear's inputs at ``positions [T]`` (sorted) of all tokens it sees.
 
     Attributes:
         there: the positions on the device of the inputs. kept, counts: inputs, and how many of each
@@ -52,12 +50,12 @@ class _Collector:
         self.waiting.append(x)
 
     @property
-    def new(self) -> int:
+    def new_tokens(self) -> int:
         """Tokens of the batch that was run last."""
         return sum(map(len, self.waiting))
 
-    def turn(self, tokens: Sequence[int]) -> None:
-        """Keep what is wanted of the last batch; ``tokens``: those of each rank's."""
+    def end_batch(self, tokens: Sequence[int]) -> None:
+        """Keep the sampled inputs of the last batch; ``tokens`` are the counts of all ranks."""
         start, count = self.seen + sum(tokens[: ranks.rank()]), 0
         for x in self.waiting:
             first, last = torch.searchsorted(
@@ -68,14 +66,14 @@ class _Collector:
         self.counts.append(count)
         self.waiting, self.seen = [], self.seen + sum(tokens)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
-        """What goes to other ranks: largest inputs, what was kept, and how many of each turn."""
+    def collected(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
+        """The values to gather: largest inputs, sampled inputs, and their number by batch."""
         return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
 
 
 @lru_cache(maxsize=8)
 def _positions(total: int, tokens: int, seed: int) -> Tensor:
-    """Which of ``total`` tokens are in a sample: the same for every block, so drawn once."""
+    """The sampled positions of ``total`` tokens, drawn once for all blocks."""
     return (
         torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
     )
@@ -84,8 +82,9 @@ def _positions(total: int, tokens: int, seed: int) -> Tensor:
 def collect(
     block: Block, batches: Sequence[Batch], linears: Iterable[str], tokens: int, seed: int = 0
 ) -> dict[str, Inputs]:
-    """Run ``block`` once; the inputs of ``linears``, sampled at the same ``tokens`` random
-    positions.
+    """The inputs of ``linears`` in one run of ``block``, sampled at ``tokens`` random positions.
+
+    The positions are the same for all linears.
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
@@ -102,10 +101,10 @@ def collect(
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
         new = [[size] * len(collectors) for size in of_ranks]
         if routed:
-            new = ranks.all_gather([collector.new for collector in collectors.values()])
+            new = ranks.all_gather([collector.new_tokens for collector in collectors.values()])
         for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
-            collector.turn(tokens_new)
-    own = [collector.found() for collector in collectors.values()]
+            collector.end_batch(tokens_new)
+    own = [collector.collected() for collector in collectors.values()]
     found = {}
     for (name, collector), parts in zip(
         collectors.items(), zip(*ranks.all_gather(own), strict=True), strict=True
@@ -122,15 +121,13 @@ def collect(
 
 
 def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """The elementwise largest of what the ranks have; None if none has any."""
+    """The elementwise maximum over the ranks; None if none has a value."""
     found = [amax for amax in parts if amax is not None]
     return torch.stack(found).amax(0) if len(found) > 1 else next(iter(found), None)
 
 
 def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
-    """Whether ``tokens`` of ``total`` are enough to judge ``linears`` by; if not, the block's notes
-    name them.
-    """
+    """Whether ``tokens`` of ``total`` are enough to judge ``linears``; if not, notes say so."""
     if tokens >= min(LEAST_TOKENS, total):
         return True
     note = block.notes.setdefault("rounded by weight alone, tokens seen", {})
@@ -144,7 +141,7 @@ def count_tokens(batches: Sequence[Batch]) -> int:
 
 
 def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
-    """``(B, S)`` of all ranks' batches, in order: known of :class:`Batches`, else asked for."""
+    """``(B, S)`` of all ranks' batches, in order; gathered unless :class:`Batches` has them."""
     if isinstance(batches, Batches):
         return batches.shapes
     return ranks.all_gather_batches(
@@ -153,7 +150,7 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
 
 
 def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """This rank's of the first batches, as many as hold ``sequences`` sequences."""
+    """This rank's share of the first batches that hold ``sequences`` sequences."""
     count = held = 0
     for size, _ in batch_shapes(batches):
         if held >= sequences:
@@ -163,10 +160,9 @@ def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """The first batches, as many as hold ``sequences`` sequences: for objectives that run the whole
-    block.
+    """The first batches that hold ``sequences`` sequences, for objectives that run the whole block.
 
-    Every rank gets them all: it is the candidates of a search that are shared out.
+    All ranks get all of them: the candidates of a search are what is shared out.
     """
     own = own_subset(batches, sequences)
     return (

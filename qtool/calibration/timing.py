@@ -1,8 +1,8 @@
-"""Where a run's time goes, stage by stage.
+"""Measures where a run's time goes, phase by phase.
 
-``with stage("forward"):`` attributes the time inside to one stage; a stage inside another takes its
-time from the outer one, so that stages add up to the whole. On CUDA the marks are events on the
-stream: the device's time is measured and nothing waits for it. Without :func:`recording` a stage
+``with phase("forward"):`` attributes the time inside to one phase; a phase inside another takes its
+time from the outer one, so that phases add up to the whole. On CUDA the marks are events on the
+stream: the device's time is measured and nothing waits for it. Without :func:`recording` a phase
 costs nothing and records nothing.
 """
 
@@ -14,29 +14,29 @@ from threading import Lock
 
 import torch
 
-#: what time is attributed to that no stage claims
+#: what time is attributed to that no phase claims
 OTHER = "other"
 
 
-class Stages:
-    """Seconds by stage on ``device``.
+class PhaseTimer:
+    """Seconds by phase on ``device``.
 
     Attributes:
-        seconds: of the stages of the main thread; together they are its whole time.
-        behind: of the threads that read and write beside it.
+        seconds: of the phases of the main thread; together they are its whole time.
+        beside: of the threads that read and write beside it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
-        self.behind: dict[str, float] = defaultdict(float)
+        self.beside: dict[str, float] = defaultdict(float)
         self._lock = Lock()
         self._open = [OTHER]
         self._marks: list[tuple[torch.cuda.Event | float, str]] = []
         self.mark()
 
     def mark(self) -> None:
-        """From here on, time belongs to the innermost open stage."""
+        """From here on, time belongs to the innermost open phase."""
         now: torch.cuda.Event | float = time.perf_counter()
         if self.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
@@ -56,42 +56,42 @@ class Stages:
         del self._marks[:-1]
 
     def open(self, name: str) -> None:
-        """Begin a stage inside the one that is open."""
+        """Begin a phase inside the one that is open."""
         self._open.append(name)
         self.mark()
 
     def close(self) -> None:
-        """End the innermost stage."""
+        """End the innermost phase."""
         self._open.pop()
         self.mark()
 
     @contextmanager
     def thread(self, name: str) -> Iterator[None]:
-        """Attribute the time inside, in any thread, to ``behind[name]``."""
+        """Attribute the time inside, in any thread, to ``beside[name]``."""
         started = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self.behind[name] += time.perf_counter() - started
+                self.beside[name] += time.perf_counter() - started
 
 
-_active: Stages | None = None
+_active: PhaseTimer | None = None
 
 
 @contextmanager
-def recording(stages: Stages) -> Iterator[Stages]:
-    """Let :func:`stage` record into ``stages`` while open."""
+def recording(phases: PhaseTimer) -> Iterator[PhaseTimer]:
+    """Let :func:`phase` record into ``phases`` while open."""
     global _active
-    before, _active = _active, stages
+    before, _active = _active, phases
     try:
-        yield stages
+        yield phases
     finally:
         _active = before
 
 
 @contextmanager
-def stage(name: str) -> Iterator[None]:
+def phase(name: str) -> Iterator[None]:
     """Attribute the time inside to ``name``. Only for the thread that runs the blocks."""
     if _active is None:
         yield

@@ -1,4 +1,4 @@
-"""What calibration data may be given as: a name, a file, texts, token ids, a data set.
+"""Parses calibration data given as a name, a file, texts, token ids or a data set.
 
 | given                                     | is                                              |
 |-------------------------------------------|-------------------------------------------------|
@@ -63,7 +63,7 @@ class TokenIds:
 
 
 def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Documents | TokenIds:
-    """What ``given`` is; a corpus or a file is not read yet.
+    """The calibration data that ``given`` stands for; a corpus or a file is not read yet.
 
     Raises:
         QtoolError: nothing of the table above, no such corpus or file, or nothing in it.

@@ -32,7 +32,7 @@ def continued(
     seed: int,
     at_once: int | None = None,
 ) -> Tensor:
-    """Windows ``[B, length]`` on the CPU: ``beginnings [B, S]`` and what the model samples next.
+    """Windows ``[B, length]`` on the CPU: ``beginnings [B, S]`` and the model's samples after them.
 
     Nothing ends a window early: a token that ends a document is followed by what the model takes to
     come next.

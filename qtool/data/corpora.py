@@ -1,4 +1,4 @@
-"""Where text comes from: a named corpus or a file, local copies before the network.
+"""Loads the text of a named corpus or a file, from local copies before the network.
 
 A corpus has two roles, so that nothing is measured on the text it was fitted to: ``train``
 (calibration) and ``test`` (perplexity). A local copy of a role is looked for in ``data_dir``, else
@@ -140,8 +140,8 @@ def is_corpus(source: str) -> bool:
 def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corpus:
     """The ``split`` (train or test) of a named corpus, or the whole of the file ``source``.
 
-    Raises :class:`QtoolError` for an unknown name, an unreadable file, or a corpus neither local
-    nor reachable.
+    Raises:
+        QtoolError: an unknown name, an unreadable file, or a corpus neither local nor reachable.
     """
     if source not in SOURCES:
         return Corpus(Path(source).name, source, text_files.read(require_file(source)))
@@ -159,7 +159,7 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
 
 
 def require_file(source: str) -> Path:
-    """The path that ``source`` is, whether or not there is such a file.
+    """The path of ``source``, whether or not there is a file.
 
     Raises:
         QtoolError: it looks like the name of a corpus, and none has it.

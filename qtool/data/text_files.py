@@ -1,4 +1,4 @@
-"""Documents and chats out of a file, plain or compressed (.gz, .zst).
+"""Reads documents and chats from a file, plain or compressed (.gz, .zst).
 
 | ending              | rows                                                                |
 |---------------------|---------------------------------------------------------------------|

@@ -1,1 +1,1 @@
-"""One run in several processes: collectives over torch.distributed, and what supervises them."""
+"""One run in several processes: collectives over torch.distributed, and their supervision."""

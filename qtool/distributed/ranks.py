@@ -1,4 +1,4 @@
-"""One run in several processes: torch.distributed under ``torchrun`` or ``accelerate launch``.
+"""Collectives of one run in several processes, started by ``torchrun`` or ``accelerate launch``.
 
 Calibration batch i belongs to rank ``i mod R``. What is added up over batches is added in the order
 of the batches, and what is computed once is computed as one process would, so the result does not
@@ -39,7 +39,7 @@ PARCEL = 4096
 
 @dataclass
 class World:
-    """This process among all of them; ``device`` is what the collectives of tensors run on."""
+    """This process among all ranks; ``device`` runs the collectives of tensors."""
 
     rank: int = 0
     size: int = 1
@@ -55,7 +55,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return _world.size
 
 
@@ -67,8 +67,9 @@ def log(line: str) -> None:
 
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
-    """Be one of the ranks that the launcher started, on the device that it yields: ``cuda`` is
-    cuda:LOCAL_RANK.
+    """Join the ranks that the launcher started; yields this rank's device.
+
+    ``cuda`` becomes cuda:LOCAL_RANK.
 
     Raises:
         QtoolError: a device that the ranks cannot share out.
@@ -102,31 +103,31 @@ def _own_device(device: str) -> str:
         raise QtoolError(f"--device {device}: several ranks have a GPU each, pass --device cuda")
     if local >= there:
         raise QtoolError(
-            f"--device cuda: rank {local} of this machine has no GPU, it has {there}; start fewer ranks"
+            f"--device cuda: rank {local} of this machine has no GPU, it has {there}; start "
+            "fewer ranks"
         )
     return f"cuda:{local}"
 
 
 def local_items(items: Sequence[T]) -> list[T]:
-    """The items of this rank: every R-th."""
+    """The items of this rank: one in R."""
     return list(items[_world.rank :: _world.size])
 
 
 def all_gather_batches(own: Sequence[T]) -> list[T]:
-    """What the ranks have of each of their batches, in the order of all batches."""
+    """Values of the ranks' batches, in the order of all batches."""
     if _world.size == 1:
         return list(own)
     return interleave(all_gather(list(own)))
 
 
 def interleave(lists: Sequence[Sequence[T]]) -> list[T]:
-    """What :func:`all_gather` found of each rank's batches, in the order of all batches."""
+    """Lists of :func:`all_gather`, one a rank, as one list in the order of all batches."""
     return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
 def lockstep(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
-    """One's own items, then None while another rank has one more: every rank takes the same number
-    of turns.
+    """One's own items, then None until all ranks had the same number of turns.
 
     ``count``: how many items all ranks have, if that is known.
     """
@@ -139,17 +140,17 @@ def all_gather(value: T) -> list[T]:
     """``value`` of each rank, by rank; tensors in it go from device to device."""
     if _world.size == 1:
         return [value]
-    blob, tensors = serialization.take_apart(value)
+    blob, tensors = serialization.split_tensors(value)
     found = [
         pickle.loads(part)
-        for part in _gather(pickle.dumps((blob, serialization.describe(tensors))))
+        for part in _gather(pickle.dumps((blob, serialization.specs_of(tensors))))
     ]
-    own = serialization.buffer(found[_world.rank][1], _world.device)
+    own = serialization.empty_buffer(found[_world.rank][1], _world.device)
     serialization.pack(tensors, found[_world.rank][1], own)
-    buffers = _exchange(own, [serialization.size(described) for _, described in found])
+    buffers = _exchange(own, [serialization.size(specs) for _, specs in found])
     return [
-        value if owner == _world.rank else serialization.put_together(its_blob, described, buffer)
-        for owner, ((its_blob, described), buffer) in enumerate(zip(found, buffers, strict=True))
+        value if owner == _world.rank else serialization.join_tensors(its_blob, specs, buffer)
+        for owner, ((its_blob, specs), buffer) in enumerate(zip(found, buffers, strict=True))
     ]
 
 
@@ -195,20 +196,21 @@ def _all_gather_bytes(own: Tensor) -> list[Tensor]:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until all ranks are here."""
     all_gather(None)
 
 
 def broadcast(value: T) -> T:
-    """What rank 0 has."""
+    """The value of rank 0."""
     return all_gather(value if _world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def map_items(
     function: Callable[[T], S], items: Sequence[T], cost: Callable[[T], float] = lambda _: 1.0
 ) -> list[S]:
-    """``function`` of every item, each computed by one rank and known to all; the dearest are
-    shared out first.
+    """``function`` of all items, each computed by one rank and sent to all.
+
+    The dearest items are given out first.
     """
     return map_groups(lambda own: [function(item) for item in own], items, cost)
 
@@ -234,8 +236,9 @@ def map_groups(
 
 
 def map_scalars(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
-    """:func:`map_items` of a number ``[]`` float64 on the ranks' device, in one exchange that no
-    process waits for.
+    """:func:`map_items` for numbers ``[]`` float64 on the device, in one exchange.
+
+    No process waits for it.
     """
     own = [function(item) for item in local_items(items)]
     if _world.size == 1:
@@ -256,8 +259,9 @@ def local_rows(count: int, unit: int = 1) -> slice:
 
 
 def all_reduce(tensor: Tensor) -> None:
-    """The sum over the ranks, in place: the same on all of them, though its last bits depend on how
-    many they are.
+    """Add ``tensor`` up over the ranks, in place.
+
+    The sum is the same on all ranks; its last bits depend on their number.
     """
     if _world.size > 1:
         with _together():
@@ -265,8 +269,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 class OrderedSum:
-    """The sum of ``count`` numbers a batch, whichever rank has the batch, in the order of the
-    batches.
+    """A sum over batches in the order of the batches, whichever rank has which batch.
 
     While the next batch is computed the terms of the last one travel.
 
@@ -286,14 +289,15 @@ class OrderedSum:
 
     @property
     def tensor(self) -> Tensor:
-        """``[count]``, to which a batch's term is added before :meth:`step`: another one, of zeros,
-        after it.
+        """The term ``[count]`` of the current batch, to be added to before :meth:`step`.
+
+        After it this is another tensor, of zeros.
         """
         return self._term[: self._count]
 
     @property
     def memory(self) -> Tensor:
-        """What :attr:`tensor` is the beginning of."""
+        """The whole tensor of which :attr:`tensor` is the beginning."""
         return self._term
 
     def step(self) -> None:
@@ -331,7 +335,7 @@ class OrderedSum:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """A collective; where it fails because a rank is gone, the message is about that rank."""
+    """Run a collective; if a rank is gone, raise an error that says so."""
     try:
         yield
     except RuntimeError as error:

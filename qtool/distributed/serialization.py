@@ -1,5 +1,4 @@
-"""Any value as bytes and one buffer of all its tensors, so that those can travel from device to
-device.
+"""Splits any value into bytes and one buffer of its tensors, to send between devices.
 
 Pickle carries the rest between the ranks of one run, as torch's own collectives do; no file is ever
 unpickled.
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 #: shape, dtype and kind of device of each tensor, in order
-Described = list[tuple[tuple[int, ...], torch.dtype, str]]
+TensorSpecs = list[tuple[tuple[int, ...], torch.dtype, str]]
 
 #: bytes; tensors in a buffer begin at multiples of it
 ALIGNMENT = 16
@@ -44,49 +43,52 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[number]
 
 
-def take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    """``value`` without its tensors, and these."""
+def split_tensors(value: Any) -> tuple[bytes, list[Tensor]]:
+    """``value`` pickled without its tensors, and the tensors."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 
 
-def describe(tensors: Sequence[Tensor]) -> Described:
-    """What another process must know to make room for ``tensors``."""
+def specs_of(tensors: Sequence[Tensor]) -> TensorSpecs:
+    """Shapes, dtypes and devices, by which another process makes room for ``tensors``."""
     return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
 
 
-def size(described: Described) -> int:
+def size(specs: TensorSpecs) -> int:
     """The bytes of a buffer for the tensors."""
-    places = _places(described)
+    places = _places(specs)
     return places[-1].stop if places else 0
 
 
-def buffer(described: Described, device: str) -> Tensor:
-    """Room for the tensors, uint8, on ``device``."""
-    return torch.empty(size(described), dtype=torch.uint8, device=device)
+def empty_buffer(specs: TensorSpecs, device: str) -> Tensor:
+    """An uninitialized uint8 buffer for the tensors, on ``device``."""
+    return torch.empty(size(specs), dtype=torch.uint8, device=device)
 
 
-def pack(tensors: Sequence[Tensor], described: Described, into: Tensor) -> None:
+def pack(tensors: Sequence[Tensor], specs: TensorSpecs, into: Tensor) -> None:
     """Copy ``tensors`` into a buffer."""
-    for tensor, place in zip(tensors, _places(described), strict=True):
+    for tensor, place in zip(tensors, _places(specs), strict=True):
         into[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(into.device)
 
 
-def put_together(blob: bytes, described: Described, packed: Tensor) -> Any:
-    """The value; tensors that were on a CPU are on this one, others where the buffer is."""
+def join_tensors(blob: bytes, specs: TensorSpecs, packed: Tensor) -> Any:
+    """The value of :func:`split_tensors`, from its bytes and the buffer.
+
+    Tensors that were on a CPU are on this one, others where the buffer is.
+    """
     tensors = [
         packed[place].view(dtype).view(shape).to("cpu" if kind == "cpu" else packed.device)
-        for (shape, dtype, kind), place in zip(described, _places(described), strict=True)
+        for (shape, dtype, kind), place in zip(specs, _places(specs), strict=True)
     ]
     return _Unpickler(io.BytesIO(blob), tensors).load()
 
 
-def _places(described: Described) -> list[slice]:
-    """Where the bytes of each tensor lie in the buffer."""
+def _places(specs: TensorSpecs) -> list[slice]:
+    """The bytes of each tensor in the buffer."""
     places, start = [], 0
-    for shape, dtype, _ in described:
+    for shape, dtype, _ in specs:
         stop = start + torch.Size(shape).numel() * dtype.itemsize
         places.append(slice(start, stop))
         start = -(-stop // ALIGNMENT) * ALIGNMENT

@@ -67,7 +67,8 @@ class Watch:
                 lost += 1
                 if lost >= 3 and not self.stopped.is_set():
                     self._leave(
-                        "the store through which the ranks meet is gone, and rank 0 or its machine with it"
+                        "the store through which the ranks meet is gone, and rank 0 or its "
+                        "machine with it"
                     )
 
     def _look(self) -> None:
@@ -125,8 +126,9 @@ class Watch:
         os._exit(code)
 
     def fail(self) -> bool:
-        """This rank cannot go on and the others shall end; whether it is the first to, and so tells
-        why.
+        """Mark that this rank cannot go on, so that the others end; True if it is the first.
+
+        The first one says why.
         """
         first = True
         with contextlib.suppress(Exception):  # the store may be gone
@@ -171,9 +173,7 @@ def fail() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process. One of several ranks ends at once: a collective may be under way in a
-    thread.
-    """
+    """End the process, at once if there are several ranks: a thread may be in a collective."""
     if _watch:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Evaluation: perplexity, zero-shot tasks through lm-eval, comparison with a baseline."""

@@ -1,4 +1,4 @@
-"""Activation ranges: the largest input of every channel of chosen linears, on a few windows.
+"""Activation ranges: the largest input of each channel of chosen linears, on a few windows.
 
 The picture of outliers: what a transform does to the channels that would set the scale for all
 others. Of each group of linears that read the same input one is shown, in the block where the

@@ -8,7 +8,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.eval import saved
-from qtool.eval.evaluate import ask
+from qtool.eval.evaluate import load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.source import DEMO
@@ -33,14 +33,14 @@ def evaluate_checkpoints(
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
 
     Args:
-        save: keep both in the model's eval.json and use again what is there.
+        save: save both in the model's eval.json and use again what is saved there.
         kv: KV-cache quantizer of the model while it is evaluated, by default its own; the baseline
             keeps its own.
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
-        deterministic: in the arithmetic that is the same on every device, not as served.
-        options: of :func:`qtool.eval.evaluate.ask`.
+        deterministic: with the same bits on all devices, not as served.
+        options: of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
         QtoolError: an unknown KV quantizer or format, or one that the model cannot have; a format
@@ -66,7 +66,9 @@ def evaluate_checkpoints(
         name: str | PathLike[str], kv: str | None = None, as_export: str | None = None
     ) -> Results:
         directory = directory_of(name)
-        asked = ask(tasks, load_tokenizer(directory), deterministic=deterministic, **options)
+        loaded_tasks = load_tasks(
+            tasks, load_tokenizer(directory), deterministic=deterministic, **options
+        )
         where: dict[str, Any] = {
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,
@@ -75,10 +77,14 @@ def evaluate_checkpoints(
         if as_export is not None:
             made = partial(load_as_export, directory, as_export, **where)
         if save:
-            return saved.answers(
-                asked, saved.identity(directory), made, store, saved.environment(device, kv, dtype)
+            return saved.results(
+                loaded_tasks,
+                saved.identity(directory),
+                made,
+                store,
+                saved.environment(device, kv, dtype),
             )
         loaded = made()
-        return Results([result for one in asked for result in one.answer(loaded)])
+        return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
 
     return run(model, kv, as_export), run(compare) if compare else None

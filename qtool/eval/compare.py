@@ -1,4 +1,4 @@
-"""A model beside its baseline on the same tasks: the changes, their standard errors, the table.
+"""Compares a model with its baseline on the same tasks, with standard errors.
 
 A perplexity's change is the rise of log-perplexity in nats a token (on text sampled from the
 baseline itself it is the KL divergence to it); any other metric's is the difference. Where both
@@ -39,7 +39,7 @@ class Delta:
 
     @property
     def ratio(self) -> float:
-        """Of the perplexities, where the change is that of a logarithm; else of the values."""
+        """Ratio of the perplexities if the change is that of a logarithm, else of the values."""
         if self.is_log:
             return math.exp(self.change) if self.change < 700 else math.inf
         return self.value / self.baseline if self.baseline else math.nan

@@ -1,4 +1,4 @@
-"""``demo_choice``: a zero-shot task on the demo's held-out text, which needs no network or data.
+"""``demo_choice``: a zero-shot task on the demo's held-out text, without network or data.
 
 After 64 tokens of the text, which 16 tokens come next: the true ones, or those of three other
 places (chance: 25 %)? Places do not overlap and the draw is seeded, so a model and its quantized

@@ -1,4 +1,4 @@
-"""The same hidden states on every device: an option for models with quantized activations.
+"""Hidden states with the same bits on all devices, for models with quantized activations.
 
 Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary gets
 another code, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two

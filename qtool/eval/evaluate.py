@@ -18,16 +18,16 @@ from qtool.eval.results import Metric, Results, TaskResult
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task whose text or questions are loaded; ``answer`` asks a model.
+class LoadedTask:
+    """A task with its text or questions loaded; ``evaluate`` gives a model's results.
 
-    Answers with equal ``facts`` are answers to the same questions in the same arithmetic. The batch
-    size is none of the facts: it only moves the last digits.
+    Results with equal ``facts`` are of the same questions in the same arithmetic. The batch size is
+    not among the facts, since it only moves the last digits.
     """
 
     name: str
     facts: dict[str, Any]
-    answer: Callable[[PreTrainedModel], list[TaskResult]]
+    evaluate: Callable[[PreTrainedModel], list[TaskResult]]
 
 
 def evaluate(
@@ -35,14 +35,13 @@ def evaluate(
 ) -> Results:
     """Results of ``tasks`` on ``model``, in order.
 
-    Options are those of :func:`ask`; errors those of ``ask``, ``perplexity`` and ``zero_shot``.
+    Options are those of :func:`load_tasks`; errors also those of ``perplexity`` and ``zero_shot``.
     """
-    return Results(
-        [result for asked in ask(tasks, tokenizer, **options) for result in asked.answer(model)]
-    )
+    loaded = load_tasks(tasks, tokenizer, **options)
+    return Results([result for task in loaded for result in task.evaluate(model)])
 
 
-def ask(
+def load_tasks(
     tasks: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -51,18 +50,18 @@ def ask(
     data_dir: str | Path | None = None,
     batch_size: int = 4,
     deterministic: bool = False,
-) -> list[Asked]:
-    """Load the text or the questions of every task.
+) -> list[LoadedTask]:
+    """Load the text or the questions of all tasks.
 
-    It needs no model: a misspelt last name costs seconds, not hours.
+    No model is needed, so a misspelt name costs seconds, not hours.
 
     Args:
         seqlen: tokens a window of a perplexity.
         limit: at most so many windows of a perplexity or questions of a task.
         data_dir: local copies of corpora and tasks.
         batch_size: windows or questions a forward.
-        deterministic: evaluate in the arithmetic that is the same on every device; by default a
-            model is evaluated as it is served.
+        deterministic: compute with the same bits on all devices; by default a model is evaluated
+            as it is served.
 
     Raises:
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
@@ -78,7 +77,7 @@ def ask(
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
             facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
-            answer: Callable[..., list[TaskResult]] = partial(
+            evaluate_task: Callable[..., list[TaskResult]] = partial(
                 _perplexity, corpus, seqlen=seqlen, **how
             )
         else:
@@ -92,15 +91,15 @@ def ask(
                 "limit": limit,
                 "lm_eval": version("lm_eval"),
             }
-            answer = partial(
+            evaluate_task = partial(
                 zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
             )
-        found.append(Asked(name, facts | {"deterministic": deterministic}, answer))
+        found.append(LoadedTask(name, facts | {"deterministic": deterministic}, evaluate_task))
     return found
 
 
 def task_names(data_dir: str | Path | None = None) -> dict[str, list[str]]:
-    """The names that :func:`ask` knows, by kind: ``perplexity``, ``local`` and ``lm-eval``.
+    """The names that :func:`load_tasks` knows, by kind: ``perplexity``, ``local`` and ``lm-eval``.
 
     ``local`` tasks need no network: ``demo_choice`` and the files in ``data_dir``. Reading
     lm-eval's index takes seconds.

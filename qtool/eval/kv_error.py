@@ -24,7 +24,7 @@ class KVError:
 
 @torch.no_grad()
 def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
-    """The error of every block on ``windows [b, s]``; empty for a cache that is not quantized."""
+    """The error of each block on ``windows [b, s]``; empty for a cache that is not quantized."""
     if getattr(model.get_decoder(), "kv_quantizer", None) is None:
         return []
     sums: list[list[Tensor]] = []

@@ -65,7 +65,7 @@ AGGREGATION = {
 
 
 def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
-    """Name and file of every task in ``DATA_DIR/tasks`` (``data_dir``, else ``QTOOL_DATA_DIR``)."""
+    """Name and file of each task in ``DATA_DIR/tasks`` (``data_dir``, else ``QTOOL_DATA_DIR``)."""
     directory = corpora.data_directory(data_dir)
     return (
         {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))}

@@ -1,4 +1,4 @@
-"""Results of an evaluation, as plain data that goes to JSON and back.
+"""Results of an evaluation as plain data, to JSON and back.
 
 Errors are standard errors (``stderr``) wherever they are data, and the half-widths of 95 %
 intervals, :data:`INTERVAL` standard errors, wherever a person reads ±.
@@ -52,8 +52,8 @@ class TaskResult:
         details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
             (nats a token, one a window); of a zero-shot task lm-eval's version of the task,
             questions (their sha256), items (by metric, one number a question).
-        deterministic: evaluated in the arithmetic that is the same on every device, and not as
-            served (:mod:`qtool.eval.deterministic`).
+        deterministic: evaluated with the same bits on all devices, and not as served
+            (:mod:`qtool.eval.deterministic`).
     """
 
     task: str
@@ -73,7 +73,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of one model, in the order the tasks were asked for."""
+    """The results of one model, in the order of the tasks."""
 
     tasks: list[TaskResult]
 
@@ -114,7 +114,7 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every infinite or NaN number in it, at any depth, replaced by None."""
+    """``value`` with None in place of infinite and NaN numbers, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,11 +1,10 @@
-"""``eval.json``: finished evaluations beside the model, to be used again and shown in a report.
+"""``eval.json``: saved results of evaluations, beside the model.
 
-An answer is used again only where everything is equal: the model (:func:`identity`), what was asked
-and in which arithmetic (:class:`qtool.eval.evaluate.Asked`), the kind of device and the versions
-that computed it. The file
-is written after every task, so an interrupted evaluation goes on where it was. The baseline's
-answers are kept in the file of the model that is compared with it: a baseline's own directory is
-never written.
+A saved result is used again only where everything is equal: the model (:func:`identity`), the
+questions and the arithmetic (:class:`qtool.eval.evaluate.LoadedTask`), the kind of device and the
+versions that computed it. The file is written after each task, so an interrupted evaluation
+continues where it was. A baseline's results are saved in the file of the model that is compared
+with it; the baseline's own directory is never written.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.eval.evaluate import Asked
+from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, finite, from_json
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
@@ -30,8 +29,8 @@ FILE = "eval.json"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """``tasks`` answer ``facts``, asked of the model with identity ``model``."""
+class SavedResult:
+    """Results ``tasks`` of the model with identity ``model``, computed under ``facts``."""
 
     model: str
     facts: dict[str, Any]
@@ -39,7 +38,7 @@ class Answer:
 
 
 def identity(directory: Path) -> str:
-    """What tells a model from another and survives a copy.
+    """A hash that tells a model from others and survives a copy.
 
     Of a checkpoint that qtool wrote it is the hash of its files' recorded hashes; of any other
     model :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
@@ -53,14 +52,14 @@ def identity(directory: Path) -> str:
 
 
 def environment(device: str, kv: str | None = None, dtype: str | None = None) -> dict[str, str]:
-    """What moves a result: the kind of device, versions, and a KV quantizer or dtype given."""
+    """Facts that change a result: kind of device, versions, a given KV quantizer or dtype."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    asked = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
-    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | asked
+    given = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
+    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | given
 
 
-def read(directory: Path) -> list[Answer]:
-    """The answers in ``directory``; none if it has no ``eval.json``.
+def read(directory: Path) -> list[SavedResult]:
+    """The saved results in ``directory``; none if it has no ``eval.json``.
 
     Raises:
         QtoolError: the file is damaged.
@@ -71,29 +70,29 @@ def read(directory: Path) -> list[Answer]:
     try:
         found = json.loads(path.read_text())["answers"]
         return [
-            Answer(a["model"], a["facts"], from_json(json.dumps({"tasks": a["tasks"]})).tasks)
+            SavedResult(a["model"], a["facts"], from_json(json.dumps({"tasks": a["tasks"]})).tasks)
             for a in found
         ]
     except (OSError, ValueError, KeyError, TypeError, QtoolError) as error:
         raise QtoolError(f"{path} is damaged ({error}): remove it and evaluate again") from None
 
 
-def keep(directory: Path, answer: Answer) -> None:
-    """Add ``answer`` to the file, instead of an earlier one to the same question."""
-    others = [a for a in read(directory) if (a.model, a.facts) != (answer.model, answer.facts)]
-    write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, answer]]}))
+def save(directory: Path, saved: SavedResult) -> None:
+    """Add ``saved`` to the file, in place of an earlier one of the same model and facts."""
+    others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
+    write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, saved]]}))
 
 
-def answers(
-    asked: Sequence[Asked],
+def results(
+    tasks: Sequence[LoadedTask],
     model: str,
     load: Callable[[], PreTrainedModel],
     store: Path,
     environment: dict[str, str],
 ) -> Results:
-    """The results of ``asked`` on the model with identity ``model``.
+    """The results of ``tasks`` on the model with identity ``model``.
 
-    The model is loaded only if an answer is not in ``store``.
+    The model is loaded only if a result is not saved in ``store``.
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
@@ -103,13 +102,13 @@ def answers(
             f"{store} is not writable: results cannot be kept in its {FILE}; "
             "evaluate without --save"
         )
-    known, loaded, results = read(store), None, []
-    for one in asked:
-        facts = one.facts | environment
-        answer = next((a for a in known if (a.model, a.facts) == (model, facts)), None)
-        if answer is None:
+    known, loaded, found = read(store), None, []
+    for task in tasks:
+        facts = task.facts | environment
+        saved = next((a for a in known if (a.model, a.facts) == (model, facts)), None)
+        if saved is None:
             loaded = loaded or load()
-            answer = Answer(model, facts, one.answer(loaded))
-            keep(store, answer)
-        results += answer.tasks
-    return Results(results)
+            saved = SavedResult(model, facts, task.evaluate(loaded))
+            save(store, saved)
+        found += saved.tasks
+    return Results(found)

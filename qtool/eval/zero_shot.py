@@ -52,7 +52,7 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
 
 
 def all_tasks(data_dir: str | Path | None = None) -> list[str]:
-    """Every name that :func:`load` knows, those that need no network first."""
+    """The names that :func:`load` knows, those that need no network first."""
     return list(dict.fromkeys([*available_tasks(data_dir), *lm_eval_tasks()]))
 
 

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.exchange import targets
-from qtool.exchange.affine import asymmetric_4
-from qtool.exchange.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
+from qtool.exchange.formats.affine import asymmetric_4
+from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.exchange.target import TOKEN_INT8, Target
+from qtool.format import native_format
 from qtool.io.source import read_config
 from qtool.models import family_of
-from qtool.pipeline.job import native_format
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
@@ -143,7 +143,7 @@ def _exported(
 
 
 class _Fp8Cache:
-    """Stands before a cache, or before none, and rounds what enters it."""
+    """Wraps a cache, or none, and rounds the keys and values that enter it."""
 
     def __init__(self, cache: Any, scales: list[Tensor]) -> None:
         self.cache, self.scales = cache, scales

@@ -1,6 +1,6 @@
-"""One conversion of a checkpoint, shard by shard: what exports and imports share.
+"""Converts a checkpoint shard by shard, for exports and imports.
 
-A conversion says which linear a tensor of the source belongs to and what becomes of it;
+A conversion says which linear a tensor of the source belongs to and how it is converted;
 :func:`convert` streams the source file by file, checks each file against its recorded hash, and
 keeps a record, so that a killed conversion that is run again continues, to the same bytes.
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from qtool.errors import NoSpace, QtoolError
 from qtool.exchange.target import as_dtype
+from qtool.io.finite import finite
 from qtool.io.integrity import recorded_hashes, require_file_intact
 from qtool.io.output import Output
+from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
-from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.streaming.embedding_and_head import finite
 from qtool.progress import Progress
 
 Tensors = Iterator[tuple[str, Tensor]]
@@ -41,7 +41,7 @@ class Metadata:
 
 
 class Conversion(ABC):
-    """What becomes of every tensor of ``source``.
+    """Says how each tensor of ``source`` is converted.
 
     Attributes:
         identity: facts by name that must be equal for a killed conversion to be continued.
@@ -54,10 +54,10 @@ class Conversion(ABC):
 
     @abstractmethod
     def owner(self, name: str) -> str | None:
-        """What tensor ``name`` is converted with: its linear, or itself; None leaves it out."""
+        """The linear that tensor ``name`` belongs to, or ``name`` itself; None leaves it out."""
 
     def specs(self, owner: str) -> Tensors:
-        """The names and tensors that ``owner`` becomes, on ``meta``; here itself."""
+        """Names and tensors converted from ``owner``, on ``meta``; by default itself."""
         entry = self.source.entry(owner)
         yield owner, torch.empty(entry.shape, dtype=self.dtype or entry.dtype, device="meta")
 
@@ -72,11 +72,11 @@ class Conversion(ABC):
 
     @abstractmethod
     def metadata(self) -> Metadata:
-        """What is written when all shards are there."""
+        """The JSON files to write when all shards are there."""
 
 
 def convert(work: Conversion, out: Path, progress: Progress | None = None) -> list[Json]:
-    """Write what ``work`` makes of its source to the directory ``out``; returns each shard's notes.
+    """Convert ``work``'s source into the directory ``out``; returns each shard's notes.
 
     ``OUT.run.json`` beside it holds the time and memory it took. A conversion that was done before
     is not done again.
@@ -113,7 +113,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
 
 
 def _shards(work: Conversion) -> dict[Path, list[str]]:
-    """The owners of the tensors in every file of the source, each where its first tensor is."""
+    """The owners of the tensors in each file of the source, placed where their first tensor is."""
     shards: dict[Path, list[str]] = {}
     placed = set()
     for name, entry in work.source.entries.items():
@@ -125,11 +125,11 @@ def _shards(work: Conversion) -> dict[Path, list[str]]:
 
 
 def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> None:
-    """Write shard ``number``: what ``owners`` become."""
+    """Write shard ``number``: the tensors converted from ``owners``."""
     notes: Json = {}
     specs = {name: spec for owner in owners for name, spec in work.specs(owner)}
     tensors = (pair for owner in owners for pair in work.tensors(owner, notes))
-    output.put(number, specs, tensors, notes)
+    output.write_shard(number, specs, tensors, notes)
 
 
 def _finish(output: Output, work: Conversion) -> None:

@@ -1,4 +1,6 @@
-"""Write a native checkpoint in another loader's format; nothing is quantized anew in silence.
+"""Writes a native checkpoint in another loader's format.
+
+What cannot be written exactly is noted, never quantized anew in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear
 is converted and read back as its loader would: the relative distance of the two weights is
@@ -9,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,12 +19,12 @@ from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.target import Target, native_activations
-from qtool.format import LinearFormat
+from qtool.format import LinearFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.models import Family, Heads, family_of
-from qtool.pipeline.job import native_format
-from qtool.pipeline.verify import linear_shape, load_linear
+from qtool.models.architecture import dtype_name
 from qtool.runtime.packed_kv import NEUTRAL, attention_name
+from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
 
 #: what the record of a shard calls the distances
@@ -33,7 +34,7 @@ KV_SCALES = ("k_scale", "v_scale")
 
 @dataclass
 class Exported:
-    """What an export wrote, and what it changed.
+    """The result of an export: its directory, errors and notes.
 
     Attributes:
         errors: relative Frobenius distance between the weight in the new file and ours, by linear.
@@ -170,7 +171,7 @@ class _Export(Conversion):
             heads = Heads.of(self.family.settings(config))
             config.setdefault("num_key_value_heads", heads.kv)
         if self.target.dtype is not None:
-            config["dtype"] = _dtype_name(self.target.dtype)
+            config["dtype"] = dtype_name(self.target.dtype)
             config.pop("torch_dtype", None)
         facts = {
             "exported from": self.source.directory.name,
@@ -214,9 +215,9 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
 
 
 def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:
-    """What is rounded besides weights, in a model whose config.json says ``dtype``."""
+    """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
     if target.dtype is not None:
-        theirs = _dtype_name(target.dtype)
+        theirs = dtype_name(target.dtype)
         note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"
         return [] if dtype == theirs else [f"{note}, as the kernels want"]
     # an import keeps the dtype of the scales that it finds
@@ -226,7 +227,3 @@ def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str
             f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}"
         ]
     return []
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,7 +6,13 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.exchange import targets
-from qtool.exchange.target import Target, file_group_size, fused_shards_agree, kind_of, size_text
+from qtool.exchange.target import (
+    Target,
+    file_group_size,
+    fused_shards_agree,
+    scheme_and_group,
+    size_text,
+)
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, Heads, family_of
 
@@ -20,17 +26,17 @@ def exported_formats(
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
 ) -> ByLinear:
-    """The format of every linear of the blocks of ``config``, routers among them.
+    """The format of each linear of the blocks of ``config``, routers among them.
 
     Raises:
         QtoolError: what ``target`` cannot express, and the formats that would take all of it.
     """
     _require_exportable(checkpoint_format, config)
-    asked = checkpoint_format, config, tensor_parallel
+    model = checkpoint_format, config, tensor_parallel
     try:
-        return _formats(target, *asked)
+        return _formats(target, *model)
     except QtoolError as error:
-        others = [name for name, other in targets.TARGETS.items() if _takes(other, *asked)]
+        others = [name for name, other in targets.TARGETS.items() if _takes(other, *model)]
         can = (
             f"formats that can: {', '.join(others)}"
             if others
@@ -48,20 +54,20 @@ def formats_that_take(
         QtoolError: no format can hold such a model, and why.
     """
     _require_exportable(checkpoint_format, config)
-    asked = checkpoint_format, config, tensor_parallel
-    return [name for name, target in targets.TARGETS.items() if _takes(target, *asked)]
+    model = checkpoint_format, config, tensor_parallel
+    return [name for name, target in targets.TARGETS.items() if _takes(target, *model)]
 
 
-def _takes(target: Target, *asked: Any) -> bool:
+def _takes(target: Target, *model: Any) -> bool:
     try:
-        _formats(target, *asked)
+        _formats(target, *model)
     except QtoolError:
         return False
     return True
 
 
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
-    """Refuse what no format can hold."""
+    """Refuse models that no format can hold."""
     family = family_of(config["model_type"])
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
@@ -188,7 +194,7 @@ def _ranks(
 
 def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
     """Refuse mixtures where the format has one setting for all linears."""
-    kinds = {kind for found in formats.values() if (kind := kind_of(found))}
+    kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
         listed = ", ".join(
             f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)

@@ -28,11 +28,11 @@ from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors
 from qtool.exchange.source_format import SYMMETRIC, ZERO_POINTS, Grid, SourceFormat, grid_of
 from qtool.exchange.sources import describe
 from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.io.check_source import check_source
 from qtool.io.source import Checkpoint
+from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import family_of
-from qtool.pipeline.job import Job
-from qtool.pipeline.quantize import check_source
-from qtool.pipeline.tile_fit import ROW_MAJOR
+from qtool.models.architecture import Architecture
 from qtool.schemes import Params
 
 PERMUTATION = "permutation"
@@ -52,7 +52,7 @@ class Imported:
 def import_checkpoint(
     source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
 ) -> Imported:
-    """Make the native checkpoint ``out`` of the quantized ``source``, every weight as it is.
+    """Make the native checkpoint ``out`` of the quantized ``source``, with its codes unchanged.
 
     Args:
         layout: of every linear; by default the one that quantizing chooses, row-major where its
@@ -169,7 +169,7 @@ class _Import(Conversion):
 
 
 def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
-    """Every quantized linear and its ``(N, K)``."""
+    """The quantized linears and their ``(N, K)``."""
     model = family_of(source.config["model_type"])
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)
@@ -204,15 +204,14 @@ def _plain(
     Raises:
         QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
     """
-    model = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    job = Job.of(model, recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, SYMMETRIC))
-    shapes = check_source(source, job, linears)
+    model = Architecture(source.config, family_of(source.config["model_type"]))
+    shapes = check_source(source, model, linears)
     for name in source.entries:
         linear, _, part = name.rpartition(".")
         strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
             raise QtoolError(
-                f"{name}: not a tensor of a {job.family.name} model; refusing to lose it"
+                f"{name}: not a tensor of a {model.family.name} model; refusing to lose it"
             )
     return set(shapes)
 
@@ -240,20 +239,20 @@ def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> Lin
         QtoolError: ``layout`` cannot hold its shape.
     """
     scheme = ZERO_POINTS if zero_points and grid.group_size is None else SYMMETRIC
-    default = recipes.load(scheme).layers[0].layout or ROW_MAJOR[4]
+    default = recipes.load(scheme).layers[0].layout or ROW_MAJOR.name
     made = LinearFormat(scheme, grid.group_size, layout or default, grid.scales)
     try:
         made.require(name, grid.n, grid.k)
     except QtoolError:
         if layout is not None:
             raise
-        made = LinearFormat(scheme, grid.group_size, ROW_MAJOR[4], grid.scales)
+        made = LinearFormat(scheme, grid.group_size, ROW_MAJOR.name, grid.scales)
         made.require(name, grid.n, grid.k)
     return made
 
 
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
-    """One rule if all linears are alike; else the rarer formats by the names of their linears."""
+    """One rule if all linears have one format; else rules by name for the rarer formats."""
     family = family_of(source.config["model_type"])
     settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a foreign 4-bit format that can be imported is: how its linears are stored.
+"""The protocol of a foreign 4-bit format that can be imported.
 
 A checkpoint is described once, from its ``quantization_config``; what no scheme of ours holds
 (other widths, quantized activations) is refused there, with the reason. Group sizes, zero points
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import Affine
+from qtool.exchange.formats.affine import Affine
 from qtool.exchange.target import ANY, size_text
 from qtool.io.source import Checkpoint
+from qtool.models.architecture import dtype_name
 
 #: the schemes that linears become: those whose zero points are all 8, and those with others
 SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
@@ -30,7 +31,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How the linears of a foreign checkpoint are stored.
+    """The format of a foreign checkpoint's linears.
 
     Attributes:
         name: what messages call the format.
@@ -69,7 +70,7 @@ class SourceFormat:
 
 @dataclass(frozen=True)
 class Grid:
-    """How the weight ``[n, k]`` of a linear is quantized.
+    """The quantization grid of a linear's weight ``[n, k]``.
 
     Attributes:
         group_size: None is the whole channel. scales: their dtype.
@@ -136,7 +137,7 @@ def grid_of(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[i
             f"{SYMMETRIC} has no zero points and {ZERO_POINTS} has one a channel, so that only "
             f"rounding anew could bring it in; {INSTEAD}"
         )
-    return Grid(n, k, size, str(scales.dtype).removeprefix("torch."), bad > 0, order)
+    return Grid(n, k, size, dtype_name(scales.dtype), bad > 0, order)
 
 
 def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:

@@ -1,10 +1,10 @@
-"""The quantized formats that can be imported, by ``quant_method``; what to do with others."""
+"""The quantized formats that can be imported, by ``quant_method``, and advice on others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.exchange import auto_round, awq, compressed_tensors, gptq
+from qtool.exchange.formats import auto_round, awq, compressed_tensors, gptq
 from qtool.exchange.source_format import INSTEAD, Config, SourceFormat
 
 SOURCES: dict[str, Callable[[Config], SourceFormat]] = {

@@ -1,4 +1,4 @@
-"""What a format to export to is: pure functions from codes to the tensors of another loader."""
+"""The protocol of an export format: pure functions from codes to another loader's tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Target(ABC):
     about: str
     #: scheme -> group sizes (None: per channel) the format can express
     expressible: Mapping[str, tuple[int | None, ...]]
-    #: N and K of a linear (of one tensor-parallel rank) are multiples of these
+    #: N and K of a linear (of one tensor-parallel rank) are multiples of these two
     tile: tuple[int, int]
     #: every linear of a block must have one and the same format
     uniform: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class Target(ABC):
         return ""
 
     def cautions_experts(self, found: LinearFormat) -> str:
-        """What loaders cannot do with routed experts in this format; nothing if all can."""
+        """A caution where only some loaders run routed experts in this format; empty if all can."""
         return ""
 
     def takes_gathered(self, found: LinearFormat) -> bool:
@@ -97,7 +97,7 @@ class Target(ABC):
         """The ``quantization_config`` of config.json; a format None is a linear in 16 bit."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """What attention stores for kv8's scales ``[H, D]``; nothing if the format has no place."""
+        """The tensors of attention for kv8's scales ``[H, D]``; none if the format has no place."""
         return {}
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -106,7 +106,7 @@ class Target(ABC):
 
 
 def size_text(group_size: int | None) -> str:
-    """A group size as a person reads it."""
+    """A group size as text for people."""
     return "channel" if group_size is None else str(group_size)
 
 
@@ -125,13 +125,13 @@ def native_activations(linear_format: LinearFormat) -> str:
     )
 
 
-def only(formats: Formats) -> LinearFormat:
-    """The one format of a uniform target's linears."""
+def one_format(formats: Formats) -> LinearFormat:
+    """The format that all linears of a uniform target share."""
     return next(found for found in formats.values() if found is not None)
 
 
-def kind_of(found: LinearFormat | None) -> tuple[str, int | None] | None:
-    """Scheme and group size of a linear: all of its format that a foreign file shows."""
+def scheme_and_group(found: LinearFormat | None) -> tuple[str, int | None] | None:
+    """Scheme and group size of a linear, all of its format that a foreign file shows."""
     return (found.scheme, found.group_size) if found else None
 
 
@@ -177,14 +177,14 @@ def half(scale: Tensor) -> Tensor:
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
-    """Refuse linears that run as one (q, k, v; gate, up; experts) but are not stored alike.
+    """Refuse linears that run as one (q, k, v; gate, up; experts) but are stored differently.
 
     Raises:
         QtoolError: naming two that differ.
     """
     first = formats[fused[0]]
     for name in fused[1:]:
-        if kind_of(formats[name]) != kind_of(first):
+        if scheme_and_group(formats[name]) != scheme_and_group(first):
             raise QtoolError(
                 f"{name} is {_described(formats[name])}, {fused[0]} is {_described(first)}: "
                 "serving stacks run the two as one linear, so they must be stored alike; use one "

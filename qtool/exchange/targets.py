@@ -1,13 +1,13 @@
-"""Every format an export writes, by name."""
+"""The table of export formats, by name."""
 
 from qtool import plugins
 from qtool.errors import QtoolError
-from qtool.exchange.awq import Awq
-from qtool.exchange.compressed_tensors import COMPRESSED_TENSORS
-from qtool.exchange.gptq import Gptq
-from qtool.exchange.marlin import MARLIN_FILES
-from qtool.exchange.qqq import Qqq
-from qtool.exchange.qserve import QServe
+from qtool.exchange.formats.awq import Awq
+from qtool.exchange.formats.compressed_tensors import COMPRESSED_TENSORS
+from qtool.exchange.formats.gptq import Gptq
+from qtool.exchange.formats.marlin import MARLIN_FILES
+from qtool.exchange.formats.qqq import Qqq
+from qtool.exchange.formats.qserve import QServe
 from qtool.exchange.target import Target
 
 TARGETS: dict[str, Target] = {

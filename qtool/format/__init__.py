@@ -1,4 +1,4 @@
-"""The native format: what a packed linear and a native checkpoint are.
+"""The native format of a packed linear and of a checkpoint.
 
 It is the one statement behind the plan's sizes, the writer, the loader, ``verify``, the exports and
 the serving plugin. It is plain data with no model in it.
@@ -11,6 +11,7 @@ from qtool.format.checkpoint import (
     WEIGHTS_FIELD,
     CheckpointFormat,
     Rule,
+    native_format,
 )
 from qtool.format.linear import SLAB_ROWS, LinearFormat
 
@@ -23,4 +24,5 @@ __all__ = [
     "CheckpointFormat",
     "LinearFormat",
     "Rule",
+    "native_format",
 ]

@@ -1,4 +1,4 @@
-"""How a whole checkpoint is stored: the rules that give each linear its format.
+"""The format of a whole checkpoint: rules that give each linear its format.
 
 ``config.json`` holds them as ``quantization_config``.
 """
@@ -16,13 +16,17 @@ QUANT_METHOD = "qtool"
 #: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` names
 #: none, so a transformers that does not know qtool stops at it instead of loading random linears
 WEIGHTS_FIELD = "transformers_weights"
-NOTICE = "this checkpoint is quantized by qtool; run `import qtool.transformers` before `from_pretrained`"
+NOTICE = (
+    "this checkpoint is quantized by qtool; run `import qtool.transformers` "
+    "before `from_pretrained`"
+)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Linears whose full name matches the regex ``match`` are stored as ``format``; None leaves 16
-    bit.
+    """Linears whose full name matches the regex ``match`` are stored as ``format``.
+
+    None leaves them in 16 bits.
     """
 
     match: str
@@ -102,6 +106,17 @@ class CheckpointFormat:
             return cls(config["scheme"], rules, tuple(config.get("permuted", ())), config.get("kv"))
         except (KeyError, TypeError, ValueError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
+
+
+def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
+    """The format of a native checkpoint.
+
+    Raises:
+        QtoolError: the model is not quantized, or not by qtool.
+    """
+    if "quantization_config" not in config:
+        raise QtoolError("the model is not quantized: config.json has no quantization_config")
+    return CheckpointFormat.from_dict(config["quantization_config"])
 
 
 def _rule(rule: dict[str, Any]) -> Rule:

@@ -1,4 +1,4 @@
-"""How one linear is stored: its scheme, its layout, and the tensors that follow from both.
+"""The format of one linear: its scheme, its layout, and the tensors that follow from both.
 
 A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor a
 scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if it
@@ -23,7 +23,7 @@ SLAB_ROWS = 256
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """How one linear is stored.
+    """The format of one stored linear.
 
     Args:
         scheme, group_size, layout: their names; ``group_size`` None is the whole channel.
@@ -44,8 +44,10 @@ class LinearFormat:
         return layouts.get(self.layout)
 
     def require(self, name: str, n: int, k: int) -> None:
-        """Raise QtoolError, naming the linear, unless scheme and layout can hold a weight ``[n,
-        k]``.
+        """Refuse a linear ``name`` whose weight ``[n, k]`` scheme or layout cannot hold.
+
+        Raises:
+            QtoolError: naming the linear.
         """
         layout, scheme = self.layout_object, self.scheme_object
         if layout.bits != scheme.code_bits:

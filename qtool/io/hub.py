@@ -9,7 +9,7 @@ PROBE_SECONDS = 5.0
 
 @cache
 def reachable() -> bool:
-    """True if the hub (or its mirror, ``HF_ENDPOINT``) answers within :data:`PROBE_SECONDS`.
+    """Whether the Hugging Face hub (or its mirror, ``HF_ENDPOINT``) answers.
 
     A process asks once. False where the user asked for offline mode (``HF_HUB_OFFLINE=1``).
     """
@@ -44,7 +44,7 @@ def offline() -> Iterator[None]:
 
 @contextmanager
 def access() -> Iterator[None]:
-    """The hub as it is: on line where it answers, :func:`offline` where it does not."""
+    """Go online where the hub answers, :func:`offline` where it does not, while open."""
     if reachable():
         yield
     else:

@@ -1,4 +1,4 @@
-"""The check that a checkpoint's shards still are the bytes that qtool.json has hashes of.
+"""Checks that a checkpoint's shards are still the bytes whose hashes qtool.json has.
 
 ``verify`` reports every difference; what reads weights to compute or to convert calls
 :func:`require_intact` first. Shards are hashed side by side, at the rate of the disk or of SHA-256,
@@ -18,7 +18,7 @@ RECORD = "qtool.json"
 
 
 def require_intact(directory: Path) -> None:
-    """Check that every shard in ``directory`` is what was written.
+    """Check that all shards in ``directory`` have their recorded hashes.
 
     A model without a qtool.json has no recorded hashes and passes.
 
@@ -54,7 +54,7 @@ def require_file_intact(path: Path, recorded: str | None) -> None:
 
 
 def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
-    """``(file, problem)`` for every shard whose sha256 is not the recorded one, in order."""
+    """``(file, problem)`` for each shard whose sha256 is not the recorded one, in order."""
     recorded = recorded_hashes(directory)
     if not recorded:
         yield RECORD, "missing or damaged: the shards' hashes cannot be checked"

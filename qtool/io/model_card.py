@@ -1,4 +1,4 @@
-"""The model card, README.md of a result: what it is made of, how it was made, how to load it."""
+"""Writes the model card: README.md of a result."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +109,7 @@ CALIBRATION = ("text", "samples", "seqlen", "windows", "seed")
 
 
 def _inherited(card: Path) -> dict[str, Any]:
-    """What the front matter of ``card`` says of license and language."""
+    """License and language from the front matter of ``card``."""
     try:
         _, front, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = yaml.safe_load(front)

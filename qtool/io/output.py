@@ -1,4 +1,4 @@
-"""The output directory of a run: nothing half-written looks whole, nothing finished is lost.
+"""The output directory of a run, which never looks whole before it is.
 
 A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
 record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
@@ -67,7 +67,7 @@ class Output:
         )
 
     def _open(self, resume: bool) -> None:
-        """Make or take over the directory, lock it and find what is whole in it."""
+        """Make or take over the directory, lock it and find its whole shards."""
         directory = self.directory
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise QtoolError(f"{directory} exists already; choose another --out or remove it")
@@ -83,13 +83,13 @@ class Output:
             raise QtoolError(f"another run is working on {self.partial}") from None
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
             unfinished.unlink()  # of a killed run
-        self._claim()
+        self._record_or_check_job()
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record(shard)):
                 self.records[shard] = record
 
-    def _claim(self) -> None:
-        """Write down what this run is, or check that the unfinished one was the same."""
+    def _record_or_check_job(self) -> None:
+        """Record this run's identity, or check that the unfinished run had the same."""
         path = self.partial / RUN / JOB
         if path.exists():
             try:
@@ -99,7 +99,7 @@ class Output:
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
                     raise QtoolError(
-                        f"{self.partial} was begun with another {key} "
+                        f"{self.partial} was started with another {key} "
                         f"({difference(before.get(key), value)}); remove it or run as before"
                     )
         write_json(path, self.identity)
@@ -112,7 +112,7 @@ class Output:
         return self.partial / RUN / f"shard-{shard:05d}.json"
 
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
-        """The record of a file of this job whose bytes are what was written; None otherwise."""
+        """The record of a file of this job if its bytes are those written; else None."""
         try:
             record: dict[str, Any] = json.loads(record_path.read_text())
             if record["job"] != job_hash(self.identity):
@@ -123,24 +123,22 @@ class Output:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def is_mine(self, shard: int) -> bool:
+    def is_written_here(self, shard: int) -> bool:
         """Whether this rank writes shard ``shard``."""
         return shard % ranks.size() == ranks.rank()
 
     def path(self, shard: int) -> Path:
-        """Where shard ``shard`` is now."""
+        """The current path of shard ``shard``."""
         return self.partial / self.name(shard)
 
-    def put(
+    def write_shard(
         self,
         shard: int,
         specs: Mapping[str, Tensor],
         tensors: Iterable[tuple[str, Tensor]],
         notes: Mapping[str, Any],
     ) -> None:
-        """Write shard ``shard``, then its record. ``notes`` may be filled while ``tensors`` is
-        consumed.
-        """
+        """Write shard ``shard``, then its record; ``notes`` may be filled meanwhile."""
         self._record(shard).unlink(missing_ok=True)
         digest = write(self.path(shard), specs, tensors)
         names = [name for name in specs]
@@ -163,7 +161,7 @@ class Output:
         *,
         sync: bool = True,
     ) -> None:
-        """Write tensors that the run itself needs to be resumed, then their record.
+        """Store tensors that a resumed run needs, then their record.
 
         They are gone when the run is finished. ``sync``: see :func:`qtool.io.safetensors.write`.
         """
@@ -207,7 +205,7 @@ class Output:
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
     ) -> None:
-        """Write what is not weights, and give the directory its name.
+        """Write all files but the weights, and give the directory its name.
 
         Beside index, config and provenance: the ``side_files`` under their names, and a model card.
 
@@ -262,7 +260,7 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
 
 
 def job_hash(identity: Mapping[str, Any]) -> str:
-    """sha256 of what makes a job the same."""
+    """sha256 of the facts that make two jobs the same."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import Job
+from qtool.models.architecture import Architecture
 
 
 class ReadAhead:
@@ -26,12 +26,12 @@ class ReadAhead:
     def __init__(
         self,
         source: Checkpoint,
-        job: Job,
+        model: Architecture,
         *,
         pinned: bool,
         timed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.source, self.job, self.pinned, self.timed = source, job, pinned, timed
+        self.source, self.model, self.pinned, self.timed = source, model, pinned, timed
         self._thread = ThreadPoolExecutor(1, "read")
         self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
         self._moved: tuple[int, dict[str, Tensor], torch.cuda.Event] | None = None
@@ -79,9 +79,9 @@ class ReadAhead:
         self._ahead = index, self._thread.submit(self._read, index)
 
     def _read(self, index: int) -> dict[str, Tensor]:
-        prefix = self.job.full(index, "")
+        prefix = self.model.full(index, "")
         with self.timed():
-            names = self.job.block_shapes(index)
+            names = self.model.block_shapes(index)
             return {
                 name: read(self.source.entry(prefix + name), pinned=self.pinned) for name in names
             }

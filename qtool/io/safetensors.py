@@ -40,7 +40,7 @@ MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: where its bytes are and what they are."""
+    """One tensor of a file: position, dtype and shape."""
 
     path: Path
     dtype: torch.dtype
@@ -113,8 +113,9 @@ def _entry(path: Path, name: str, spec: Any, base: int) -> Entry:
 
 
 def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
-    """The tensor of ``entry`` (or its rows along dimension 0), on CPU; ``pinned`` for a fast copy
-    to a GPU.
+    """The tensor of ``entry``, or its ``rows`` along dimension 0, on the CPU.
+
+    ``pinned`` memory copies fast to a GPU.
     """
     shape, offset = entry.shape, entry.start
     if rows is not None:
@@ -202,10 +203,11 @@ def write(
 
 
 def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -> None:
-    """Write ``path`` through a temporary file that takes its name only when it is whole.
+    """Write ``path`` through a temporary file that is renamed when it is whole.
 
     Args:
-        sync: ... and on the disk. Without it the file outlives the process, not a loss of power.
+        sync: wait until the bytes are on the disk. Without it the file outlives the process, but
+            not a loss of power.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

@@ -130,7 +130,7 @@ class Checkpoint:
         return name in self.entries
 
     def entry(self, name: str) -> Entry:
-        """Where tensor ``name`` is.
+        """The place of tensor ``name`` in its file.
 
         Raises:
             QtoolError: if the checkpoint has no such tensor.
@@ -148,7 +148,7 @@ class Checkpoint:
         return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self) -> str:
-        """A hash of the config and of what tensors there are and where they lie.
+        """A hash of the config and of the names, shapes and places of the tensors.
 
         Cheap (reads no weights); together with the files' modification times it tells a changed
         source.
@@ -169,7 +169,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def identity(self) -> dict[str, str]:
-        """What provenance says of a source: directory, hub id if it has one, fingerprint."""
+        """The source's provenance: directory, hub id if it has one, fingerprint."""
         snapshots = self.directory.parent
         name = snapshots.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
         from_hub = snapshots.name == "snapshots" and name.startswith("models--")
@@ -178,7 +178,7 @@ class Checkpoint:
         return {"directory": directory, **hub, "fingerprint": self.fingerprint()}
 
     def side_files(self) -> dict[str, Path]:
-        """What else a result carries, as it is: tokenizer, templates, license, by name there.
+        """Files that a result copies: tokenizer, templates, license, by their names there.
 
         The model card is kept as ``README.base.md``. Code and pickles are left behind.
         """
@@ -248,7 +248,7 @@ def _what_is_there(directory: Path) -> str:
 
 
 def _gguf(path: Path) -> str:
-    """What to do with a GGUF file."""
+    """Advice for a GGUF file."""
     return (
         f"{path.name} is GGUF, llama.cpp's format, which qtool does not read: take the model's "
         "original safetensors, or convert it: transformers' from_pretrained(DIR, "

@@ -1,4 +1,6 @@
-"""Other names and forms in which a source may have the same tensors; none of them costs a copy.
+"""Gives the tensors of a source the names that its family declares.
+
+Other names and forms that occur; none of them costs a copy:
 
 - the head alone, where embedding and head are tied: it is the embedding;
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes
@@ -13,29 +15,29 @@ from dataclasses import replace
 from qtool.errors import QtoolError
 from qtool.io.safetensors import Entry
 from qtool.io.source import Checkpoint
+from qtool.models.architecture import Architecture
 from qtool.models.parts import Experts
-from qtool.pipeline.job import Job
 
 
-def adopt(source: Checkpoint, job: Job) -> None:
-    """Give the entries of ``source`` the names that the family of ``job`` declares, in place.
+def adopt(source: Checkpoint, model: Architecture) -> None:
+    """Give the entries of ``source`` the names that the family of ``model`` declares, in place.
 
     Raises:
         QtoolError: stacked experts of another shape than config.json says.
     """
-    family, entries = job.family, source.entries
+    family, entries = model.family, source.entries
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:
         source.entries = entries = {
             n if n == head else f"{prefix}.{n}": entry for n, entry in entries.items()
         }
-    if job.tied and embedding not in entries and head in entries:
+    if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
     if names := family.experts:
-        for block in range(job.blocks):
+        for block in range(model.blocks):
             _adopt_experts(
-                entries, job.full(block, names.attribute), job.full(block, names.moe), names
+                entries, model.full(block, names.attribute), model.full(block, names.moe), names
             )
 
 

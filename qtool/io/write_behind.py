@@ -1,4 +1,4 @@
-"""Files are written by a thread while the next blocks are computed; few of them wait in memory.
+"""Writes files in a thread while the next blocks are computed.
 
 A file counts only when its record is on disk, and it is reported only then. What was submitted is
 written, also when the run stops with an error: every finished block is kept.

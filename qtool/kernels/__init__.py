@@ -1,3 +1,4 @@
-"""CUDA kernels as ``torch.library`` ops, each with an exact CPU reference; compiled when first
-used.
+"""CUDA kernels as ``torch.library`` ops, each with an exact CPU reference.
+
+They are compiled at first use.
 """

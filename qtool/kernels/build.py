@@ -31,7 +31,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code of one kernel and what the compiler said about it."""
+    """Machine code of one kernel, and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -55,8 +55,9 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel for one architecture, and what its machine code must be; a kernel module lists its
-    ``builds()``.
+    """One kernel for one architecture, and the properties that its machine code must have.
+
+    A kernel's module lists its ``builds()``.
 
     Attributes:
         name: of the kernel and its variant, unique.
@@ -92,7 +93,8 @@ def toolchain() -> Any:
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise QtoolError(
-            f"the CUDA kernels are compiled at first use and need the extra: pip install 'qtool[cuda]' ({error})"
+            "the CUDA kernels are compiled at first use and need the extra: pip install "
+            f"'qtool[cuda]' ({error})"
         ) from None
     return Program, ProgramOptions, f"{major}.{minor}"
 
@@ -107,8 +109,7 @@ def _sources_hash() -> str:
 
 
 def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> Compiled:
-    """Compile ``csrc/<name>.cu``, preceded by ``prologue``, for ``arch`` (``sm_90a``); no cache, no
-    GPU needed.
+    """Compile ``csrc/<name>.cu`` after ``prologue`` for ``arch``, without cache or GPU.
 
     Raises:
         QtoolError: if the compiler refuses; the message holds its log.
@@ -144,7 +145,7 @@ class _Log:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+    """The directory of compiled kernels."""
     if configured := os.environ.get("QTOOL_CACHE_DIR"):
         return Path(configured) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtool" / "kernels"

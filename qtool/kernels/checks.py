@@ -1,6 +1,4 @@
-"""Refusals that every op shares: one sentence naming the tensor, what was found, what would be
-accepted.
-"""
+"""Argument checks that the ops share; each refusal is one sentence."""
 
 from collections.abc import Mapping
 
@@ -17,9 +15,7 @@ Expected = tuple[Tensor | None, tuple[int, ...] | None, tuple[torch.dtype, ...]]
 
 
 def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expected]) -> None:
-    """Refuse a tensor that is missing, unexpected, of another shape, dtype or device, strided or
-    misaligned.
-    """
+    """Refuse tensors that are missing, of another shape, dtype or device, strided or misaligned."""
     for name, (tensor, shape, dtypes) in expected.items():
         if tensor is None and shape is None:
             continue

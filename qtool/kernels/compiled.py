@@ -1,5 +1,6 @@
-"""Every kernel that must compile, on any machine: what the build test walks. A new kernel's module
-is one more line.
+"""The kernels that must compile on any machine, as the build test goes through them.
+
+The module of a new kernel is one more line here.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,6 @@ MODULES = (
 
 
 def builds() -> Iterator[Build]:
-    """Each kernel in each variant and architecture that is compiled in the tests."""
+    """Each kernel in each variant and architecture that the tests compile."""
     for module in MODULES:
         yield from module.builds()

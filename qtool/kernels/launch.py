@@ -132,8 +132,9 @@ def _tensor_map(
 
 
 def byte_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: int = 128) -> bytes:
-    """Descriptor of a row-major matrix of bytes for copies of ``box_rows`` x ``box_bytes``; zeros
-    beyond it.
+    """TMA descriptor of a row-major byte matrix for boxes of ``box_rows`` x ``box_bytes``.
+
+    Reads beyond the matrix give zeros.
 
     Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
     """
@@ -151,8 +152,9 @@ def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
 def item_map(
     tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0
 ) -> bytes:
-    """The same for a matrix of ``columns`` items a row, whatever their size: ``swizzle`` bytes, 0
-    for none.
+    """TMA descriptor of a matrix of ``columns`` items a row.
+
+    ``swizzle`` is in bytes, 0 for none.
 
     Args:
         tensor: ``[rows, ...]``, contiguous; its bytes are cut into ``columns`` items of 1, 2, 4 or

@@ -21,10 +21,10 @@ OPERATORS: dict[Any, Callable[..., "Operator[Any]"]] = {}
 
 
 class Operator(Protocol[R]):
-    """The arguments of one call of an operator, and what can be done with them."""
+    """The arguments of one call of an operator, with its implementations."""
 
     def require(self) -> None:
-        """Refuse what the kernel cannot do, with QtoolError."""
+        """Refuse arguments that the kernel cannot take, with QtoolError."""
 
     def empty(self) -> R:
         """Tensors for the result, not filled; on ``meta`` too."""

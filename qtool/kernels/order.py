@@ -1,5 +1,4 @@
-"""One order for the float sums of groups: a kernel that shares a tile's input channels among blocks
-has another.
+"""A fixed order for the float sums of groups, which kernels may otherwise split.
 
 Integer sums are exact in any order. Those of scaled groups are floats, and equal the reference's to
 the bit (:func:`qtool.schemes.arithmetic.products.group_matmul`) only where one block adds all of
@@ -15,8 +14,9 @@ _ONE_ORDER: ContextVar[bool] = ContextVar("_ONE_ORDER", default=False)
 
 @contextmanager
 def groups_in_order() -> Iterator[None]:
-    """In here the kernels add groups in the reference's order: no tile is shared, which costs time
-    with few tokens.
+    """Let kernels add groups in the reference's order while open.
+
+    No tile is split over K then, which costs time with few tokens.
     """
     before = _ONE_ORDER.set(True)
     try:
@@ -25,6 +25,6 @@ def groups_in_order() -> Iterator[None]:
         _ONE_ORDER.reset(before)
 
 
-def in_order() -> bool:
-    """Whether :func:`groups_in_order` is asked for."""
+def adds_in_order() -> bool:
+    """Whether :func:`groups_in_order` is open."""
     return _ONE_ORDER.get()

@@ -14,8 +14,7 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 
 
-# --- instructions
-# ---------------------------------------------------------------------------------------------------
+# Instructions
 
 
 def shl(a: Tensor, bits: int) -> Tensor:
@@ -39,7 +38,10 @@ def imad(a: Tensor, b: Tensor | int, c: Tensor | int) -> Tensor:
 
 
 def lop3(a: Tensor, b: Tensor | int, c: Tensor | int, table: int) -> Tensor:
-    """LOP3: any bitwise function of three registers; ``table`` is the function of 0xF0, 0xCC, 0xAA."""
+    """LOP3: any bitwise function of three registers.
+
+    ``table`` is the function of 0xF0, 0xCC and 0xAA.
+    """
     result = torch.zeros_like(a)
     for row in range(8):
         if table >> row & 1:
@@ -50,8 +52,9 @@ def lop3(a: Tensor, b: Tensor | int, c: Tensor | int, table: int) -> Tensor:
 
 
 def prmt(a: Tensor, b: Tensor | int, selector: int) -> Tensor:
-    """PRMT: byte i of the result is byte ``selector >> 4 i & 7`` of ``b:a``; with bit 3 set, its
-    sign, replicated.
+    """PRMT: byte i of the result is byte ``selector >> 4 i & 7`` of ``b:a``, or its sign.
+
+    Bit 3 of the selector's nibble replicates the sign.
     """
     result = torch.zeros_like(a)
     for i in range(4):
@@ -62,8 +65,9 @@ def prmt(a: Tensor, b: Tensor | int, selector: int) -> Tensor:
 
 
 def vadd4(a: Tensor, b: Tensor) -> Tensor:
-    """``__vadd4``: four byte additions, each modulo 256, as compiled since Maxwell dropped the
-    instruction.
+    """``__vadd4``: four byte additions, each modulo 256.
+
+    It is computed as the compiler does since Maxwell dropped the instruction.
     """
     low = (a & 0x7F7F7F7F) + (b & 0x7F7F7F7F)
     return lop3(low, a ^ b, torch.full_like(a, 0x80808080), (0xCC & 0xAA) ^ 0xF0)
@@ -75,21 +79,19 @@ def hsub2(a: Tensor, b: int) -> Tensor:
 
 
 def hfma2(a: Tensor, b: int, c: int) -> Tensor:
-    """HFMA2: two fp16 multiply-adds, rounded once (float32 holds the product of two fp16 and the
-    sums here exactly).
+    """HFMA2: two fp16 multiply-adds, each rounded once.
+
+    Float32 holds the product of two fp16 and the sums that occur here exactly.
     """
     factor, addend = (_half(torch.full_like(a, v)).float() for v in (b, c))
     return _from_half((_half(a).float() * factor + addend).half())
 
 
-# --- conversions
-# ----------------------------------------------------------------------------------------------------
+# Conversions
 
 
 def unpack_nibbles(word: Tensor) -> tuple[Tensor, Tensor]:
-    """QServe's three logical operations (figure 17): the low and the high nibbles of a word as
-    bytes.
-    """
+    """The low and the high nibbles of a word as bytes: QServe's three operations (figure 17)."""
     return word & 0x0F0F0F0F, shr(word, 4) & 0x0F0F0F0F
 
 
@@ -104,8 +106,7 @@ def lqq_dequantize(codes: Tensor, s2: Tensor, offset: Tensor) -> Tensor:
 
 
 def qoq_dequantize(codes: Tensor, s2: Tensor, szero: Tensor) -> Tensor:
-    """QServe's subtraction after multiplication (figure 10b): one IMAD by s2, one ``vadd4`` of ``-z
-    * s2``.
+    """QServe's subtraction after multiplication (figure 10b): one IMAD and one ``vadd4``.
 
     Args:
         codes: four u4 in bytes. s2: 0..255. szero: ``-z * s2`` modulo 256, one byte; replicated by
@@ -115,8 +116,9 @@ def qoq_dequantize(codes: Tensor, s2: Tensor, szero: Tensor) -> Tensor:
 
 
 def qoq_dequantize_xor(codes: Tensor, s2: Tensor, zero: Tensor) -> Tensor:
-    """The same without ``vadd4``: one IMAD and one XOR, 128 - z * s2 in every byte, negative or
-    not.
+    """The same without ``vadd4``: one IMAD and one XOR.
+
+    The sum has 128 - z * s2 in each byte, negative or not.
 
     Each byte of the sum is (q - z) * s2 + 128, which the scheme's invariant keeps within 0..255.
     """
@@ -124,16 +126,15 @@ def qoq_dequantize_xor(codes: Tensor, s2: Tensor, zero: Tensor) -> Tensor:
 
 
 def comet_extend(word: Tensor) -> tuple[Tensor, Tensor]:
-    """COMET's zero extension (figure 7b): s4 nibbles as s8 bytes worth 16 times the code, low
-    nibbles first.
+    """COMET's zero extension (figure 7b): s4 nibbles as s8 bytes of 16 times the code.
+
+    The low nibbles come first.
     """
     return shl(word, 4) & 0xF0F0F0F0, word & 0xF0F0F0F0
 
 
 def comet_registers(word: Tensor) -> tuple[Tensor, Tensor]:
-    """A w4ax-interleaved word as two mma registers of four consecutive inputs: 0-3 and 8-11, times
-    16.
-    """
+    """A w4ax-interleaved word as two mma registers: inputs 0-3 and 8-11, times 16."""
     low, high = comet_extend(word)
     return prmt(low, high, 0x5410), prmt(low, high, 0x7632)
 
@@ -152,15 +153,15 @@ def marlin_halves(word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def marlin_registers(word: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four half2 registers of a MARLIN word, in fragment order: (b, kh) = (0, 0), (0, 1), (1,
-    0), (1, 1).
+    """The four half2 registers of a MARLIN word, in fragment order.
+
+    The order is (b, kh) = (0, 0), (0, 1), (1, 0), (1, 1).
     """
     return *marlin_halves(word), *marlin_halves(shr(word, 8))
 
 
 def s4_operand(word: Tensor, i: int) -> Tensor:
-    """Operand i (0..7) of a register as an s4 mma reads it: the nibble's own sign bit, extended to
-    32 bits.
+    """Operand i (0..7) of a register as an s4 mma reads it, extended to 32 bits.
 
     APEX4 feeds packed registers to the tensor core; its symmetric codes need no zero point and no
     conversion.
@@ -169,8 +170,7 @@ def s4_operand(word: Tensor, i: int) -> Tensor:
 
 
 def s4_to_s8(word: Tensor) -> tuple[Tensor, Tensor]:
-    """A register of eight s4 as two of four s8, even inputs then odd: for s8 tensor cores where s4
-    ones do not exist.
+    """A register of eight s4 as two of four s8, even inputs then odd, for s8 tensor cores.
 
     A negative nibble has bit 3 set; 8 * 30 = 0xF0 fills the bits above it, without a carry.
     """

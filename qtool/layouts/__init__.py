@@ -1,4 +1,4 @@
-"""Where the numbers lie: one file a packed layout. ``get(name)`` returns it."""
+"""Packed layouts: one file each. ``get(name)`` returns one."""
 
 from qtool import plugins
 from qtool.layouts.apex4 import APEX4

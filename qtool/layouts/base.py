@@ -1,4 +1,4 @@
-"""What a packed layout is: a permutation of the codes of one weight, and of its parameters.
+"""The protocol of a packed layout: a permutation of a weight's codes and parameters.
 
 ``pack`` and ``unpack`` are each other's inverse on any device, on ``meta`` too. How a layout is
 stated, once, as digits of the indices is :mod:`qtool.layouts.digits`.
@@ -14,7 +14,7 @@ from qtool.errors import QtoolError
 
 
 class Layout(ABC):
-    """Where the codes and parameters of one weight ``[N, K]`` lie."""
+    """The places of the codes and parameters of one weight ``[N, K]``."""
 
     name: str
     bits: int
@@ -27,9 +27,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
-        """Stored tensors of ``codes [N, K]`` (uint8 0..15, or int8 kept as two's complement
-        nibbles).
-        """
+        """Stored tensors of ``codes [N, K]``: uint8 0..15, or int8 as two's complement nibbles."""
 
     @abstractmethod
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:

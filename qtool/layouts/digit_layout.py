@@ -1,5 +1,6 @@
-"""A 4-bit or 8-bit layout that is a permutation of digits; almost every layout is one object of
-this class.
+"""A 4-bit or 8-bit layout stated as a permutation of index digits.
+
+Nearly all layouts are one object of this class.
 """
 
 from dataclasses import dataclass
@@ -61,12 +62,13 @@ class DigitLayout(Layout):
         require_tile(self.name, n, k, self.tile)
 
     def sizes(self, n: int, k: int) -> dict[str, int]:
-        """The size of every digit for a weight ``[n, k]``."""
+        """The sizes of all digits for a weight ``[n, k]``."""
         return digit_sizes(self.n, n) | digit_sizes(self.k, k)
 
     def address(self, n: Tensor, k: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``; n and k
-        broadcast.
+        """Byte and nibble (0 low, 1 high) of element ``(n, k)`` of a weight of ``shape``.
+
+        n and k broadcast.
         """
         sizes, digit = self.sizes(*shape), {}
         for text, index in ((self.n, n), (self.k, k)):
@@ -138,7 +140,7 @@ class DigitLayout(Layout):
         )
 
     def _plan(self, n: int, k: int) -> "_Plan":
-        """How ``pack`` moves bytes: one by one, or in the runs that the order leaves together."""
+        """The byte moves of ``pack``: one by one, or in the runs that the order leaves together."""
         sizes, word, pair, order = self.sizes(n, k), torch.uint8, None, self.order
         source = [name for name, _ in parse_digits(f"{self.n} {self.k}") if name != self.nibble]
         last, tail = source[-1], order.split(",")[-1].split()

@@ -24,12 +24,12 @@ def parse_digits(text: str) -> Digits:
 
 
 def tile_size(text: str) -> int:
-    """What an index in these digits must be a multiple of."""
+    """The number that an index in these digits must be a multiple of."""
     return prod(size for _, size in parse_digits(text) if size)
 
 
 def digit_sizes(text: str, extent: int) -> dict[str, int]:
-    """The size of every digit of an index that runs to ``extent``."""
+    """The sizes of all digits of an index that runs to ``extent``."""
     return {name: size or extent // tile_size(text) for name, size in parse_digits(text)}
 
 

@@ -1,4 +1,4 @@
-"""marlin: every thread's 16-byte load is its share of four 16 x 16 fp16 mma blocks.
+"""marlin: a thread's 16-byte load is its share of four 16 x 16 fp16 mma blocks.
 
 MARLIN section 3.4 ("Dequantization and Tensor Cores") and its public checkpoint: ``B`` int32 ``[K /
 16, 2 N]``. A tile of 16 inputs x 64 outputs is 128 words; lane ``4 c + q`` owns words ``4 (4 c + q)

@@ -161,9 +161,7 @@ def _shifts(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block(codes: Tensor) -> int:
-    """Rows taken at a time: few enough that the int32 intermediates stay in a CPU's cache, or small
-    on a GPU.
-    """
+    """Rows taken at a time, so that intermediates stay in a CPU's cache or small on a GPU."""
     return max(1, 2 ** (20 if codes.device.type == "cpu" else 24) // codes.shape[1])
 
 

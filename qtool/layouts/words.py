@@ -1,6 +1,4 @@
-"""Runs of codes moved and merged as whole machine words: what makes packing a handful of passes
-over memory.
-"""
+"""Moves and merges runs of codes as whole machine words, for fast packing."""
 
 import torch
 from torch import Tensor
@@ -10,8 +8,9 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_words(tensor: Tensor, word: torch.dtype) -> Tensor:
-    """The bytes of ``tensor``, in order, as integers ``word``; copies only what is strided or
-    misaligned.
+    """The bytes of ``tensor``, in order, as integers ``word``.
+
+    Only a strided or misaligned tensor is copied.
     """
     plain = tensor.contiguous()
     if plain.storage_offset() * plain.itemsize % word.itemsize:
@@ -20,14 +19,14 @@ def as_words(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 
 def merge_nibbles(low: Tensor, high: Tensor) -> Tensor:
-    """One byte for each two codes; whatever lies above a code's four bits is dropped."""
-    mask = _every_byte(0x0F, low.dtype)
+    """Merge codes ``low`` and ``high`` into bytes; bits above a code's four are dropped."""
+    mask = _repeat_byte(0x0F, low.dtype)
     return ((high & mask) << 4).bitwise_or_(low & mask)
 
 
 def split_nibbles(merged: Tensor, low: Tensor, high: Tensor) -> None:
     """Inverse of :func:`merge_nibbles`, into ``low`` and ``high``."""
-    mask = _every_byte(0x0F, merged.dtype)
+    mask = _repeat_byte(0x0F, merged.dtype)
     low.copy_((merged & mask).view(low.shape))
     high.copy_((merged >> 4).bitwise_and_(mask).view(high.shape))
 
@@ -56,6 +55,6 @@ def _transpose(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _every_byte(value: int, word: torch.dtype) -> int:
-    """``value`` (below 0x80) in every byte of ``word``."""
+def _repeat_byte(value: int, word: torch.dtype) -> int:
+    """The integer whose bytes are all ``value`` (below 0x80), as wide as ``word``."""
     return int.from_bytes(bytes([value] * word.itemsize), "little")

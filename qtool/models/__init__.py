@@ -1,4 +1,4 @@
-"""What the supported model families look like: one short declarative file a family.
+"""The supported model families: one short declarative file each.
 
 A family of your own, here one that differs from Llama in nothing but its name::
 
@@ -7,16 +7,16 @@ A family of your own, here one that differs from Llama in nothing but its name::
 
 from qtool import plugins
 from qtool.errors import QtoolError
-from qtool.models.deepseek import DEEPSEEK
-from qtool.models.falcon import FALCON
+from qtool.models.families.deepseek import DEEPSEEK
+from qtool.models.families.falcon import FALCON
+from qtool.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from qtool.models.families.llama import LLAMA, QWEN2, QWEN3
+from qtool.models.families.mixtral import MIXTRAL
+from qtool.models.families.opt import OPT
+from qtool.models.families.phi3 import PHI3
+from qtool.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from qtool.models.family import Family
-from qtool.models.gemma import GEMMA, GEMMA2, GEMMA3
-from qtool.models.llama import LLAMA, QWEN2, QWEN3
-from qtool.models.mixtral import MIXTRAL
-from qtool.models.opt import OPT
-from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, OncePerHead
-from qtool.models.phi3 import PHI3
-from qtool.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, SharedHeadCache
 
 FAMILIES: list[Family] = [
     *(LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON),
@@ -54,7 +54,7 @@ def family_of(model_type: str, *, planning: bool = False) -> Family:
     Raises:
         QtoolError: what the model is, why there is no family, and the supported types.
     """
-    for load in (lambda: None, plugins.load):  # other packages are asked for what is not here
+    for load in (lambda: None, plugins.load):  # then in other packages
         load()
         for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
             if model_type in family.model_types:
@@ -76,7 +76,7 @@ __all__ = [
     "Fold",
     "Heads",
     "LinearGroup",
-    "OncePerHead",
+    "SharedHeadCache",
     "family_of",
     "register_family",
 ]

@@ -1,4 +1,4 @@
-"""Experts apart: each a gated MLP of three linears that have the names checkpoints give them.
+"""Splits stacked experts into gated MLPs of three linears with checkpoints' names.
 
 transformers stacks the experts of a block into two 3-D parameters. Here they are linears again,
 which can be observed, rounded and replaced one by one, and whose tensors load as they lie on disk.
@@ -34,7 +34,7 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Stands in for transformers' stacked experts, made of their weights (views)."""
+    """Replaces transformers' stacked experts; made of views of their weights."""
 
     def __init__(self, stacked: Any, names: Experts) -> None:
         gate_up, down = (

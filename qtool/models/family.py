@@ -1,4 +1,4 @@
-"""What a model family is: a declaration of where its linears are and what may be folded into what.
+"""A model family as a declaration: where its linears are, and what folds into what.
 
 Nothing here runs a model or knows of quantization. A family is data; the transforms and the
 pipeline read it. Names are module paths: absolute for the parts of the model, relative to the block
@@ -89,7 +89,7 @@ class Family:
     always_tied: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
-        """The family as block ``block`` looks; the same object for blocks alike."""
+        """The family as it is in block ``block``; one object for equal blocks."""
         family = self.choose(config, block) if self.choose else self
         if not family.experts:
             return family
@@ -102,7 +102,7 @@ class Family:
 
     @cache  # noqa: B019  (families live as long as the program)
     def of_experts(self, count: int) -> "Family":
-        """The family with the groups and tensors of every expert."""
+        """The family with the groups and tensors of all experts."""
         groups: list[LinearGroup] = []
         for group in self.groups:
             each = (
@@ -122,11 +122,11 @@ class Family:
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """config.json as an object, with the defaults of what it leaves out."""
+        """config.json as an object, with defaults for missing keys."""
         return SimpleNamespace(**{**self.defaults, **config})
 
     def require_sizes(self, settings: SimpleNamespace) -> None:
-        """Check that every size the family's shapes are declared in is there.
+        """Check that all sizes that the family's shapes are declared in are there.
 
         Raises:
             QtoolError: one is missing, no positive whole number, or larger than any model's.
@@ -158,7 +158,7 @@ class Family:
                 )
 
     def linears(self) -> Iterator[str]:
-        """Names within a block of every linear that may be quantized."""
+        """Names within a block of the linears that may be quantized."""
         for group in self.groups:
             yield from group.linears
 
@@ -180,7 +180,7 @@ class Family:
         return next((linear for linear, parts in self.fused.items() if name in parts), name)
 
     def rows(self, name: str, config: Any) -> slice | list[int]:
-        """Where the rows of ``name`` lie in its :meth:`owner`."""
+        """The rows of ``name`` in its :meth:`owner`."""
         parts, dims = self.fused.get(self.owner(name), {}), self.dimensions(config)
         if name not in parts:
             return slice(None)
@@ -196,7 +196,7 @@ class Family:
         return [turn * whole + start + row for turn in range(turns) for row in range(sizes[name])]
 
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block; reads no weights."""
+        """Shapes of all tensors of a block, by name within the block; reads no weights."""
         dims = self.dimensions(config)
         known = {
             words: _shape(words, dims) for words in set(self.tensors.values())

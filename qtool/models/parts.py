@@ -43,7 +43,7 @@ class LinearGroup:
 
     @property
     def reads_residual(self) -> bool:
-        """The input is a norm of the residual stream."""
+        """Whether the input is a norm of the residual stream."""
         return self.fold is Fold.NORM
 
     def of_expert(self, number: int) -> "LinearGroup":
@@ -117,17 +117,17 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class OncePerHead:
-    """A KV cache behind attention that repeats kv heads for query heads, as Falcon's new one.
+class SharedHeadCache:
+    """A KV cache behind attention that repeats kv heads for query heads (Falcon).
 
-    ``cache`` takes and gives each once.
+    ``cache`` takes and gives each kv head once.
     """
 
     cache: Any
     heads: int
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """``cache``'s answer to ``keys``, ``values [B, heads * repeats, T, D]``, repeated too."""
+        """``cache``'s result for ``keys``, ``values [B, heads * repeats, T, D]``, repeated too."""
         repeats = keys.shape[1] // self.heads
         if repeats == 1:
             found: tuple[Any, Any] = self.cache.update(keys, values, *args, **kwargs)

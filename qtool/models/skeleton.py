@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The model of ``config`` in eval mode, every parameter on ``meta``."""
+    """The model of ``config`` in eval mode, all parameters on ``meta``."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +55,7 @@ def release(module: nn.Module) -> None:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a block: notes what it was called with and passes the hidden states on."""
+    """Takes the place of a block, records its arguments and passes the hidden states on."""
 
     def __init__(self, block: nn.Module, in_tuple: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ CACHE_ARGUMENTS = frozenset(
 
 @contextmanager
 def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
-    """Replace the blocks by recorders: one forward gives the arguments of every block."""
+    """Replace the blocks by recorders while open: one forward gives all blocks' arguments."""
     blocks: Any = model.get_submodule(family.blocks)
     final_norm = model.get_submodule(family.final_norm)
     recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])

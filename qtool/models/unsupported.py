@@ -1,6 +1,6 @@
-"""Why a model type has no family here, and what to do, by transformers' own lists of types."""
+"""Explains why a model type has no family here, by transformers' own lists of types."""
 
-from qtool.models.deepseek import DEEPSEEK
+from qtool.models.families.deepseek import DEEPSEEK
 
 #: what a family would need that nobody declared yet
 NEEDED = {
@@ -23,7 +23,7 @@ HYBRID = (
 
 
 def why_unsupported(model_type: str) -> str:
-    """What a model of ``model_type`` is, and what stands between it and qtool."""
+    """The kind of model that ``model_type`` is, and the reason it cannot be quantized."""
     from transformers import __version__
     from transformers.models.auto import configuration_auto, modeling_auto
 

@@ -1,0 +1,1 @@
+"""The run: plan, quantize block by block, resume, verify, inspect."""

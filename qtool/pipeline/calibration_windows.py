@@ -1,6 +1,6 @@
-"""From what a user calibrates on to the token windows of a run.
+"""Makes the token windows of a run from what the user calibrates on.
 
-Windows are cut from a text, or begun by it and continued by the model itself: the recipe or
+Windows are cut from a text, or started by it and continued by the model itself: the recipe or
 ``--windows`` says which. They are drawn once and stored in the run's directory, so that a resumed
 run reads them.
 """
@@ -28,7 +28,7 @@ from qtool.io.output import Output
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import BATCH_TOKENS, writing
+from qtool.pipeline.planning.memory import BATCH_TOKENS, continuation_memory
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.streaming.activations import DEVICE_SHARE, HOST_SHARE, available_host_bytes
 from qtool.recipes.schema import CONTINUED
@@ -49,7 +49,7 @@ def calibration(
     seed: int,
     device: str,
 ) -> "Windows":
-    """``samples`` windows of ``seqlen`` tokens of what ``calibration`` is; drawn when a run starts.
+    """``samples`` windows of ``seqlen`` tokens of ``calibration``, drawn when a run starts.
 
     Args:
         calibration: a corpus's name, a file, texts, token ids or a data set
@@ -67,11 +67,11 @@ def calibration(
 
 
 class Windows(Calibration):
-    """Windows that are drawn when a run starts or they are looked at, whichever comes first.
+    """Calibration windows, drawn when a run starts or when they are first needed.
 
     Attributes:
-        facts: what was asked for, by which an unfinished run is known again; those of :attr:`drawn`
-            and :meth:`for_run` say what was found too.
+        facts: what the user chose, by which an unfinished run is recognized; those of
+            :attr:`drawn` and :meth:`for_run` say what was found too.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Windows(Calibration):
         device: str,
     ) -> None:
         self.source, self.job, self.given, self.device = source, job, given, torch.device(device)
-        self.samples, self.asked_seqlen, self.seed = samples, seqlen, seed
+        self.samples, self.requested_seqlen, self.seed = samples, seqlen, seed
         lengths = [seqlen, source.config.get("max_position_embeddings") or seqlen]
         if isinstance(given, TokenIds) and given.ids.dim() == 2:
             lengths.append(given.ids.shape[1])
@@ -126,17 +126,17 @@ class Windows(Calibration):
         return self.drawn
 
     def _draw(self) -> Calibration:
-        """The windows, of the text or continued, and what is known of them."""
-        if self.seqlen < self.asked_seqlen:
+        """The windows, cut from the text or continued by the model, with their facts."""
+        if self.seqlen < self.requested_seqlen:
             ranks.log(
-                f"calibration windows have {self.seqlen} tokens, not {self.asked_seqlen}: "
+                f"calibration windows have {self.seqlen} tokens, not {self.requested_seqlen}: "
                 "the model's context or the given token ids are shorter"
             )
         ids, sha256 = self._cut()
         if len(ids) < self.samples:
             ranks.log(
                 f"{self.given.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
-                f"{self.samples} asked for"
+                f"{self.samples} requested"
             )
         if self.job.recipe.windows == CONTINUED:
             ids = self._continued(ids)
@@ -145,19 +145,19 @@ class Windows(Calibration):
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
     def _cut(self) -> tuple[Tensor, str]:
-        """Windows of what was given, and the sha256 of the text or of the token ids."""
-        asked: dict[str, int] = {
+        """Windows of the given text or token ids, and its sha256."""
+        sizes: dict[str, int] = {
             "samples": self.samples,
             "seqlen": self.seqlen,
             "vocabulary": self.source.config["vocab_size"],
             "seed": self.seed,
         }
         if isinstance(self.given, TokenIds):
-            return cut(self.given.ids, **asked), self.given.sha256
+            return cut(self.given.ids, **sizes), self.given.sha256
         tokenizer = load_tokenizer(self.source.directory)
         documents = render(self.given.read(), tokenizer, self.given.name)
         text = corpora.joined(documents)
-        return windows(documents, tokenizer, **asked), hashlib.sha256(text.encode()).hexdigest()
+        return windows(documents, tokenizer, **sizes), hashlib.sha256(text.encode()).hexdigest()
 
     def _continued(self, ids: Tensor) -> Tensor:
         """The windows ``ids``, continued by the float model after their first tokens.
@@ -166,7 +166,7 @@ class Windows(Calibration):
             QtoolError: the model does not fit the device whole.
         """
         whole, free = _memory(self.device)
-        need = writing(self.job, len(ids), ids.shape[1], self.device, whole)
+        need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
         if not need.fits(free, HOST_SHARE * available_host_bytes()):
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "

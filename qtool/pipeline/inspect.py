@@ -1,6 +1,4 @@
-"""What a checkpoint stores: each linear's scheme, layout, bytes and bits a weight, from headers
-alone.
-"""
+"""Lists what a checkpoint stores: scheme, layout and bytes of each linear, from headers alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
-from qtool.pipeline.verify import linear_shape, packed_linears
+from qtool.models.architecture import dtype_name
+from qtool.runtime.read_linear import linear_shape, packed_linears
 from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.table import render
 
@@ -42,7 +41,7 @@ class Row:
 
 
 def inspect(directory: Path) -> list[Row]:
-    """Rows of every packed linear, then of every other tensor, in file order.
+    """Rows of all packed linears, then of all other tensors, in file order.
 
     Raises:
         QtoolError: not a native checkpoint.
@@ -62,7 +61,7 @@ def inspect(directory: Path) -> list[Row]:
         rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
     for name, entry in checkpoint.entries.items():
         if name not in seen:
-            dtype = str(entry.dtype).removeprefix("torch.")
+            dtype = dtype_name(entry.dtype)
             rows.append(Row(name, dtype, "", entry.shape, prod(entry.shape), entry.nbytes))
     return rows
 

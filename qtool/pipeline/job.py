@@ -1,4 +1,4 @@
-"""What a run will do, decided before any weight is read: model, family, recipe, formats, shapes.
+"""A job: all that a run will do, decided before any weight is read.
 
 ``plan`` prints a job, ``quantize`` carries it out.
 """
@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -20,25 +19,25 @@ from qtool.calibration.options import check_options
 from qtool.errors import QtoolError
 from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
+from qtool.models.architecture import DTYPES, Architecture, dtype_name
 from qtool.models.parts import Heads
-from qtool.pipeline.family_recipe import for_family, for_tied_head
-from qtool.pipeline.layer_rules import require_matches
-from qtool.pipeline.tile_fit import ROW_MAJOR, for_shapes
+from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
+from qtool.pipeline.recipe_fit.layer_rules import require_matches
+from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV_QUANTIZERS
 
 Kind = TypeVar("Kind", Transform, Rounding)
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class Job:
+class Job(Architecture):
     """A recipe applied to a model.
 
     Attributes:
-        config: the source's config.json.
         dtype: of what is stored unpacked, and of the scales of what is packed.
         source_dtype: of the source's weights; another one where the result is cast.
         format: the native format of the result.
@@ -48,8 +47,6 @@ class Job:
             shard keeps bit for bit.
     """
 
-    config: dict[str, Any]
-    family: Family
     dtype: torch.dtype
     source_dtype: torch.dtype
     recipe: Recipe
@@ -149,39 +146,22 @@ class Job:
 
     @property
     def is_plain(self) -> bool:
-        """Rounding each weight by itself: no transform, no data, so weights can be streamed one by
-        one.
+        """Whether weights are rounded one by one, without transforms or data.
+
+        Such weights can be streamed.
         """
         return not self.transforms and not self.needs_data
 
     @property
-    def blocks(self) -> int:
-        return int(self.config["num_hidden_layers"])
-
-    @property
-    def tied(self) -> bool:
-        """Embedding and head are one tensor in the source."""
-        return bool(getattr(self.namespace, "tie_word_embeddings", False))
-
-    @property
     def unties(self) -> bool:
-        """The result stores embedding and head apart although the source ties them."""
+        """Whether the result stores embedding and head apart although the source ties them."""
         return self.tied and any(t.rewrites_embedding for t in self.transforms)
-
-    @property
-    def namespace(self) -> SimpleNamespace:
-        """The config as an object, for what only reads attributes."""
-        return self.family.settings(self.config)
-
-    def block_family(self, block: int) -> Family:
-        """The family as block ``block`` looks."""
-        return self.family.at(self.namespace, block)
 
     @cached_property
     def representatives(self) -> list[int]:
-        """For each block the first one like it.
+        """For each block the first equal one.
 
-        Blocks are alike if they have the same tensors and store them in the same formats.
+        Blocks are equal if they have the same tensors and store them in the same formats.
         """
         firsts: dict[Any, int] = {}
         return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]
@@ -197,56 +177,27 @@ class Job:
             return family
         return family, *(self.format.of(self.full(block, name)) for name in family.linears())
 
-    def full(self, block: int, name: str) -> str:
-        """The full name of ``name`` of block ``block``."""
-        return f"{self.family.blocks}.{block}.{name}"
-
     def linears(self, block: int) -> dict[str, tuple[int, int]]:
-        """Shape ``(N, K)`` of every linear of a block that the family lets one quantize."""
+        """Shapes ``(N, K)`` of the linears of a block that the family lets one quantize."""
         shapes = self.block_shapes(block)
         return {name: shapes[f"{name}.weight"] for name in self.block_family(block).linears()}  # type: ignore[misc]
 
-    def block_shapes(self, block: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a block, by its name within the block."""
-        return self.block_family(block).block_shapes(self.namespace)
-
-    def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the source must hold, by full name."""
-        shapes = self.embedding_and_head()[0]
-        for block in range(self.blocks):
-            shapes |= {
-                self.full(block, name): shape for name, shape in self.block_shapes(block).items()
-            }
-        last = self.embedding_and_head()[1]
-        if self.tied:
-            del last[f"{self.family.head}.weight"]
-        return shapes | last
-
-    def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Shape of every tensor before the blocks (tables) and after them (final norm, head)."""
-        family, dims = self.family, self.family.dimensions(self.namespace)
-        first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
-        if family.positions:
-            first[f"{family.positions}.weight"] = (dims["positions"], dims["hidden"])
-        last: dict[str, tuple[int, ...]] = {f"{family.final_norm}.weight": (dims["hidden"],)}
-        if family.layer_norm:
-            last[f"{family.final_norm}.bias"] = (dims["hidden"],)
-        return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
-
     def shards(self) -> list[dict[str, Tensor]]:
-        """The tensors of every output shard, on ``meta``.
+        """The tensors of all output shards, on ``meta``.
 
         The first has the embedding, the last the final norm and the head (and what is
         :attr:`unknown`), and those between are a block each.
         """
         first, last = (
             {name: self._meta(name, shape) for name, shape in shapes.items()}
-            for shapes in self._stored_edges()
+            for shapes in self._stored_outside_blocks()
         )
         blocks = (self.block_tensors(block) for block in range(self.blocks))
         return [first, *blocks, last | dict(self.unknown)]
 
-    def _stored_edges(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    def _stored_outside_blocks(
+        self,
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """:meth:`embedding_and_head` of the result, which may have no head of its own."""
         first, last = self.embedding_and_head()
         if self.tied and not self.unties:
@@ -255,15 +206,15 @@ class Job:
 
     @property
     def head_bytes(self) -> int:
-        """Of the head where it is stored apart from the embedding."""
+        """Bytes of the head where it is stored apart from the embedding."""
         dims = self.family.dimensions(self.namespace)
         return int(dims["vocab"]) * int(dims["hidden"]) * self.dtype.itemsize
 
     def shard_bytes(self) -> list[int]:
-        """The bytes of every output shard: those of :meth:`shards`, without making them."""
+        """The bytes of all output shards, without making :meth:`shards`."""
         first, last = (
             sum(prod(shape) * self.stored_dtype(name).itemsize for name, shape in shapes.items())
-            for shapes in self._stored_edges()
+            for shapes in self._stored_outside_blocks()
         )
         blocks = {block: self.block_bytes(block) for block in self.distinct_blocks}
         kept = sum(t.numel() * t.dtype.itemsize for t in self.unknown.values())
@@ -287,7 +238,7 @@ class Job:
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
 
     def block_bytes(self, block: int) -> int:
-        """The bytes a block stores: those of :meth:`block_tensors`, without making them."""
+        """The bytes a block stores, without making :meth:`block_tensors`."""
         shapes = self.block_shapes(block)
         stored = 0
         for name, (n, k) in self.linears(block).items():
@@ -319,31 +270,17 @@ def _require_all_fit(job: Job) -> None:
                 linear_format.require(job.full(block, name), *shape)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` of ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
     scale_dtype = dtype_name(dtype)
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
-    return LinearFormat(rule.scheme, rule.group_size, rule.layout or ROW_MAJOR[bits], scale_dtype)
+    return LinearFormat(
+        rule.scheme, rule.group_size, rule.layout or BY_BITS[bits].name, scale_dtype
+    )
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
     method = plugins.find(table, step.name, kind)
     check_options(method, step.options)
     return method(**step.options)
-
-
-def native_format(config: dict[str, Any]) -> CheckpointFormat:
-    """The format of a native checkpoint.
-
-    Raises:
-        QtoolError: the model is not quantized, or not by qtool.
-    """
-    if "quantization_config" not in config:
-        raise QtoolError("the model is not quantized: config.json has no quantization_config")
-    return CheckpointFormat.from_dict(config["quantization_config"])

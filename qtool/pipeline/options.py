@@ -1,4 +1,4 @@
-"""What a caller may say of a run beside model, scheme and recipe; the command line fills it too."""
+"""The options of a run, filled from Python keywords or from the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,14 +18,14 @@ WHOLE_CHANNEL = "channel"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOverrides:
-    """What replaces a recipe's own choice; None leaves it.
+    """Choices that replace a recipe's own; None leaves the recipe's.
 
     Attributes:
         target: a GPU (``a100``, ``l40s``, ``h200``, ...): take the granularity that it can afford.
         group_size: input channels a group, or ``"channel"``.
         layout: packed layout of every quantized layer.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
-        windows: calibration windows are all of the text (``given``), or begun by it and continued
+        windows: calibration windows are all of the text (``given``), or started by it and continued
             by the model (``continued``).
         max_8bit_blocks: of w4ax-fmpq: at most so many 8-bit blocks of 128 channels a layer.
     """
@@ -82,7 +82,7 @@ class RecipeOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(RecipeOverrides):
-    """Every option of a run.
+    """All options of a run.
 
     Attributes:
         samples: calibration windows.
@@ -120,14 +120,15 @@ class QuantizeOptions(RecipeOverrides):
 
     @property
     def keeps_codes(self) -> bool:
-        """Nothing but a layout is asked of the recipe: a quantized model can stay as it is."""
-        asked = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
-        return all(value is None for value in asked)
+        """Whether the options change nothing but the layout, so that codes can stay."""
+        changes = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
+        return all(value is None for value in changes)
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and why (APEX4 section 3.2.2, QServe
-    section 5.3).
+    """The scheme whose granularity suits the GPU ``target``, and why.
+
+    APEX4 section 3.2.2, QServe section 5.3.
 
     Raises:
         QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
@@ -152,9 +153,9 @@ def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] 
     return recipes.load(scheme, fspath(recipe))
 
 
-def _group_size(asked: int | str) -> int | None:
-    if asked == WHOLE_CHANNEL:
+def _group_size(value: int | str) -> int | None:
+    if value == WHOLE_CHANNEL:
         return None
-    if str(asked).isdigit() and int(asked) > 0:
-        return int(asked)
-    raise QtoolError(f"--group-size {asked!r}: a number of input channels or 'channel' is expected")
+    if str(value).isdigit() and int(value) > 0:
+        return int(value)
+    raise QtoolError(f"--group-size {value!r}: a number of input channels or 'channel' is expected")

@@ -1,9 +1,9 @@
-"""The main job: read a checkpoint block by block, quantize, write; resumable at any moment."""
+"""Quantizes a checkpoint block by block; a killed run can be resumed at any moment."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +15,19 @@ from torch import Tensor
 import qtool
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
+from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
+from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
-from qtool.io.source_names import adopt
-from qtool.pipeline.job import DTYPES, Job, dtype_name
-from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.streaming.embedding_and_head import require_tied
+from qtool.models.architecture import DTYPES, dtype_name
+from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Progress, Shards
 from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe
 
-#: of a buffer that old checkpoints hold and every loader computes itself
-ROTARY = "rotary_emb.inv_freq"
-
 
 class Calibration:
-    """What a run is calibrated on.
+    """Calibration tokens and where they come from.
 
     Args:
         tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
@@ -48,7 +45,7 @@ class Calibration:
         return self._tokens
 
     def for_run(self, output: Output) -> "Calibration":
-        """What the run in ``output`` is calibrated on, and all facts of it (provenance)."""
+        """The calibration of the run in ``output``, with all facts for its provenance."""
         return self
 
 
@@ -113,7 +110,7 @@ def quantize(
 def _prepare(
     output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
 ) -> Calibration:
-    """What a run needs before its first shard; a new run that cannot have it leaves nothing."""
+    """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
         if ranks.rank() == 0:
             _require_space(output, specs)
@@ -126,7 +123,9 @@ def _prepare(
 def job_of(
     source: Checkpoint, recipe: Recipe, *, dtype: str | None = None, keep_unknown: bool = False
 ) -> Job:
-    """The job of quantizing ``source``, which is checked, by ``recipe``; see :func:`quantize`.
+    """The job of quantizing ``source`` by ``recipe``, after a check of the source.
+
+    The arguments are those of :func:`quantize`.
 
     Raises:
         QtoolError: as :meth:`Job.of` and :func:`check_source` do, or a dtype that nothing is
@@ -140,7 +139,7 @@ def job_of(
     unknown = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in source.entries.items()
-        if name not in shapes and not _is_second_head(name, job)
+        if name not in shapes and not is_second_head(name, job)
     }
     others = {} if cast else {name: source.entry(name).dtype for name in shapes}
     others = {name: other for name, other in others.items() if other != job.dtype}
@@ -154,53 +153,6 @@ def source_dtype(source: Checkpoint) -> torch.dtype:
     return embeddings[0] if embeddings else dtype
 
 
-def check_source(
-    source: Checkpoint, job: Job, packed: Collection[str] = (), *, keep_unknown: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model is there with the declared shape and a float dtype, and no unknown
-    one.
-
-    Args:
-        packed: linears that are quantized there, whose own tensors the caller checks.
-        keep_unknown: unknown tensors are no mistake.
-
-    Returns:
-        The shapes of what was found, by name.
-
-    Raises:
-        QtoolError: naming the first tensor that is not as it must be.
-    """
-    adopt(source, job)
-    expected = {
-        name: shape
-        for name, shape in job.source_shapes().items()
-        if name.removesuffix(".weight") not in packed
-    }
-    for name, shape in expected.items():
-        entry = source.entry(name)
-        if entry.shape != shape:
-            raise QtoolError(
-                f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
-            )
-        if entry.dtype not in DTYPES.values():
-            raise QtoolError(
-                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is "
-                "expected"
-            )
-    for name in source.entries:
-        known = name in expected or _is_second_head(name, job) or name.endswith(ROTARY)
-        if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
-            way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
-            raise QtoolError(f"{name}: not a tensor of a {job.family.name} model; {way_on}")
-    require_tied(source, job)
-    return expected
-
-
-def _is_second_head(name: str, job: Job) -> bool:
-    """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
-    return job.tied and name == f"{job.family.head}.weight"
-
-
 def require_apart(out: Path, source: Path) -> None:
     """Refuse an output directory that is the source's or holds it."""
     if source.resolve().is_relative_to(out.resolve()):
@@ -210,10 +162,10 @@ def require_apart(out: Path, source: Path) -> None:
 
 
 def _resumed(output: Output) -> str:
-    """Where an unfinished run goes on."""
+    """A sentence on where an unfinished run continues."""
     missing = [shard for shard in range(1, output.shards + 1) if shard not in output.records]
     done = f"{len(output.records)} of {output.shards} shards are whole"
-    following = f"goes on with shard {missing[0]}" if missing else "only its index is missing"
+    following = f"continues with shard {missing[0]}" if missing else "only its index is missing"
     return f"resuming {output.partial}: {done}, {following}"
 
 
@@ -231,7 +183,7 @@ def _config(job: Job) -> dict[str, Any]:
 def _identity(
     source: Checkpoint, job: Job, calibration: Calibration, device: torch.device
 ) -> dict[str, Any]:
-    """What must be the same for a run to be resumed: all that its bytes follow from."""
+    """Facts that must be equal for a run to be resumed: all that its bytes follow from."""
     return {
         "source model": source.fingerprint(),
         "recipe": job.format.to_dict() | _methods(job.recipe) | _stored(job),
@@ -267,7 +219,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
 
 
 def _stored(job: Job) -> dict[str, Any]:
-    """What was asked for of tensors that are not packed, if anything."""
+    """Facts on tensors that are not packed: a cast dtype, unknown tensors."""
     facts: dict[str, Any] = {}
     if job.dtype != job.source_dtype:
         facts["dtype"] = {"source": dtype_name(job.source_dtype), "stored": dtype_name(job.dtype)}

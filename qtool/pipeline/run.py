@@ -1,6 +1,4 @@
-"""One run from names to a checkpoint: the model is found, the recipe fitted, the text cut, the job
-carried out.
-"""
+"""One run by names: find the model, fit the recipe, cut the text, carry out the job."""
 
 from os import PathLike, fspath
 from pathlib import Path
@@ -32,7 +30,7 @@ def run(
     """Quantize ``model`` by ``recipe`` into the directory ``out``.
 
     A model that is quantized already is imported as it is, if nothing but its scheme and a layout
-    is asked for.
+    is changed.
 
     Args:
         text: the calibration text, as :func:`qtool.pipeline.calibration_windows.calibration` takes
@@ -86,7 +84,7 @@ def repack(
     *,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Import the quantized ``model`` (a directory or a hub id) into ``out``, in ``layout``."""
+    """Import the quantized ``model`` (a directory or a hub id) into ``out`` in ``layout``."""
     from qtool.exchange.import_ import import_checkpoint
     from qtool.pipeline.quantize import require_apart
 
@@ -113,14 +111,14 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
 
 
 def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:
-    """What was asked for and will not be, or only in part; a sentence each."""
+    """A sentence for each given option that the run will not use, or only in part."""
     named = f"--calib {text}" if isinstance(text, str | Path) else "the calibration data"
-    asked = [named] if text is not None else []
-    asked += [f"--samples {options.samples}"] if options.samples != SAMPLES else []
-    asked += [f"--seqlen {options.seqlen}"] if options.seqlen != SEQLEN else []
+    given = [named] if text is not None else []
+    given += [f"--samples {options.samples}"] if options.samples != SAMPLES else []
+    given += [f"--seqlen {options.seqlen}"] if options.seqlen != SEQLEN else []
     name = f"recipe {job.recipe.scheme}/{job.recipe.variant}"
     if not job.needs_data:
-        return [f"{name} looks at no activations: {', '.join(asked)} not used"] if asked else []
+        return [f"{name} looks at no activations: {', '.join(given)} not used"] if given else []
     return []
 
 

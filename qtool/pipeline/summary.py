@@ -1,4 +1,4 @@
-"""What a run made: its size, the time it took, and the error of every linear."""
+"""The summary of a run: size, time, and the error of each linear."""
 
 import json
 import shlex
@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.planning.plan import duration
-from qtool.pipeline.run_record import peak_host_bytes, read_run
 
 #: rounding that notes an error of each linear: what of, and the note's key
 NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
@@ -18,7 +18,7 @@ NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
 
 @dataclass(frozen=True)
 class Quantized:
-    """A native checkpoint that a run wrote; stands for its directory wherever a path is taken.
+    """A native checkpoint that a run wrote; it is a path-like object.
 
     Attributes:
         directory: of the checkpoint.
@@ -44,7 +44,7 @@ class Quantized:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller it is than its source."""
+        """The factor by which it is smaller than its source."""
         return self.source_bytes / self.nbytes
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
 
 
 def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """``weight`` or ``output``, linear and error, of every error in the notes of a block."""
+    """``weight`` or ``output``, linear and error, of all errors in the notes of a block."""
     for method, (what, key) in NOTED.items():
         for linear, note in notes.get(method, {}).items():
             if key in note:
@@ -99,7 +99,7 @@ def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def shard_facts(notes: Mapping[str, Any]) -> str:
-    """What progress says of a shard: this process's peak memory and the block's largest error."""
+    """A progress line on a shard: peak memory of this process, the block's largest error."""
     errors = [error for _, _, error in noted_errors(notes)]
     worst = f", largest error {max(errors):.4f}" if errors else ""
     return f"peak {peak_host_bytes() / 1e9:.2f} GB{worst}"

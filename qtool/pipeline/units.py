@@ -1,4 +1,4 @@
-"""Byte counts and durations as a person reads them."""
+"""Byte counts and durations as text for people."""
 
 
 def bytes_text(nbytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Proof that a quantized checkpoint is what it says: hashes, invariants, packed bytes, arithmetic.
+"""Verifies a native checkpoint: hashes, invariants, packed bytes, arithmetic.
 
 For every packed linear: the stored tensors have the declared shapes and dtypes; the scheme's
 overflow and range invariants hold; packing the unpacked codes gives the stored bytes again; and the
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
-from qtool.format import CheckpointFormat, LinearFormat
+from qtool.format import CheckpointFormat, LinearFormat, native_format
 from qtool.io.integrity import damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline.job import native_format
 from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
+from qtool.runtime.read_linear import load_linear, packed_linears
 
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
@@ -43,7 +43,7 @@ class Verified:
 
 
 def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
-    """Check every shard and every packed linear of the native checkpoint in ``directory``.
+    """Check all shards and all packed linears of the native checkpoint in ``directory``.
 
     A checkpoint in which nothing is quantized is a problem too.
 
@@ -72,13 +72,6 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
             yield Verified(name, str(error))
 
 
-def packed_linears(checkpoint: Checkpoint) -> list[str]:
-    """The full names of the linears that are stored packed."""
-    return [
-        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
-    ]
-
-
 def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
     """The full names of the linears that ``quantization_config`` says are packed."""
     family = family_of(checkpoint.config["model_type"])
@@ -100,43 +93,6 @@ def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
                 )
         elif name.endswith(f".{OFFSET}") and not torch.isfinite(checkpoint.read(name)).all():
             yield Verified(name, "a key offset of the KV cache is not a finite number")
-
-
-def load_linear(
-    checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device
-) -> QuantLinear:
-    """The QuantLinear ``name`` of a native checkpoint.
-
-    Raises:
-        QtoolError: if a stored tensor has not the declared shape and dtype.
-    """
-    n, k = linear_shape(checkpoint, name)
-    permuted, bias = f"{name}.permutation" in checkpoint, f"{name}.bias" in checkpoint
-    dtype = checkpoint.entry(f"{name}.bias").dtype if bias else torch.float32
-    linear = QuantLinear(
-        k, n, linear_format, bias=bias, permuted=permuted, dtype=dtype, device=device
-    )
-    for part, buffer in linear.named_buffers():
-        stored = checkpoint.read(f"{name}.{part}")
-        if stored.shape != buffer.shape or stored.dtype != buffer.dtype:
-            raise QtoolError(
-                f"{name}.{part}: {stored.dtype} {list(stored.shape)} found, "
-                f"{buffer.dtype} {list(buffer.shape)} declared by the format"
-            )
-        buffer.copy_(stored)
-    return linear
-
-
-def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
-    family = family_of(checkpoint.config["model_type"])
-    block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
-    settings = family.settings(checkpoint.config)
-    own = family.at(settings, int(block)) if block.isdigit() else family
-    if f"{within}.weight" not in own.tensors:
-        raise QtoolError(f"{name}: not a linear of a {family.name} block")
-    n, k = own.shape(f"{within}.weight", settings)
-    return n, k
 
 
 @torch.no_grad()
@@ -173,7 +129,7 @@ def _linear(
 
 
 def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
-    """The kernel's int32 sums on ``linear``'s device are the CPU reference's, every one."""
+    """Check that all int32 sums of the kernel equal those of the CPU reference."""
     found = linear.multiply(x, kernel, torch.int32).cpu()
     reference = copy.deepcopy(linear).cpu()
     expected = reference.multiply(x.cpu(), kernel, torch.int32)

@@ -17,6 +17,6 @@ def find(scheme: str) -> Mapping[str, Any] | None:
 
 
 def everything() -> Mapping[str, Mapping[str, Any]]:
-    """Every recipe of every plugin."""
+    """All recipes of all plugins."""
     plugins.load()
     return ADDED

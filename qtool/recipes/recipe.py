@@ -41,7 +41,7 @@ DEPARTURE_KEYS = frozenset({"what", "effect"})
 
 
 def overview() -> list[tuple[str, str, str]]:
-    """Every scheme that has a recipe: its name, the recipe's variants, what it is."""
+    """All schemes that have a recipe: name, the recipe's variants, description."""
     data = {name: read(path) for name, path in built_in().items()}
     return [
         (name, " ".join(found.get("variants", ())), found.get("about", ""))
@@ -50,7 +50,7 @@ def overview() -> list[tuple[str, str, str]]:
 
 
 def departures() -> list[tuple[str, str, Departure]]:
-    """Scheme, variant and departure, for every point where a built-in recipe leaves its paper."""
+    """Scheme, variant and departure, for all points where a built-in recipe leaves its paper."""
     return [
         (name, variant, departure)
         for name, variants, _ in overview()

@@ -1,4 +1,4 @@
-"""What a recipe is: which scheme each layer gets and by which methods. No torch here.
+"""The schema of a recipe: the scheme of each layer, and the methods. It imports no torch.
 
 :mod:`qtool.recipes.recipe` reads one from YAML.
 """
@@ -46,7 +46,8 @@ class Recipe:
     """One complete recipe.
 
     Attributes:
-        windows: of calibration: ``given`` by a text, or begun by it and ``continued`` by the model.
+        windows: calibration windows are ``given`` by a text, or ``continued`` by the model after
+            a start from it.
         variant: ``fast``, ``paper`` or ``best`` of a built-in recipe; ``custom`` of a file.
         departures: from the paper.
         reason: why this recipe, where ``--target`` chose it.
@@ -67,7 +68,7 @@ class Recipe:
 
     @property
     def built_in(self) -> bool:
-        """It is a variant of a built-in recipe, which may be adapted to a model."""
+        """Whether it is a variant of a built-in recipe, which may be adapted to a model."""
         return self.variant != "custom"
 
     def step(self, name: str) -> Step | None:
@@ -75,11 +76,11 @@ class Recipe:
         return next((step for step in self.transforms if step.name == name), None)
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
-        """Every quantized layer at ``group_size`` (None: the whole channel)."""
+        """The recipe with all quantized layers at ``group_size`` (None: the whole channel)."""
         return self._with_rules(group_size=group_size)
 
     def with_layout(self, layout: str) -> "Recipe":
-        """Every quantized layer in ``layout``."""
+        """The recipe with all quantized layers in ``layout``."""
         return self._with_rules(layout=layout)
 
     def _with_rules(self, **changes: Any) -> "Recipe":

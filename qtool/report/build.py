@@ -1,6 +1,4 @@
-"""``qtool report``: gather sizes, checks, results, errors and ranges of a quantized model into one
-HTML page.
-"""
+"""``qtool report``: sizes, checks, results, errors and ranges of a quantized model on one page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +11,14 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
 from qtool.eval.checkpoints import evaluate_checkpoints
+from qtool.format import native_format
+from qtool.io.run_record import read_run
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
 from qtool.pipeline.inspect import Row, inspect
-from qtool.pipeline.job import native_format
-from qtool.pipeline.run_record import read_run
-from qtool.pipeline.verify import Verified, load_linear, packed_linears, verify
+from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, provenance, quality, recorded_errors
+from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
 #: transforms that leave every weight as the source has it, so that a rounded weight can be held
@@ -36,8 +35,9 @@ def report(
     data_dir: Path | None,
     device: str,
 ) -> Path:
-    """Write the report of the native checkpoint ``directory``; returns the file, by default
-    ``report.html`` in it.
+    """Write the report of the native checkpoint ``directory``; returns the file.
+
+    It is ``report.html`` in the directory unless ``out`` says otherwise.
 
     Args:
         compare: the baseline; without it nothing is measured that needs one.
@@ -53,7 +53,7 @@ def report(
     config = Checkpoint(directory).config
     native_format(config)
     if compare:
-        require_alike(config, read_config(resolve(compare)), compare)
+        require_same_sizes(config, read_config(resolve(compare)), compare)
     if tasks:
         options: dict[str, Any] = {
             "data_dir": data_dir,
@@ -74,7 +74,7 @@ def report(
 
 
 def collect(directory: Path, compare: str | None, device: str) -> Report:
-    """Everything the report shows, measured where it is not recorded.
+    """All data of the report, measured where it is not recorded.
 
     Nothing is measured on a checkpoint that fails a check.
     """
@@ -105,7 +105,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     )
 
 
-def require_alike(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
+def require_same_sizes(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
     """Refuse a baseline ``name`` that the model of ``config`` cannot have been made from.
 
     Raises:
@@ -139,9 +139,7 @@ def sizes(rows: Sequence[Row]) -> list[Size]:
 
 
 def checks(rows: Sequence[Verified]) -> list[Check]:
-    """The rows of ``verify``, those that ran the same together; what did not run at all stands by
-    itself.
-    """
+    """The rows of ``verify`` grouped by what ran; a row that did not run stands by itself."""
     found: dict[str, list[Verified]] = {}
     for row in rows:
         found.setdefault(row.ran, []).append(row)
@@ -158,7 +156,7 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 @torch.no_grad()
 def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
-    """``||V - W|| / ||W||`` of every packed linear V, where the recipe only rounds a weight W.
+    """``||V - W|| / ||W||`` of all packed linears V, where the recipe only rounds a weight W.
 
     None where the source has no plain weights: an import's is quantized itself.
     """
@@ -183,8 +181,9 @@ def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _measured(
     directory: Path, base: Path | None, config: dict[str, Any], device: str
 ) -> dict[str, Any]:
-    """Activation ranges of both models and the KV cache's error, on windows of the text that ships
-    with qtool.
+    """Activation ranges of both models and the KV cache's error.
+
+    They are measured on windows of the text that ships with qtool.
     """
     from qtool.eval.channel_range import channel_amax, worst
     from qtool.eval.kv_error import kv_errors

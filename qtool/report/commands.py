@@ -49,27 +49,25 @@ def commands(report: Report) -> list[str]:
 
 
 def _evaluations(report: Report, base: str) -> list[str]:
-    """One command for the tasks that were asked alike."""
-    asked: dict[str, list[str]] = {}
+    """One command for the tasks that were evaluated with the same options."""
+    by_options: dict[str, list[str]] = {}
     for fact in (q.facts for q in report.quality):
         options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
         options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
-        tasks = asked.setdefault(" ".join(options), [])
+        tasks = by_options.setdefault(" ".join(options), [])
         if fact["task"] not in tasks:
             tasks.append(fact["task"])
     common = f"--model {report.directory} --compare {base}"
     return [
         " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
-        for options, tasks in (asked or {"": ["wikitext2"]}).items()
+        for options, tasks in (by_options or {"": ["wikitext2"]}).items()
     ]
 
 
 def recipe_file(report: Report) -> str:
-    """The recipe as YAML that ``quantize --recipe`` reads; nothing where a built-in variant says
-    the same.
-    """
+    """The recipe as YAML for ``quantize --recipe``; empty if it is a built-in variant."""
     quantization = report.quantization
     layers = [_layer(rule) for rule in quantization["rules"]]
     steps = [{name: dict(options)} if options else name for name, options in report.methods]

@@ -1,5 +1,4 @@
-"""What a report says of a quantized model, as plain data: from the records beside it and from what
-was measured.
+"""The data of a report, gathered from the records beside a model and from measurements.
 
 ``qtool.report.build`` fills it, :mod:`qtool.report.page` draws it. A part that nobody measured is
 empty.
@@ -16,15 +15,13 @@ from qtool.eval.channel_range import ChannelRange, role
 from qtool.eval.compare import Delta, compare
 from qtool.eval.kv_error import KVError
 from qtool.eval.results import Metric, Results, TaskResult
-from qtool.eval.saved import Answer
+from qtool.eval.saved import SavedResult
 from qtool.pipeline.summary import NOTED
 
 
 @dataclass(frozen=True)
 class Size:
-    """Linears of one role and format (or everything else): how many, their weights and stored
-    bytes.
-    """
+    """Linears of one role and format, or all else: their number, weights and stored bytes."""
 
     role: str
     format: str
@@ -40,9 +37,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Check:
-    """Linears that were verified alike: what ran, the largest distance to the reference, and the
-    problems found.
-    """
+    """Linears that ran the same arithmetic in ``verify``: largest distance, and problems."""
 
     ran: str
     count: int
@@ -52,8 +47,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Quality:
-    """One metric of one task, and the baseline's where both were asked the same. ``rises``: nats a
-    token, by window.
+    """One metric of one task, and the baseline's if it was evaluated under the same facts.
+
+    ``rises``: the change in nats a token, by window.
     """
 
     result: TaskResult
@@ -70,8 +66,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Relative errors by role and block (the worst, where a block has several of a role). ``what``
-    says of what.
+    """Relative errors of the quantity ``what`` by role and block.
+
+    A block that has several linears of a role shows the worst.
     """
 
     what: str
@@ -81,9 +78,7 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a transform did to the error it looks at, over all its choices: error after / error
-    before.
-    """
+    """The factor by which a transform changed the error it minimizes, over all its choices."""
 
     method: str
     choices: int
@@ -94,10 +89,10 @@ class Gain:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a page shows.
+    """All data that a page shows.
 
     ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
-    ``run``: time and memory, as ``qtool.pipeline.run_record`` wrote them. ``windows``: ``(count,
+    ``run``: time and memory, as ``qtool.io.run_record`` wrote them. ``windows``: ``(count,
     tokens)`` measured on.
     """
 
@@ -117,17 +112,13 @@ class Report:
 
     @property
     def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Names and options of the recipe's methods in order, the rounding last; none if there is
-        no record.
-        """
+        """Names and options of the recipe's methods, the rounding last; empty without a record."""
         listed = self.provenance.get("recipe", {}).get("methods", [])
         return [(name, options) for step in listed for name, options in step.items()]
 
     @property
     def imported(self) -> Mapping[str, Any]:
-        """``format`` and ``config`` of the foreign checkpoint that this one was imported from;
-        nothing otherwise.
-        """
+        """``format`` and ``config`` of the foreign checkpoint this one was imported from, or {}."""
         found = self.provenance.get("imported from")
         return found if isinstance(found, dict) else {}
 
@@ -146,9 +137,10 @@ def provenance(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def quality(answers: Sequence[Answer], model: str, baseline: str) -> list[Quality]:
-    """The answers of ``model``, each beside that of ``baseline`` to the same question (both are
-    identities).
+def quality(answers: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:
+    """The saved results of ``model``, each beside ``baseline``'s for the same facts.
+
+    ``model`` and ``baseline`` are identities.
     """
     rows = []
     for answer in answers:
@@ -179,8 +171,9 @@ def _beside(row: Quality, base: TaskResult) -> Quality:
 
 
 def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
-    """What the rounding wrote into qtool.json: an error of each linear, or the loss of a distilled
-    block.
+    """The errors that the rounding wrote into qtool.json.
+
+    They are of each linear, or the loss of a distilled block.
     """
     for method, (what, key) in NOTED.items():
         by_role: dict[str, dict[int, float]] = {}
@@ -199,7 +192,7 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
 
 
 def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
-    """How far each method that searched lowered the error it looks at."""
+    """The factor by which each searching method lowered the error it minimizes."""
     ratios: dict[str, list[float]] = {}
     for notes in blocks:
         for method, note in notes.items():
@@ -211,8 +204,9 @@ def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
 
 
 def _after_before(choice: Any) -> tuple[float, float]:
-    """Both errors; the one before is named after what is absent (``error_unsmoothed``) or begins a
-    curve. 0: none.
+    """The errors after and before a choice; 0 where one is not recorded.
+
+    The one before is named after what is absent (``error_unsmoothed``), or begins a curve.
     """
     if not isinstance(choice, dict):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, no script; light and dark are the reader's choice.
+"""The report as one HTML file without network or script, light or dark.
 
 ``template/report.html.j2`` has the page. Jinja escapes all that is not marked as HTML here: a
 checkpoint's names are anyone's.
@@ -43,7 +43,7 @@ def render(report: Report) -> str:
 
 
 def view(report: Report) -> dict[str, Any]:
-    """What the template shows of ``report``."""
+    """The variables that the template shows of ``report``."""
     record = report.provenance
     return {
         "report": report,

@@ -51,7 +51,7 @@ def strip(
     limits: tuple[float, float],
     mean: float | None = None,
 ) -> str:
-    """A dot on a stem for each ``x: y``, with the y axis over ``limits``; a dashed line at ``mean``."""
+    """A stem plot of ``x: y``, with the y axis over ``limits`` and a dashed line at ``mean``."""
     with rc_context(STYLE):
         axes = _axes(x_label, y_label)
         base = max(0.0, limits[0])
@@ -97,7 +97,7 @@ def _axes(x_label: str, y_label: str) -> Axes:
 
 
 def _svg(axes: Axes, title: str) -> str:
-    """The figure as an ``<svg>`` element that scales with the page and has ``title`` as its name."""
+    """The figure as an ``<svg>`` element with the name ``title``, scaling with the page."""
     buffer, figure = io.StringIO(), axes.get_figure()
     assert isinstance(figure, Figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Title": title})

@@ -42,7 +42,7 @@ OWN_CACHE = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
 )
-#: what attention may be asked for beside the softmax over a range
+#: attention options beside the softmax over a range
 UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
 
 #: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
@@ -50,7 +50,7 @@ Ranges = tuple[Tensor, Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
-    """A layer of a static cache whose memory is ``[B, C, H, D]``: attention over ranges reads it so.
+    """A layer of a static cache with memory ``[B, C, H, D]``, as attention over ranges reads it.
 
     To everyone else the tensors are ``[B, H, C, D]``, as of any layer. A sliding window is in the
     mask.
@@ -102,8 +102,9 @@ def attend(
 def attention_over_ranges(
     query: Tensor, key: Tensor, value: Tensor, ranges: Ranges, scaling: float | None
 ) -> Tensor:
-    """``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]`` over its range of ``key``, ``value [B, H, C,
-    D]``.
+    """``[B, 1, Hq, D]``: attention of ``query [B, Hq, 1, D]`` over its ranges of keys and values.
+
+    ``key`` and ``value`` are ``[B, H, C, D]``.
     """
     numbers, starts, used = ranges
     tokens = [t.transpose(1, 2).flatten(0, 1) for t in (key, value)]  # [B * C, H, D]
@@ -191,7 +192,7 @@ def graph_decoding(model: PreTrainedModel) -> bool:
 
 
 def one_kernel_norms(model: nn.Module) -> None:
-    """Let every plain RMSNorm of ``model`` run as torch's one kernel instead of eight.
+    """Let the plain RMSNorms of ``model`` run as torch's one kernel instead of eight.
 
     It rounds once, at the end. Where operators are intercepted (deterministic evaluation), the
     model's own arithmetic stays.

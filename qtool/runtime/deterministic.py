@@ -1,4 +1,4 @@
-"""Float operations that give the same bits on every device: computed in float64, rounded once.
+"""Float operations that give the same bits on all devices: computed in float64, rounded once.
 
 A reduction depends on its order, and exp or rsqrt on who wrote it, so a CPU and a GPU differ by a
 last place. Where codes of activations are cut from such numbers one of them falls on the other side
@@ -51,7 +51,7 @@ ROWS, SCORES = 128, (2**17, 2**26)
 
 
 class _Operations(TorchDispatchMode):
-    """Computes every float operation that is not exact in float64."""
+    """Computes all float operations that are not exact in float64."""
 
     def __torch_dispatch__(
         self,
@@ -65,7 +65,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.name == "aten::topk":
             return _topk(*args, **kwargs)
-        return _in_float64(func, args, kwargs)
+        return _compute_in_float64(func, args, kwargs)
 
 
 class _Attention(TorchFunctionMode):
@@ -85,7 +85,7 @@ class _Attention(TorchFunctionMode):
 
 @contextmanager
 def deterministic_arithmetic() -> Iterator[None]:
-    """Within it float operations give the same bits on every device.
+    """Let float operations give the same bits on all devices while open.
 
     Functions that :func:`bit_exact` marks run as they are.
     """
@@ -94,7 +94,7 @@ def deterministic_arithmetic() -> Iterator[None]:
 
 
 def bit_exact(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` gives the same bits on every device by itself."""
+    """Mark ``function`` as one that gives the same bits on all devices by itself."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -162,7 +162,7 @@ def attention(
 
 
 def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether every device gives the same result without help.
+    """Whether all devices give the same result without help.
 
     So do operations without low floats, views, custom operators and what IEEE 754 specifies.
     """
@@ -184,7 +184,7 @@ def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     return name in EXACT
 
 
-def _in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ``func`` on float64 copies, in the dtype that ``func`` gives.
 
     An operation that works in place writes to its own argument.
@@ -202,7 +202,7 @@ def _in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = func(*wide_args, **wide_kwargs)
     written = {
         id(copies[id(t)]): t.copy_(copies[id(t)])
-        for t in _written(func, args, kwargs)
+        for t in _mutated_arguments(func, args, kwargs)
         if id(t) in copies
     }
 
@@ -214,7 +214,9 @@ def _in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map(back, result)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _mutated_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[Tensor]:
     """The arguments that ``func`` writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,5 +1,6 @@
-"""Which kernel multiplies a packed linear on which GPU; where there is none, the scheme's reference
-does, and torch's linear where activations have 16 bits.
+"""The choice of the kernel that multiplies a packed linear on a GPU.
+
+Without a kernel the scheme's reference runs, or torch's linear where activations have 16 bits.
 
 A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to
 add one to.
@@ -24,8 +25,10 @@ ANY = (*HALF, torch.float32)
 
 @dataclass(frozen=True)
 class Call:
-    """One multiplication: ``x [M, K]`` contiguous, the input ``permutation [K]`` if there is one,
-    what is stored; weight ``norm [K]`` and epsilon of an RMSNorm of ``x``, if it is taken along.
+    """One multiplication of a packed linear.
+
+    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None; ``norm [K]``
+    and ``epsilon`` are of an RMSNorm of ``x`` that is computed along with it, or None.
     """
 
     x: Tensor
@@ -49,7 +52,7 @@ class Kernel:
         prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
             call's ``x`` stands for its dtype and device. None: only the ops do it.
         n, k: what N and K must be multiples of.
-        dtypes: of x that it takes; every one of :data:`ANY` can be asked for as ``out_dtype``.
+        dtypes: of x that it takes; all of :data:`ANY` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
         tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64
             arithmetic.
@@ -215,9 +218,7 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
 def kernel_for(
     linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel | None:
-    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None: the
-    reference runs.
-    """
+    """The kernel for a weight ``[n, k]`` and inputs of ``dtype`` on ``device``, or None."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""The transformers side: importing this module makes ``from_pretrained`` run packed weights.
+"""Registers qtool with transformers, so that ``from_pretrained`` runs packed weights.
 
 A native checkpoint's config.json holds :data:`qtool.format.NOTICE` where transformers looks for the
 name of the weight file. A transformers without this module therefore refuses the checkpoint with
@@ -139,14 +139,14 @@ def block_linears(model: PreTrainedModel) -> Iterator[str]:
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
-    """Every QuantLinear of ``model`` by its full name."""
+    """The QuantLinears of ``model`` by full name."""
     return {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)
     }
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """``model`` with every QuantLinear replaced, in place, by a plain linear.
+    """``model`` with its QuantLinears replaced, in place, by plain linears.
 
     The plain weight is the dequantized one, in ``dtype`` (by default the model's).
     """

@@ -2,7 +2,7 @@
 
 ``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On
 a CUDA GPU a cache layer then hands its packed tokens, not tensors, through the attention module to
-:func:`attend`; they are dequantized only if something is asked that the kernel has not.
+:func:`attend`; they are dequantized only for options that the kernel lacks.
 """
 
 from typing import Any

@@ -156,7 +156,7 @@ class QuantCache(Cache):
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
-    """Make every forward and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
+    """Let forwards and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
 
     What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer
     of each attention module, to be loaded; before, what does nothing, or zeros where that is a

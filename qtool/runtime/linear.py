@@ -80,7 +80,7 @@ class QuantLinear(nn.Module):
         return weight
 
     def kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-        """What multiplies inputs of ``dtype`` on ``device``; None is the scheme's reference."""
+        """The kernel for inputs of ``dtype`` on ``device``; None is the scheme's reference."""
         key = device, dtype
         if key not in self._kernels:
             shape = (self.out_features, self.in_features)
@@ -104,8 +104,9 @@ class QuantLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def prepared(self, x: Tensor, out_dtype: torch.dtype) -> "PreparedLinear | None":
-        """What launches the kernels for ``x [..., K]`` itself, where they can be: not where
-        somebody records operators.
+        """An object that launches the kernels for ``x [..., K]`` without the operator, or None.
+
+        None while operators are recorded.
         """
         if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_contiguous():
             return None
@@ -121,8 +122,9 @@ class QuantLinear(nn.Module):
         return prepared
 
     def plain(self, x: Tensor) -> Tensor:
-        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear on the weight rounded to
-        ``x``'s dtype.
+        """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear.
+
+        The weight is rounded to ``x``'s dtype.
 
         To the last bit what transformers computes from an export.
         """
@@ -130,8 +132,9 @@ class QuantLinear(nn.Module):
         return functional.linear(x, self.dequantize().to(x.dtype), bias)
 
     def multiply(self, x: Tensor, kernel: Kernel, out_dtype: torch.dtype) -> Tensor:
-        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``; int32 gives the bare sums of
-        an exact one.
+        """``[M, N]`` of ``out_dtype`` for ``x [M, K]`` by ``kernel``.
+
+        An exact kernel gives its bare sums as int32.
         """
         x = x.contiguous()
         if x.is_cuda and (prepared := self.prepared(x, out_dtype)):

@@ -72,9 +72,7 @@ def load_as_stored(
     dtype: torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
-    """The model of :func:`load` as transformers has it: each linear alone, its own norms, no
-    graphs.
-    """
+    """The model of :func:`load` as transformers has it: linears apart, its own norms, no graphs."""
     path = _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
@@ -96,7 +94,7 @@ def load_as_stored(
 def _from_pretrained(
     path: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None
 ) -> PreTrainedModel:
-    """transformers' own load, with every tensor of the model found in the files."""
+    """transformers' own load, with a check that all tensors of the model are in the files."""
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -30,7 +30,7 @@ _NORMS_TAKEN: ContextVar[bool] = ContextVar("_NORMS_TAKEN", default=False)
 
 @contextmanager
 def norms_taken_along() -> Iterator[None]:
-    """In here merged linears normalize their input themselves, where a plain RMSNorm made it."""
+    """Let merged linears compute a plain RMSNorm of their input themselves while open."""
     before = _NORMS_TAKEN.set(True)
     try:
         yield
@@ -79,9 +79,7 @@ class MergedLinears:
         self._waiting: tuple[Tensor, dict[QuantLinear, Tensor]] | None = None
 
     def serves(self, part: QuantLinear, x: Tensor) -> bool:
-        """Whether ``part`` still has the merged tensors (not moved, nor replaced), and ``x`` is
-        there.
-        """
+        """Whether ``part`` still has the merged tensors, on the device of ``x``."""
         return part.qweight is self.views[part] and x.device == self.linear.qweight.device
 
     def product(self, part: QuantLinear, x: Tensor) -> Tensor:
@@ -97,9 +95,7 @@ class MergedLinears:
         return y
 
     def take_norm(self, block: nn.Module, source: str, names: Sequence[str]) -> None:
-        """Let the kernel compute the RMSNorm ``source`` of ``block``, which the linears ``names``
-        read.
-        """
+        """Let the kernel compute the RMSNorm ``source`` of ``block``, read by linears ``names``."""
         norm: Any = block.get_submodule(source)
         self.normed = copy(self.linear)  # of the same tensors
         self.normed.norm = norm.weight.detach(), norm.variance_epsilon
@@ -110,8 +106,9 @@ class MergedLinears:
         self.norm_forward = norm.forward = partial(_norm_unless_taken, self, norm.forward)
 
     def takes_norm(self, x: Tensor) -> bool:
-        """Whether the norm of ``x`` is computed with the product, because every module is still in
-        its place.
+        """Whether the norm of ``x`` is computed with the product.
+
+        It is if all modules are still in their places.
         """
         return (
             not torch.compiler.is_compiling()
@@ -132,9 +129,7 @@ def _norm_unless_taken(
 
 
 def merge_linears(model: PreTrainedModel) -> None:
-    """Merge the linears of ``model`` that read one input, wherever a kernel multiplies their packed
-    rows.
-    """
+    """Merge the linears of ``model`` that read one input, where a kernel takes the packed rows."""
     config = model.config.get_text_config(decoder=True)
     family = family_of(config.model_type)
     for number, block in enumerate(model.get_submodule(family.blocks).children()):

@@ -1,4 +1,4 @@
-"""Keys and values of one layer in packed form, and what a checkpoint stores for them.
+"""Keys and values of one layer in packed form, and the tensors a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
 ``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores,
@@ -29,7 +29,7 @@ ROOM = 64
 
 
 def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:
-    """What a block stores for the KV quantizer ``kv``, by name within the block, on ``meta``.
+    """Tensors that a block stores for the KV quantizer ``kv``, by name within it, on ``meta``.
 
     Raises:
         QtoolError: an unknown quantizer, or one that cannot hold these heads.

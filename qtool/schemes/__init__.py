@@ -1,4 +1,4 @@
-"""What the numbers mean: one file a scheme. ``get(name, ...)`` makes one."""
+"""Quantization schemes: one file each. ``get(name, ...)`` makes one."""
 
 import torch
 

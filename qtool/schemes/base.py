@@ -1,4 +1,4 @@
-"""What a quantization scheme is: a small pure object over tensors.
+"""The protocol of a quantization scheme: a small pure object over tensors.
 
 Legend: N output channels, K input channels, M tokens, g group size, G = K / g groups.
 
@@ -140,13 +140,15 @@ class Scheme(ABC):
     def fit_range(
         self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
     ) -> Params:
-        """:meth:`fit` from the :meth:`range` of each group: a clipping search reads the weight
-        once.
+        """:meth:`fit` from the :meth:`range` of each group.
+
+        A clipping search reads the weight once this way.
         """
 
     def clip_bounds(self, params: Params) -> Tensor | None:
-        """Lowest and highest value of each group ``[2, N, G]``, in units of the floating-point
-        scale; None where one follows from the other (no zero point).
+        """Lowest and highest value of each group ``[2, N, G]``, in units of the float scale.
+
+        None where one follows from the other (no zero point).
         """
         return None
 
@@ -182,7 +184,7 @@ class Scheme(ABC):
         """The exact weight ``[N, K]`` in float32 that the integers stand for."""
 
     def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
-        """``weight [N, K]`` rounded to nearest and dequantized, float32: what a search looks at."""
+        """``weight [N, K]`` rounded to nearest and dequantized, float32, for searches."""
         return self.dequantize(self.quantize(weight, params), params)
 
     def weight_error(self, weight: Tensor, params: Params) -> Tensor:
@@ -193,8 +195,9 @@ class Scheme(ABC):
     def matmul(
         self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
     ) -> Tensor:
-        """``Y [M, N]`` float32 for ``x [M, K]`` by the scheme's own arithmetic: sums exact in
-        int32.
+        """``Y [M, N]`` float32 for ``x [M, K]``, by the scheme's own integer arithmetic.
+
+        Sums are exact in int32.
 
         What the CUDA kernels compute, to the bit (:mod:`qtool.schemes.arithmetic.products`), but
         for those of 16-bit activations.

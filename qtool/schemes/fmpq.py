@@ -24,8 +24,9 @@ BLOCK = 128
 
 
 class Fmpq(Symmetric):
-    """Parameters: ``scale [N, K/128]``, ``eight_bit [K/128]`` u8, 1 where a block has 8-bit
-    activations.
+    """Parameters: ``scale [N, K/128]``, and ``eight_bit [K/128]`` u8.
+
+    The latter is 1 where a block has 8-bit activations.
 
     The map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer,
     whose ``fit`` records it. Without it no block has 8 bits.
@@ -67,9 +68,7 @@ class Fmpq(Symmetric):
         return params | {"eight_bit": given.to(low.device, torch.uint8)}
 
     def quantize_activation(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Codes int8 ``[..., K]`` (s8 or s4 by block) and scales float32 ``[..., K/128]`` of ``x
-        [..., K]``.
-        """
+        """Codes int8 ``[..., K]`` (s8 or s4 by block) and scales ``[..., K/128]`` of ``x``."""
         eight_bit = params["eight_bit"].bool()
         return quantize_groups(x, BLOCK, torch.where(eight_bit, 127, 7))
 

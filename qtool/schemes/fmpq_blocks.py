@@ -1,5 +1,4 @@
-"""Which input channels of a layer are outliers, in which blocks they go, and what share of work
-stays W4A4.
+"""Outlier channels of a layer: which they are, and which blocks hold them.
 
 COMET section 3.2, figure 4: outliers sit in a few fixed channels, with magnitudes tenfold those of
 the rest. Calibration gives ``amax [K]``, the largest magnitude of each input channel; one
@@ -22,8 +21,9 @@ OUTLIER_RATIO = 10.0
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """``permutation [K]`` int64 (place j takes channel ``permutation[j]``) and ``eight_bit
-    [K/128]`` u8.
+    """``permutation [K]`` int64 and ``eight_bit [K/128]`` u8 of a layer.
+
+    Place j of the permuted input takes channel ``permutation[j]``.
     """
 
     permutation: Tensor
@@ -90,8 +90,9 @@ def by_magnitude(amax: Tensor) -> Tensor:
 
 
 def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
-    """Map ``[K/128]`` u8 of the blocks that hold an outlier; above ``cap``, those with the largest
-    maxima.
+    """Map ``[K/128]`` u8 of the blocks that hold an outlier, at most ``cap`` of them.
+
+    Above ``cap`` those with the largest maxima stay.
 
     ``amax [K]`` and ``outliers [K]`` in the layer's own order of channels.
     """
@@ -103,7 +104,7 @@ def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
 
 
 def block_cap(channels: int, max_8bit_blocks: int | None, min_w4a4_share: float) -> int:
-    """How many of the ``channels / 128`` blocks may have 8 bits."""
+    """The number of the ``channels / 128`` blocks that may have 8 bits."""
     if max_8bit_blocks is not None and max_8bit_blocks < 0:
         raise QtoolError(f"w4ax-fmpq: at most {max_8bit_blocks} 8-bit blocks; expected 0 or more")
     if not 0 <= min_w4a4_share <= 1:
@@ -114,8 +115,9 @@ def block_cap(channels: int, max_8bit_blocks: int | None, min_w4a4_share: float)
 
 
 def w4a4_share(layers: Iterable[tuple[Tensor, int]]) -> float:
-    """Share of GEMM work in W4A4 over layers, each ``(eight_bit [K/128], N)``; the work of a block
-    is 128 * N.
+    """Share of GEMM work in W4A4 over layers, each ``(eight_bit [K/128], N)``.
+
+    The work of a block is 128 * N.
     """
     total, four_bit = 0, 0
     for eight_bit, out_features in layers:

@@ -1,4 +1,4 @@
-"""Which granularity a GPU can afford: the ratio of its tensor cores to its CUDA cores.
+"""Chooses the granularity that a GPU can afford, by its tensor-core to CUDA-core ratio.
 
 Group scales are applied on CUDA cores inside the main loop. APEX4 section 2.2, equation 2: the cost
 is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16
@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to use on a GPU, the ratio that decided, and why in a sentence."""
+    """A granularity for a GPU, the ratio that decided, and the reason in a sentence."""
 
     choice: str
     ratio: float

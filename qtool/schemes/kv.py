@@ -1,5 +1,4 @@
-"""KV-cache quantizers: keys (after RoPE) and values ``[B, H, T, D]`` as 8-bit or packed 4-bit
-codes.
+"""KV-cache quantizers: keys (after RoPE) and values as 8-bit or packed 4-bit codes.
 
     kv8          s8, static, per head and channel: s[h, d] = max|X| / 127 of the calibration data
                  (LiquidGEMM section 6, LiquidServe)
@@ -178,10 +177,9 @@ class KV4Channel(KVQuantizer):
 def quantize_asymmetric(
     x: Tensor, importance: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes u8 0..15 of ``x [..., n]``, and fp16 scale and zero point ``[..., 1]`` that the n
-    share.
+    """Codes u8 0..15 of ``x [..., n]``, and fp16 scale and zero point ``[..., 1]``.
 
-    ``importance``, which broadcasts to ``x``: what their squared errors count.
+    ``importance``, which broadcasts to ``x``, weighs the squared errors.
     """
     x = x.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)

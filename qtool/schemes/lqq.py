@@ -21,8 +21,9 @@ from qtool.schemes.base import Clip, Grid, Params, Scheme, require, scale_bounds
 
 
 class LiquidQuant(Scheme):
-    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``offset [N, G]`` u8 (``a = 128 +
-    lo``).
+    """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` and ``offset [N, G]`` u8.
+
+    ``s2`` is in 1..16, ``offset`` is ``a = 128 + lo``.
     """
 
     name = "w4a8-lqq"

@@ -1,5 +1,4 @@
-"""LiquidQuant on a GPU in single kernels: parameters from ranges; a weight rounded and dequantized
-at once.
+"""LiquidQuant on a GPU in two fused kernels: fit parameters, round and dequantize.
 
 The arithmetic is that of ``LiquidQuant.fit_range`` and
 ``LiquidQuant.dequantize(LiquidQuant.quantize(w))``, step by step as a CPU does it. Searches fit
@@ -11,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: elements of one program, and groups of a row that one looks at at a time
+#: elements of one program, and groups of a row that a program handles at a time
 TILE, FIT_TILE = 2048, 128
 
 if find_spec("triton"):
@@ -104,8 +103,9 @@ def fit(
     dtype: torch.dtype,
     bounds: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``s1 [N]`` in ``dtype``, within ``bounds``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N,
-    G]`` float32.
+    """``s1 [N]`` in ``dtype``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32.
+
+    ``s1`` stays within ``bounds``.
     """
     n, groups = low.shape
     by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)
@@ -136,7 +136,7 @@ def fit(
 
 
 def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> Tensor:
-    """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if asked."""
+    """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if wanted."""
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]

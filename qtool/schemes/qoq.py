@@ -1,5 +1,6 @@
-"""w4a8-qoq: QoQ per channel, asymmetric 4-bit weights whose zero point is subtracted in the
-epilogue.
+"""w4a8-qoq: QoQ per channel, asymmetric 4-bit weights under 8-bit activations.
+
+The zero point is subtracted in the epilogue.
 
 QServe section 3 and appendix C.0.1. Per output channel, with a range that includes zero:
 

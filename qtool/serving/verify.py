@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline.job import native_format
-from qtool.pipeline.verify import Verified, load_linear
+from qtool.pipeline.verify import Verified
+from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
 
 TOKENS = 8

@@ -91,7 +91,7 @@ TOKENS = torch.arange(4 * 16).view(4, 16) * 17 % 61
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Models this small run slower on several threads, and the suite's processes share the cores."""
+    """Run on one thread: models this small are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -115,7 +115,7 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     block.install(
         "mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params)
     )
-    block.forget("mlp.up_proj")
+    block.free_exact("mlp.up_proj")
     block.weight("mlp.gate_proj").mul_(2)
     run(block, batch)
     assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16

@@ -25,7 +25,7 @@ TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
 def propagated(
     model: PreTrainedModel, kv: str | None
 ) -> tuple[list[Batch], list[dict[str, Tensor]]]:
-    """The last block's outputs when every block computes under ``kv``, and what each block stores."""
+    """The last block's outputs when all blocks compute under ``kv``, and each block's tensors."""
     family = family_of(model.config.model_type)
     batches, stored = first_inputs(model, family, list(TOKENS.split(2))), []
     for index, module in enumerate(model.get_submodule(family.blocks)):

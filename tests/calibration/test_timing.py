@@ -1,4 +1,4 @@
-"""Stages add up to the whole; what is inside another is taken from it; without a recording nothing
+"""Phases add up to the whole; what is inside another is taken from it; without a recording nothing
 happens.
 """
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from qtool.calibration.timing import OTHER, Stages, recording, stage
+from qtool.calibration.timing import OTHER, PhaseTimer, phase, recording
 
 CPU = torch.device("cpu")
 
@@ -21,43 +21,43 @@ def clock(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 def test_a_stage_inside_another_takes_its_time_from_it(clock) -> None:  # type: ignore[no-untyped-def]
-    with recording(Stages(CPU)) as stages:
+    with recording(PhaseTimer(CPU)) as phases:
         clock(1)
-        with stage("search"):
+        with phase("search"):
             clock(2)
-            with stage("forward"):
+            with phase("forward"):
                 clock(4)
             clock(8)
-            with pytest.raises(ValueError), stage("forward"):
+            with pytest.raises(ValueError), phase("forward"):
                 clock(16)
                 raise ValueError
         clock(32)
-    stages.settle()
-    assert dict(stages.seconds) == {OTHER: 33, "search": 10, "forward": 20}
+    phases.settle()
+    assert dict(phases.seconds) == {OTHER: 33, "search": 10, "forward": 20}
     clock(64)
-    stages.settle()
-    assert stages.seconds[OTHER] == 97
+    phases.settle()
+    assert phases.seconds[OTHER] == 97
 
 
 def test_threads_are_counted_beside(clock) -> None:  # type: ignore[no-untyped-def]
-    stages = Stages(CPU)
+    phases = PhaseTimer(CPU)
     for seconds in (1, 2):
-        with stages.thread("write"):
+        with phases.thread("write"):
             clock(seconds)
-    stages.settle()
-    assert dict(stages.behind) == {"write": 3} and stages.seconds[OTHER] == 3
+    phases.settle()
+    assert dict(phases.beside) == {"write": 3} and phases.seconds[OTHER] == 3
 
 
 def test_nothing_is_recorded_outside_a_recording(clock) -> None:  # type: ignore[no-untyped-def]
-    with recording(Stages(CPU)) as outer:
-        with recording(Stages(CPU)) as inner, stage("forward"):
+    with recording(PhaseTimer(CPU)) as outer:
+        with recording(PhaseTimer(CPU)) as inner, phase("forward"):
             clock(1)
-        with stage("pack"):
+        with phase("pack"):
             clock(2)
-    with stage("forward"):
+    with phase("forward"):
         clock(4)
-    for stages in (outer, inner):
-        stages.settle()
+    for phases in (outer, inner):
+        phases.settle()
     assert (
         "forward" not in outer.seconds
         and outer.seconds["pack"] == 2
@@ -68,9 +68,9 @@ def test_nothing_is_recorded_outside_a_recording(clock) -> None:  # type: ignore
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_devices_own_time_is_measured() -> None:
-    stages, a = Stages(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
-    with recording(stages), stage("forward"):
+    phases, a = PhaseTimer(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    with recording(phases), phase("forward"):
         for _ in range(20):
             a = a @ a / 64
-    stages.settle()
-    assert stages.seconds["forward"] > 20 * 2 * 4096**3 / 1e15
+    phases.settle()
+    assert phases.seconds["forward"] > 20 * 2 * 4096**3 / 1e15

@@ -13,18 +13,18 @@ def test_a_value_with_tensors_survives_the_journey() -> None:
         "b": [scale, (1, None)],
         "c": scale[:0],
     }
-    blob, tensors = parcels.take_apart(value)
+    blob, tensors = parcels.split_tensors(value)
     assert len(tensors) == 3  # the scale travels once
-    described = parcels.describe(tensors)
-    room = parcels.buffer(described, "cpu")
+    described = parcels.specs_of(tensors)
+    room = parcels.empty_buffer(described, "cpu")
     parcels.pack(tensors, described, room)
-    found = parcels.put_together(blob, described, room.clone())
+    found = parcels.join_tensors(blob, described, room.clone())
     assert torch.equal(found["a"].codes, value["a"].codes) and found["a"].weight_error == 0.5  # type: ignore[attr-defined]
     assert torch.equal(found["a"].params["s1"], scale) and found["a"].params["s1"] is found["b"][0]
     assert found["b"][1] == (1, None) and found["c"].shape == (0,)
 
 
 def test_a_value_without_tensors_needs_no_room() -> None:
-    blob, tensors = parcels.take_apart([1, "two"])
-    assert not tensors and len(parcels.buffer([], "cpu")) == 0
-    assert parcels.put_together(blob, [], torch.empty(0, dtype=torch.uint8)) == [1, "two"]
+    blob, tensors = parcels.split_tensors([1, "two"])
+    assert not tensors and len(parcels.empty_buffer([], "cpu")) == 0
+    assert parcels.join_tensors(blob, [], torch.empty(0, dtype=torch.uint8)) == [1, "two"]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qtool.eval.deterministic import arithmetic, deterministic_decoder
-from qtool.eval.evaluate import ask, evaluate
+from qtool.eval.evaluate import evaluate, load_tasks
 from qtool.format import CheckpointFormat, LinearFormat, Rule
-from qtool.kernels.order import in_order
+from qtool.kernels.order import adds_in_order
 from qtool.runtime.huggingface import quantized_linears, replace_linears
 from tests.runtime.test_deterministic import Device
 
@@ -58,7 +58,7 @@ def test_hidden_states_are_equal_where_activations_are_quantized(scheme: str) ->
 def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> None:
     model, seen = packed("w4a4"), []
     decoder = model.get_decoder()
-    decoder.embed_tokens.register_forward_pre_hook(lambda *_: seen.append(in_order()))
+    decoder.embed_tokens.register_forward_pre_hook(lambda *_: seen.append(adds_in_order()))
     before = dict(vars(decoder))
     for broken in (False, True):
         try:
@@ -66,7 +66,7 @@ def test_groups_are_added_in_order_in_the_decoder_and_nothing_stays_behind() -> 
                 model(torch.full((1, 4), 200 if broken else 3))  # of 98 tokens
         except IndexError:
             assert broken
-    assert seen == [True, True] and not in_order() and vars(decoder) == before
+    assert seen == [True, True] and not adds_in_order() and vars(decoder) == before
     with torch.no_grad():
         model(torch.full((1, 4), 3))
     assert seen[-1] is False
@@ -89,12 +89,14 @@ def test_both_kinds_of_task_take_the_mode_and_record_it(tokenizer, tmp_path) -> 
     row = {"query": "fox", "choices": [" jumps", " lazy"], "gold": 0}
     (tmp_path / "tasks" / "mine.jsonl").write_text(json.dumps(row) + "\n")
     model, seen = packed("w4a4"), []
-    model.get_decoder().embed_tokens.register_forward_pre_hook(lambda *_: seen.append(in_order()))
+    model.get_decoder().embed_tokens.register_forward_pre_hook(
+        lambda *_: seen.append(adds_in_order())
+    )
     options = {"data_dir": tmp_path, "seqlen": 20}
     for mode in (False, True):
         for task in ("c4", "mine"):
             seen.clear()
             [result] = evaluate([task], model, tokenizer, deterministic=mode, **options).tasks
             assert set(seen) == {mode} and result.deterministic is mode
-            [asked] = ask([task], tokenizer, deterministic=mode, **options)
+            [asked] = load_tasks([task], tokenizer, deterministic=mode, **options)
             assert asked.facts["deterministic"] is mode  # no answer of the other mode is reused

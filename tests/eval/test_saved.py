@@ -9,7 +9,7 @@ import pytest
 
 from qtool.errors import QtoolError
 from qtool.eval import saved
-from qtool.eval.evaluate import Asked, ask, evaluate
+from qtool.eval.evaluate import LoadedTask, evaluate, load_tasks
 from qtool.eval.results import Metric, TaskResult
 
 TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
@@ -36,12 +36,14 @@ def refuse():
 
 
 def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, data_dir, store):
-    asked = ask(["c4", "mine"], tokenizer, data_dir=data_dir, seqlen=20)
-    first = saved.answers(asked, "m", lambda: model, store, CPU)
+    asked = load_tasks(["c4", "mine"], tokenizer, data_dir=data_dir, seqlen=20)
+    first = saved.results(asked, "m", lambda: model, store, CPU)
     assert first == evaluate(["c4", "mine"], model, tokenizer, data_dir=data_dir, seqlen=20)
-    assert saved.answers(asked, "m", refuse, store, CPU) == first
+    assert saved.results(asked, "m", refuse, store, CPU) == first
     assert (
-        saved.answers(ask(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)["mine"]
+        saved.results(load_tasks(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)[
+            "mine"
+        ]
         == first["mine"]
     )
 
@@ -51,22 +53,22 @@ def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, dat
     [{"seqlen": 16}, {"limit": 2}, {"text": TEXT.upper()}, {"model": "n"}, {"on": "cuda"}],
 )
 def test_another_question_is_asked_anew(model, tokenizer, data_dir, store, options):
-    saved.answers(
-        ask(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU
+    saved.results(
+        load_tasks(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU
     )
     (data_dir / "c4.txt").write_text(options.pop("text", TEXT))
     name, device = options.pop("model", "m"), {"device": options.pop("on", "cpu")}
-    asked = ask(["c4"], tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})
+    asked = load_tasks(["c4"], tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})
     with pytest.raises(AssertionError, match="the model was loaded"):
-        saved.answers(asked, name, refuse, store, device)
-    saved.answers(asked, name, lambda: model, store, device)
+        saved.results(asked, name, refuse, store, device)
+    saved.results(asked, name, lambda: model, store, device)
     assert len(saved.read(store)) == 2
 
 
 def test_other_questions_of_a_task_of_the_same_name(tokenizer, data_dir):
-    [before] = ask(["mine"], tokenizer, data_dir=data_dir)
+    [before] = load_tasks(["mine"], tokenizer, data_dir=data_dir)
     (data_dir / "tasks" / "mine.jsonl").write_text(json.dumps(ROW | {"gold": 1}) + "\n")
-    [after] = ask(["mine"], tokenizer, data_dir=data_dir)
+    [after] = load_tasks(["mine"], tokenizer, data_dir=data_dir)
     assert before.facts["sha256"] != after.facts["sha256"]
     assert {**before.facts, "sha256": ""} == {**after.facts, "sha256": ""}
 
@@ -78,10 +80,13 @@ def test_an_interruption_keeps_what_is_finished(store):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    asked = [Asked("one", {"task": "one"}, result), Asked("two", {"task": "two"}, interrupt)]
+    asked = [
+        LoadedTask("one", {"task": "one"}, result),
+        LoadedTask("two", {"task": "two"}, interrupt),
+    ]
     with pytest.raises(KeyboardInterrupt):
-        saved.answers(asked, "m", lambda: object(), store, CPU)
-    assert saved.answers(asked[:1], "m", refuse, store, CPU)["one"].samples == 9
+        saved.results(asked, "m", lambda: object(), store, CPU)
+    assert saved.results(asked[:1], "m", refuse, store, CPU)["one"].samples == 9
 
 
 def test_a_damaged_file_is_named(store):

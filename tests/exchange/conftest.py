@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.exchange.export import Exported, export
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.verify import load_linear, packed_linears
 from qtool.runtime.linear import QuantLinear
+from qtool.runtime.read_linear import load_linear, packed_linears
 from tests.conftest import SMALL, VARIANTS
 
 #: N of 128, 256 and 384, K of 256 and 384: two and three groups of 128

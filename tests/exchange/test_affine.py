@@ -1,10 +1,17 @@
-"""The three forms that foreign formats store: which group sizes they take, and the same weight in each."""
+"""The three affine forms of foreign formats: their group sizes, and equal weights."""
 
 import pytest
 import torch
 
 from qtool.exchange import targets
-from qtool.exchange.affine import ASYMMETRIC_4, INT_8, SYMMETRIC_4, asymmetric_4, int_8, symmetric_4
+from qtool.exchange.formats.affine import (
+    ASYMMETRIC_4,
+    INT_8,
+    SYMMETRIC_4,
+    asymmetric_4,
+    int_8,
+    symmetric_4,
+)
 from qtool.format import LinearFormat
 from qtool.schemes import SCHEMES
 

@@ -66,6 +66,6 @@ def test_config(native: Native, exported: Export) -> None:
 
 
 def test_the_word_of_the_description() -> None:
-    from qtool.exchange.awq import WORDS
+    from qtool.exchange.formats.awq import WORDS
 
     assert WORDS.pack(torch.arange(8, dtype=torch.uint8)[:, None])["qweight"][0, 0] == 0x75316420

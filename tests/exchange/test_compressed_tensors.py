@@ -176,7 +176,7 @@ def test_product_of_scales_is_rounded_and_reported(native: Native, exported: Exp
 
 
 def test_fp8_activations_cost_what_cutlass_rounds(native: Native, exported: Export) -> None:
-    """The file holds our integers; the loader's fp8 weights are reported: 3 mantissa bits, twice."""
+    """The file holds our integers; the report has the loader's fp8 weights, rounded twice."""
     ours = native("w4a16", 128, dtype=torch.bfloat16)
     done = exported(ours, "compressed-tensors-w4a8-fp8")
     for linear, module in linears(ours).items():

@@ -16,11 +16,12 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange import targets
 from qtool.exchange.export import export
 from qtool.exchange.exportable import exported_formats, formats_that_take
-from qtool.exchange.gptq import Gptq
+from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.targets import TARGETS, register_export
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import Job, native_format
+from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel

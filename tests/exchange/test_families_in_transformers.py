@@ -61,7 +61,7 @@ def test_dense(
 @pytest.mark.parametrize("variant", EXPERTS)
 @pytest.mark.parametrize("size", [32, 128, "channel"])
 def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:
-    """Equal when transformers runs one expert after another; its default may sum in another order."""
+    """Equal where transformers runs experts one by one; its default may sum differently."""
     ours = native(make_model(variant), "w4a16", size)
     out = export(ours, "compressed-tensors", tmp_path / "out").directory
     expected = logits(load(ours))

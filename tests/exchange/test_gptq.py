@@ -64,7 +64,7 @@ def test_config(native: Native, exported: Export) -> None:
 def test_scales_keep_sixteen_bits(
     dtype: torch.dtype, scales: torch.dtype, native: Native, exported: Export
 ) -> None:
-    """bf16 scales stay bf16, exact; a float32 model's are rounded to fp16, and the export says so."""
+    """bf16 scales stay exact; a float32 model's are rounded to fp16, and the export says so."""
     done = exported(native("w4a16", 128, dtype=dtype), "gptq")
     assert stored(done.directory, "model.layers.0.mlp.up_proj")["scales"].dtype == scales
     errors = done.errors.values()
@@ -73,7 +73,7 @@ def test_scales_keep_sixteen_bits(
 
 
 def test_the_words_of_the_description() -> None:
-    from qtool.exchange.gptq import WORDS
+    from qtool.exchange.formats.gptq import WORDS
 
     codes = torch.arange(8, dtype=torch.uint8).expand(8, 8)
     assert WORDS.pack(codes)["qweight"][0, 0] == 0x76543210

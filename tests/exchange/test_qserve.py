@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qtool.exchange.qserve import QServe
+from qtool.exchange.formats.qserve import QServe
 from tests.exchange import readers
 from tests.exchange.conftest import Export, Native, linears, stored
 

@@ -1,9 +1,10 @@
 """Models that know a sequence by heart: every stack must go on with it, whatever each of them
 rounds on the way.
 
-Where the best two logits are as near as rounding, two stacks need not agree (docs/formats.md); here
-they never are, so a token that differs is a fault. What is a little wrong everywhere tokens do not
-show: logits have a bound beside them. benchmarks/serving/memorize.py makes such models for GPUs.
+Where the best two logits are as near as rounding, two stacks need not agree
+(benchmarks/journal/formats.md); here they never are, so a token that differs is a fault. What is a
+little wrong everywhere tokens do not show: logits have a bound beside them.
+benchmarks/serving/memorize.py makes such models for GPUs.
 """
 
 from collections.abc import Callable

@@ -214,7 +214,7 @@ def test_head_dimensions_and_appends_that_do_not_fit_are_refused() -> None:
 
 
 def token_of(row: int) -> int:
-    """csrc/attention/kv_codes.cuh: the token of row (or contraction slot) ``row`` of a tile of 16."""
+    """The token of row ``row`` of a tile of 16, as in csrc/attention/kv_codes.cuh."""
     return row % 8 // 2 + 4 * (row % 2) + 8 * (row // 8)
 
 

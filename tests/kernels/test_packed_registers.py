@@ -42,7 +42,7 @@ def axes(*sizes: int) -> list[Tensor]:
 @pytest.mark.parametrize("scheme_name", ["w4a8-lqq", "w4a8-qoq-g128"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_dual_mma(scheme_name: str, group_size: int) -> None:
-    """wgmma m64nNk32, A from registers: warp w, lane t: rows 16 w + t/4 (+8), bytes 4 (t%4) (+16)."""
+    """A of wgmma m64nNk32: warp w, lane t has rows 16 w + t/4 (+8), bytes 4 (t%4) (+16)."""
     scheme, codes, params = quantized(scheme_name, group_size)
     words = r.from_bytes(DUAL_MMA.pack(codes)["qweight"]).view(N // 64, K // 64, 128, 4)
     nt, kt, thread, register = axes(*words.shape)

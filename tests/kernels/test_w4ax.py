@@ -73,7 +73,7 @@ def test_an_arrangement_is_a_permutation_of_32(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_words_meet_the_tokens_in_wgmmas_registers(layout: str) -> None:
-    """wgmma m64nNk32, A from registers: warp w, lane t: rows 16 w + t/4 (+8), bytes 4 (t%4) (+16)."""
+    """A of wgmma m64nNk32: warp w, lane t has rows 16 w + t/4 (+8), bytes 4 (t%4) (+16)."""
     n, k = 64, 128
     codes = torch.randint(-8, 8, (n, k), dtype=torch.int8)
     tokens = torch.randint(-127, 128, (9, k), dtype=torch.int8)

@@ -15,7 +15,7 @@ from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, family_of
-from qtool.models.llama import LLAMA
+from qtool.models.families.llama import LLAMA
 from qtool.models.unsupported import HYBRID, NEEDED, STATE_SPACE
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize

@@ -1,4 +1,4 @@
-"""The skeleton's norms as one kernel: the same function, of the module's own weight, in copies too."""
+"""The skeleton's fused norms compute the same function, in copies of the module too."""
 
 import copy
 

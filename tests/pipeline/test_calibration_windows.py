@@ -17,7 +17,7 @@ from qtool.pipeline import calibration_windows as calibration_text
 from qtool.pipeline.calibration_windows import Windows, calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
-from qtool.pipeline.planning.memory import CACHE_SHARE, writing
+from qtool.pipeline.planning.memory import CACHE_SHARE, continuation_memory
 from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.report import commands as report_commands
@@ -161,9 +161,9 @@ def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     ids = torch.arange(300).reshape(3, 100)
     assert [b.shape for b in cut("paper", ids, samples=9, seqlen=4096).tokens] == [(3, 100)]
     assert [record.message for record in caplog.records] == [
-        "calibration windows have 100 tokens, not 4096: the model's context, or the token ids', is "
-        "no longer",
-        "token ids has 3 windows of 100 tokens, not the 9 asked for",
+        "calibration windows have 100 tokens, not 4096: the model's context or the given token "
+        "ids are shorter",
+        "token ids has 3 windows of 100 tokens, not the 9 requested",
     ]
     assert asked("paper", seqlen=4096).seqlen == 512  # the demo's context
 
@@ -185,14 +185,15 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     cpu = torch.device("cpu")
     for memory in (1e9, 5e9, 24e9):
-        all_of_them = writing(job, 1 << 40, 512, cpu, memory)
+        all_of_them = continuation_memory(job, 1 << 40, 512, cpu, memory)
         assert (
             all_of_them.at_once.bit_count() == 1
             and all_of_them.cache <= CACHE_SHARE * memory < 2 * all_of_them.cache
         )
-        assert writing(job, 3, 512, cpu, memory).at_once == 3
-    assert writing(job, 8, 10**9, cpu, 24e9).at_once == 1
-    assert [writing(job, 8, n, cpu, 24e9).given for n in (2, 8, 15, 16, 2048)] == [1, 1, 1, 2, 256]
+        assert continuation_memory(job, 3, 512, cpu, memory).at_once == 3
+    assert continuation_memory(job, 8, 10**9, cpu, 24e9).at_once == 1
+    given = [continuation_memory(job, 8, n, cpu, 24e9).given for n in (2, 8, 15, 16, 2048)]
+    assert given == [1, 1, 1, 2, 256]
 
 
 def test_of_several_ranks_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> None:

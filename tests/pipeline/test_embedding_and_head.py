@@ -3,6 +3,7 @@
 import torch
 
 from qtool import recipes
+from qtool.io import finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming import embedding_and_head as edges
@@ -15,7 +16,7 @@ def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch
     source = Checkpoint(make_model())
     job, table = Job.of(source.config, recipes.load("w8a8")), source.read(f"{EMBEDDING}.weight")
     for rows in (1, 7, 64, 1000):
-        monkeypatch.setattr(edges, "PIECE_BYTES", rows * table.shape[1] * 4)
+        monkeypatch.setattr(finite, "PIECE_BYTES", rows * table.shape[1] * 4)
         for wanted in (
             torch.arange(len(table)),
             torch.tensor([0, 6, 7, 63, 64, 65, 319]),

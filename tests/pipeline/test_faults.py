@@ -156,7 +156,7 @@ def test_a_changed_recipe_is_refused_and_the_difference_named(source: Path, tmp_
 def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
     stopped(source, tmp_path / "out")
     os.utime(source / "model.safetensors", ns=(1, 1))
-    with pytest.raises(QtoolError, match="begun with another source model"):
+    with pytest.raises(QtoolError, match="started with another source model"):
         run(source, tmp_path / "out", resume=True)
 
 

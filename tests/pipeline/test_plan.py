@@ -22,7 +22,7 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import inputs_of, observe, run
-from qtool.calibration.rounding.distill.distill import STEP_TOKENS
+from qtool.calibration.rounding.distill.distill import ITERATION_TOKENS
 from qtool.calibration.rounding.gptq.rounding import Gptq, successive
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
@@ -139,12 +139,12 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
 
     assert (
         counted(lambda: [run(block, batch) for batch in batches])
-        == shape.forward() - shape.attention()
+        == shape.forward_flops() - shape.attention_flops()
     )
     last = family.groups[-1].linears[0]
     assert (
         counted(lambda: observe(block, batches, {last: lambda x: None}))
-        == shape.look() - shape.attention()
+        == shape.partial_forward_flops() - shape.attention_flops()
     )
     before = sum(
         counted(lambda g=g: [inputs_of(block, b, g.linears[0]) for b in batches])
@@ -152,7 +152,7 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     )
     gptq = Gptq(residual=0).work(shape)
     assert (
-        before == gptq.forward_flops - 3 * shape.attention()
+        before == gptq.forward_flops - 3 * shape.attention_flops()
     )  # three of the four groups lie behind attention
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
@@ -181,9 +181,9 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
         for n in firsts
     ]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * (4 + 1) * 128
-    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention()
+    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention_flops()
     assert plain + routers == sum(runs)
-    beside = Gptq().work(shape).forward_flops - 8 * shape.attention()
+    beside = Gptq().work(shape).forward_flops - 8 * shape.attention_flops()
     assert beside - plain == sum(
         n for n, names in zip(runs, firsts, strict=True) if len(names) == 1
     )
@@ -283,7 +283,7 @@ def test_experts_cost_what_their_tokens_cost() -> None:
     assert block.share("block_sparse_moe.experts.3.w1") == 0.25
     dense = sum(n * k for name, (n, k) in block.linears.items() if "experts" not in name)
     experts = sum(n * k for name, (n, k) in block.linears.items() if "experts" in name)
-    assert block.forward() == 2 * 2048 * (dense + experts / 4) + block.attention()
+    assert block.forward_flops() == 2 * 2048 * (dense + experts / 4) + block.attention_flops()
 
 
 def test_what_learning_keeps_is_planned() -> None:
@@ -304,7 +304,7 @@ def test_what_learning_keeps_is_planned() -> None:
         seen = sum(
             block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items()
         )
-        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > STEP_TOKENS * 2 * seen
+        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > ITERATION_TOKENS * 2 * seen
         assert name == "405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     work = job.rounding.work(block_shape(job, 0, 256, 2048))
     assert (
@@ -335,9 +335,9 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     measured = bench_quantize(
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
     )
-    stages = measured.record["stages"]
+    phases = measured.record["phases"]
     assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(
-        stages
+        phases
     )
     assert set(measured.floors) == {
         "read",
@@ -348,7 +348,7 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
         "pack",
         "write",
     }
-    inner = sum(seconds for name, seconds in stages.items() if "beside" not in name)
+    inner = sum(seconds for name, seconds in phases.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
     assert "of floor" in measured.table() and json.dumps(measured.as_dict())
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
@@ -359,7 +359,7 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     kept = json.loads((out / "qtool.json").read_text())["bench"]
     assert (
         kept["floors"].keys() == measured.floors.keys()
-        and kept["record"]["stages"].keys() == stages.keys()
+        and kept["record"]["phases"].keys() == phases.keys()
     )
 
 

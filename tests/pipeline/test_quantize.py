@@ -246,7 +246,8 @@ def test_a_resumed_run_says_where_it_goes_on(
     caplog.clear()
     run(source, "w8a8", out, resume=True)
     assert (
-        f"resuming {out}.partial: {kept} of 5 shards are whole, goes on with shard " in caplog.text
+        f"resuming {out}.partial: {kept} of 5 shards are whole, "
+        "continues with shard " in caplog.text
     )
     caplog.clear()
     before = files(out)
@@ -310,7 +311,7 @@ def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path:
 
     with pytest.raises(_Killed):
         _calibrated(source, tmp_path / "calibrated", progress=kill)
-    with pytest.raises(QtoolError, match=r"begun with another device .*cpu.*, now .*cuda"):
+    with pytest.raises(QtoolError, match=r"started with another device .*cpu.*, now .*cuda"):
         _calibrated(source, tmp_path / "calibrated", resume=True, device="cuda:0")
     with pytest.raises(_Killed):
         run(source, "w4a16", tmp_path / "plain", progress=kill)

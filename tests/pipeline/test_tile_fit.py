@@ -1,4 +1,4 @@
-"""Linears that a built-in recipe's layout does not fit become row-major, and nothing else changes."""
+"""Linears that a built-in recipe's layout does not fit become row-major; others stay."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,8 @@ def test_only_what_does_not_fit(make_model: MakeModel, tmp_path: Path) -> None:
     recipe = recipes.load("w4a8-lqq")
     job = Job.of(Checkpoint(source).config, recipe)
     assert job.recipe.adaptations == (
-        "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile does not divide their weights",
+        "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile does not "
+        "divide their weights",
     )
     out = quantize(Checkpoint(source), recipe, tmp_path / "out")
     stored = {row.name.rpartition(".")[2]: row.layout for row in inspect(out) if row.layout}

@@ -19,7 +19,7 @@ from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
-from qtool.eval.saved import Answer
+from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
 from qtool.io.source import DEMO, Checkpoint
@@ -273,7 +273,7 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         ("t", {"limit": 9, "kv": "kv4", "dtype": "float32", "deterministic": True}),
     ):
         result = TaskResult(task, "zero_shot", "f", 9, metric)
-        saved.keep(quantized, Answer(identity, {"task": task} | facts, [result]))
+        saved.save(quantized, SavedResult(identity, {"task": task} | facts, [result]))
     told = [
         line
         for line in report_commands.commands(collect(quantized, None, "cpu"))
@@ -287,9 +287,9 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     ]
 
 
-def answer(model: str, value: float, **facts) -> Answer:
+def answer(model: str, value: float, **facts) -> SavedResult:
     result = TaskResult("t", "zero_shot", "f", 9, {"acc": Metric(value, 0.1, True)})
-    return Answer(model, {"task": "t"} | facts, [result])
+    return SavedResult(model, {"task": "t"} | facts, [result])
 
 
 def test_only_answers_to_the_same_question_are_compared():
@@ -308,7 +308,7 @@ def test_only_answers_to_the_same_question_are_compared():
 def test_kept_results_stand_in_the_page_with_their_intervals(base, quantized):
     directory = quantized
     for model, value in ((directory, 0.5), (base, 0.75)):
-        saved.keep(directory, answer(saved.identity(model), value))
+        saved.save(directory, answer(saved.identity(model), value))
     words = re.sub(r"\s+", " ", Page(render(collect(directory, None, "cpu"))).words)
     assert (
         "50.00 ± 19.60 %" in words

@@ -89,7 +89,7 @@ def test_dequantize_leaves_float_codes_alone(scheme: Scheme) -> None:
 
 
 def test_every_code_of_the_grid_is_legal(scheme: Scheme, bad_weights: dict[str, Tensor]) -> None:
-    """Whatever the weights: GPTQ and distillation choose codes that rounding to nearest would not."""
+    """GPTQ and distillation choose codes that rounding to nearest would not."""
     if scheme.sparsity is None:
         for weight in bad_weights.values():
             params = scheme.fit(weight)

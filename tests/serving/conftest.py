@@ -20,8 +20,15 @@ from tests.conftest import save_model
 collect_ignore = ["models.py"]  # no test, and it needs vLLM
 
 #: a rank of four has rows of 64 at least and columns of 128
-SHAPES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8,
-                          "num_key_value_heads": 4, "num_hidden_layers": 1, "moe_intermediate_size": 512}  # fmt: skip
+SHAPES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 512,
+}
 #: what these sizes are called elsewhere, or follow from others
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 512, "ffn_dim": 1024, "num_key_value_heads": None},
@@ -64,7 +71,7 @@ def rewritten(
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
-    """``native(scheme, layout, variant)``: a random model, rounded to nearest; ``rules`` replace the one for all."""
+    """``native(scheme, layout, variant, rules)``: a random model, rounded to nearest."""
 
     @cache
     def source(variant: str) -> Path:

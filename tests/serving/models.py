@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (the platform must be chosen before the rest of vLLM asks for it)
 """vLLM's own model and loaders on a CPU, as any rank of a tensor-parallel group."""
 
 import os

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qtool.errors import QtoolError
+from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.pipeline.job import native_format
 from qtool.serving.stored import PackedLinears, require_stored
 from tests.serving.conftest import Native, rewritten
 
@@ -27,8 +27,12 @@ def test_a_whole_checkpoint_passes(native: Native) -> None:
 def test_only_linears_of_the_family_are_packed(native: Native) -> None:
     found = linears(Checkpoint(native(variant="mixtral")))
     assert found.of("model.layers.0.block_sparse_moe.experts.3.w2") is not None
-    for name in ("model.layers.0.block_sparse_moe.gate", "model.layers.9.self_attn.q_proj", "lm_head",
-                 "vision_tower.layers.0.self_attn.q_proj"):  # fmt: skip
+    for name in (
+        "model.layers.0.block_sparse_moe.gate",
+        "model.layers.9.self_attn.q_proj",
+        "lm_head",
+        "vision_tower.layers.0.self_attn.q_proj",
+    ):
         assert found.of(name) is None
 
 

@@ -1,4 +1,4 @@
-"""vLLM compiles whole models and captures them: our layers are two operations, whatever the number of tokens."""
+"""In vLLM's compiled models our layers are two operations for any number of tokens."""
 
 from collections import Counter
 from typing import Any

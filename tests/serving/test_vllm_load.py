@@ -1,4 +1,4 @@
-"""What vLLM's own loaders put into the layers of every rank: the integers and parameters of the checkpoint."""
+"""vLLM's own loaders give each rank's layers the checkpoint's codes and parameters."""
 
 from pathlib import Path
 from typing import Any

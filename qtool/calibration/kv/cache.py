@@ -1,5 +1,4 @@
-"""The KV cache in calibration: static scales and offsets from the data, blocks that see quantized
-keys and values.
+"""The KV cache in calibration: its static scales, and blocks that see quantized keys and values.
 
 Attention hands its keys (after RoPE) and its values to whatever stands where the KV cache would,
 and goes on with what it gets back: here they are observed, or quantized exactly as the cache will
@@ -39,7 +38,7 @@ SEQUENCES = 16
 
 
 class KVObserver:
-    """Stands in for the KV cache and notes the largest magnitudes ``[H, D]`` of keys and values."""
+    """Notes the largest magnitudes ``[H, D]`` of keys and values, in the place of a KV cache."""
 
     def __init__(self) -> None:
         self.keys, self.values = KeyObserver(), KeyObserver()
@@ -47,24 +46,25 @@ class KVObserver:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note both ``[B, H, S, D]`` and hand them back."""
+        """Observe both ``[B, H, S, D]`` and return them."""
         self.values.update(values, keys)
         return self.keys.update(keys, values)
 
 
 class ExactKV:
-    """Stands in for a KV cache that forgets nothing."""
+    """Returns keys and values unchanged, in the place of a KV cache."""
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both as they came."""
+        """Both, unchanged."""
         return keys, values
 
 
 class SimulatedKV:
-    """Keys and values ``[B, H, S, D]`` as attention reads them from a cache that held nothing
-    before.
+    """Quantizes and dequantizes keys and values ``[B, H, S, D]``, in the place of a KV cache.
+
+    The cache it stands for was empty before.
 
     Gradients pass straight through, so that a block can be trained under it.
     """
@@ -75,7 +75,7 @@ class SimulatedKV:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both, quantized and dequantized; nothing is kept."""
+        """Both, quantized and dequantized; nothing is stored."""
         key_quantizer, value_quantizer = self.quantizers
         return _read_back(key_quantizer, keys), _read_back(value_quantizer, values)
 
@@ -86,8 +86,10 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
 
 
 def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """What ``block`` stores for ``kv``, by name within the block: kv8's scales, kv4's offset and
-    importance of keys.
+    """The tensors that ``block`` stores for the KV quantizer ``kv``, by name within the block.
+
+    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's are
+    neutral.
 
     Without batches kv4's are those that do nothing.
 
@@ -124,8 +126,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
 
 @contextmanager
 def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it is open, ``block`` computes with keys and values that went through the KV quantizer
-    ``kv``.
+    """Let ``block`` compute with quantized keys and values while the context is open.
 
     A run that is given a cache of its own keeps it; ``block.full_kv`` is one for full precision.
 

@@ -1,4 +1,4 @@
-"""Where 8-bit activations pay most: the error each block of input channels costs under 4 bits.
+"""Chooses the channel blocks whose inputs get 8 bits: those that save most error for their work.
 
 COMET 3.2 gives 8 bits to blocks that hold an outlier. Where that leaves more work in W4A4 than is
 aimed at, more blocks get them, those first that save most error per unit of work:
@@ -71,9 +71,7 @@ def allocate(
 
 
 def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
-    """Share ``[K/128]`` of each block of channels in the output error that 4-bit inputs ``x [T,
-    K]`` cause.
-    """
+    """Share ``[K/128]`` of each channel block in the output error of 4-bit inputs ``x [T, K]``."""
     total = None
     for name in linears:
         scheme, weight = block.schemes[name], block.weight(name).float()
@@ -101,9 +99,7 @@ def output_error(
 
 @contextmanager
 def rounded_inputs(block: Block, linears: Sequence[str]) -> Iterator[None]:
-    """While it lasts, the inputs of ``linears`` are quantized and dequantized; their weights are
-    not.
-    """
+    """Quantize and dequantize the inputs of ``linears``, but not their weights, while open."""
 
     def hook(scheme: Scheme) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
         def round_input(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

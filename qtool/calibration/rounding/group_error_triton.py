@@ -1,5 +1,4 @@
-"""The weighted rounding error of every group on a GPU: one pass over the weight, nothing in between
-stored.
+"""The weighted rounding error of all groups on a GPU, in one pass over the weight.
 
 The arithmetic is that of ``group_fit.group_error``; sums are added in another order.
 """
@@ -58,16 +57,12 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can look at ``weight``; without triton a GPU uses torch's
-    operations.
-    """
+    """Whether the fused kernel can take ``weight``; otherwise torch's operations run."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """``[C N, G]`` for grids of C N rows: see ``group_fit.group_error``, C candidates one after
-    another.
-    """
+    """``group_fit.group_error`` ``[C N, G]`` of C candidates, for grids of C N rows."""
     n, count, size = len(grid.step), *groups.shape[1:]
     inputs = [
         t.contiguous() for t in (groups, importance, grid.step, grid.offset, grid.low, grid.high)

@@ -1,5 +1,6 @@
-"""Group parameters by a clipping search: MARLIN section 3.5, weighted by what each channel's input
-is worth.
+"""Fits each group's parameters by a clipping search weighted with the Hessian's diagonal.
+
+MARLIN (arXiv 2408.11743) section 3.5.
 
 For each group the ratio r of a grid with the least ``sum_k H_kk (w_k - nearest_r(w_k))^2``.
 
@@ -29,8 +30,9 @@ def fit_groups(
     clip: Clip = 1.0,
     group_clip: Clip = 1.0,
 ) -> Params:
-    """Parameters for ``weight [N, K]`` float32 with the best of ``ratios`` (times ``group_clip``)
-    in each group.
+    """Parameters for ``weight [N, K]`` float32 with the best of ``ratios`` in each group.
+
+    The ratios multiply ``group_clip``.
 
     Args:
         importance: ``diag H [K]``.
@@ -68,7 +70,8 @@ def fit_groups(
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """``sum_k H_kk (w_k - nearest(w_k))^2 [N, G]`` of ``groups [N, G, g]`` with ``importance [1, G,
-    g]``.
+    """Weighted rounding error ``sum_k H_kk (w_k - nearest(w_k))^2 [N, G]`` of each group.
+
+    ``groups`` is ``[N, G, g]``, ``importance`` the diagonal of H as ``[1, G, g]``.
     """
     return (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)

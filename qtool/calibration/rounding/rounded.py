@@ -1,4 +1,4 @@
-"""A linear whose weight has been rounded: its codes, and what they compute until packed."""
+"""A rounded linear before it is packed: its codes, and a module that computes with them."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,9 @@ from qtool.schemes.base import Params, Scheme
 
 @dataclass
 class Rounded:
-    """The outcome of rounding one linear: codes ``[N, K]``, the scheme's parameters, ``||W - V|| /
-    ||W||`` if known.
+    """The outcome of rounding one linear: codes ``[N, K]`` and the scheme's parameters.
+
+    ``weight_error`` is ``||W - V|| / ||W||`` if it was computed.
     """
 
     codes: Tensor
@@ -19,7 +20,7 @@ class Rounded:
 
 
 class SimulatedLinear(nn.Module):
-    """What a quantized linear computes, on dequantized numbers: for propagation, any device."""
+    """Computes as the quantized linear will, on dequantized numbers and on any device."""
 
     def __init__(
         self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None

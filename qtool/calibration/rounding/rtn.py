@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the closest code its scheme allows. Needs no data.
+"""Round to nearest: each weight to the closest code its scheme allows, without data.
 
 Works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
 memory is the stored weight plus its codes.
@@ -75,9 +75,7 @@ def round_to_nearest(
 
 
 def _square(x: Tensor) -> float:
-    """The sum of squares of ``x [n, K]``, row by row: no bit of it depends on the number of
-    threads.
-    """
+    """The sum of squares of ``x [n, K]``, with the same bits for any number of threads."""
     return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
 
 

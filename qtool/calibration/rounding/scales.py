@@ -1,5 +1,4 @@
-"""Float scales by least squares once the codes are known: the codes stay, the grid moves under
-them.
+"""Float scales by least squares once the codes are known.
 
 Every scheme has one floating-point parameter, a scale its values are linear in, of shape ``[N]``
 (one an output channel) or ``[N, G]`` (one a group). With ``V_G`` the values that one scale governs:

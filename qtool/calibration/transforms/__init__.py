@@ -1,3 +1,1 @@
-"""Transforms: each changes the weights before rounding and leaves the float model's output as it
-was.
-"""
+"""Transforms: each changes weights before rounding and keeps the float model's output."""

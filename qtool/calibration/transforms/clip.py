@@ -1,4 +1,4 @@
-"""Clipping search: a smaller range, finer steps; the ratio that leaves the least output error.
+"""Clipping search: the ratio of each range that leaves the least output error.
 
 QServe B.2.4, AWQ (Lin et al., 2024). With Q(W; r) the weight rounded by its scheme on ranges shrunk
 by r:
@@ -40,7 +40,7 @@ FIXED_COST = 5_000_000
 
 @dataclass(kw_only=True)
 class Clip(Transform):
-    """Choose ``block.clips`` for every linear.
+    """Chooses ``block.clips`` for all linears.
 
     Args:
         lowest: smallest ratio tried.
@@ -107,8 +107,9 @@ class Clip(Transform):
             self._choose_by_block(block, subset(batches, self.sequences))
 
     def _choose_by_block(self, block: Block, batches: Sequence[Batch]) -> None:
-        """q_proj and k_proj: the layer's choice or one ratio for all, whichever serves the block
-        best.
+        """Choose the clips of q_proj and k_proj by the block's output error.
+
+        The candidates are the layer's own choice and one ratio for all rows.
         """
         owners = dict.fromkeys(
             block.family.owner(x) for x in (block.family.attention.q, block.family.attention.k)
@@ -141,7 +142,9 @@ class Clip(Transform):
             ratios + 1,
         )  # a group's own errors are judged without outputs
         return super().work(block) + Work(
-            forward_flops=(ratios + 2) * min(1.0, self.sequences / block.samples) * block.forward(),
+            forward_flops=(ratios + 2)
+            * min(1.0, self.sequences / block.samples)
+            * block.forward_flops(),
             search_weights=tried * block.weights,
             search_flops=2 * self.tokens * judged * block.weights,
             search_tries=tried * len(block.quantized),
@@ -154,11 +157,15 @@ class Clip(Transform):
 def search(
     scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``(clip [N], group_clip [N, G])`` with the least output error for ``weight [N, K]``, finite,
-    and ``x [T, K]``.
+    """The ``clip [N]`` and ``group_clip [N, G]`` with the least output error, and that error.
 
-    ``ratios`` begins with 1. Also that error, and the one without clipping, ``[2]``: a GPU is not
-    waited for.
+    Args:
+        weight: ``[N, K]``, finite.
+        x: inputs ``[T, K]``.
+        ratios: candidates; the first is 1.
+
+    Returns:
+        Both clips, and ``[2]`` on the device: the error with them and without.
     """
     low, high = scheme.range(weight, finite=True)
     rows, groups = low.shape
@@ -190,9 +197,7 @@ def search(
 
 
 def two_levels(scheme: Scheme, groups: int) -> bool:
-    """Whether shrinking the range of a channel of ``groups`` is something else than shrinking that
-    of all of these.
-    """
+    """Whether clipping a channel of ``groups`` differs from clipping all of its groups."""
     high = torch.linspace(1, 2, groups)[None]
     channel = scheme.fit_range(-high, high, clip=0.5)
     group = scheme.fit_range(-high, high, group_clip=0.5)
@@ -217,9 +222,7 @@ def block_error(
     exact: Sequence[Tensor],
     clips: dict[str, tuple[Ratio, Ratio]],
 ) -> Tensor:
-    """Squared error ``[]`` of the block's output, the linears of ``clips`` rounded on those ranges,
-    the rest exact.
-    """
+    """Squared error ``[]`` of the block's output with only the linears of ``clips`` rounded."""
     linears = {name: block.get(name) for name in clips}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)

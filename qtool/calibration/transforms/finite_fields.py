@@ -1,4 +1,4 @@
-"""Finite fields, as far as Paley's Hadamard matrices need them: which elements are squares.
+"""Finite fields as far as Paley's Hadamard matrices need them.
 
 An element of GF(p^k) is the list of its k coefficients, constant term last.
 """
@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def jacobsthal(q: int) -> Tensor:
-    """``chi(a_i - a_j) [q, q]``: the quadratic character (1 square, -1 not, 0 zero) on the field of
-    q elements.
+    """The Jacobsthal matrix ``chi(a_i - a_j) [q, q]`` of the field of q elements.
+
+    ``chi`` is the quadratic character: 1 for a square, -1 for a non-square, 0 for zero.
     """
     p, k = prime_power(q) or (q, 1)
     elements = torch.cartesian_prod(*[torch.arange(p)] * k).reshape(
@@ -30,8 +31,9 @@ def jacobsthal(q: int) -> Tensor:
 
 @cache
 def _irreducible(p: int, k: int) -> tuple[int, ...]:
-    """Low coefficients (constant term last) of a monic irreducible polynomial of degree k over
-    GF(p).
+    """Low coefficients of a monic irreducible polynomial of degree k over GF(p).
+
+    The constant term comes last.
 
     The ring it makes is a field exactly if no two nonzero elements multiply to zero.
     """

@@ -1,6 +1,4 @@
-"""Where a factor on a group's input goes: into its linears, and inverted into what produces the
-input.
-"""
+"""Folds a factor on a group's input into its linears, and the inverse into what makes the input."""
 
 from torch import Tensor
 
@@ -9,9 +7,7 @@ from qtool.models.parts import Fold, Heads, LinearGroup
 
 
 def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:
-    """The largest of each channel over the query heads of a kv head, given to all of them: ``[Hq
-    D]``.
-    """
+    """The largest of each channel over the query heads of a kv head, for each: ``[Hq D]``."""
     by_head = amax.view(heads.kv, -1, heads.dim)  # [Hkv, queries of it, D]
     return by_head.amax(1, keepdim=True).expand_as(by_head).flatten()
 

@@ -1,4 +1,4 @@
-"""Hadamard matrices of every order that occurs, and the randomized Hadamard rotation made of them.
+"""Hadamard matrices of all orders that models need, and the randomized rotation made of them.
 
 ``H [n, n]`` of +-1 with ``H H^T = n I``. Dense orders come by construction: Paley I (``q + 1``, q a
 prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4 m`` from four
@@ -100,7 +100,7 @@ def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
 
 
 def random_signs(n: int, seed: int) -> Tensor:
-    """``[n]`` of +-1, the same on every device."""
+    """``[n]`` of +-1, the same on all devices."""
     return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
@@ -119,8 +119,11 @@ def largest_order(n: int) -> int:
 
 
 def factors(n: int) -> tuple[int, ...]:
-    """Orders of dense Hadamard matrices whose Kronecker product has order ``n``, the cheapest to
-    apply.
+    """The cheapest orders of dense Hadamard matrices whose product is ``n``.
+
+    The Kronecker product of these matrices has order ``n``.
+
+    Of all such products it is the one that costs least to apply.
 
     Raises:
         QtoolError: if there are none.
@@ -194,8 +197,9 @@ def paley_one(q: int) -> Tensor:
 
 
 def paley_two(q: int) -> Tensor:
-    """Order ``2 (q + 1)`` for a prime power q = 1 mod 4: ``S x [[1, 1], [1, -1]] + I x [[1, -1],
-    [-1, -1]]``.
+    """Order ``2 (q + 1)`` for a prime power q = 1 mod 4.
+
+    It is ``S x [[1, 1], [1, -1]] + I x [[1, -1], [-1, -1]]``.
     """
     conference = torch.ones(q + 1, q + 1, dtype=torch.int8)
     conference[0, 0] = 0

@@ -1,5 +1,4 @@
-"""What keys and queries may go through, offline, without attention noticing; and the choice of it
-for 4-bit keys.
+"""A factor and a rotation of each pair of key channels, fitted so that keys survive 4 bits.
 
 RoPE turns the channels i and j = i + R/2 of a head together, by angles that commute with any turn
 and any scaling of that pair. So each pair of each kv head may have a factor and a phase (QServe
@@ -31,8 +30,9 @@ STEP_SIZE = 0.1  # of Adam, in units of log lambda and radians
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]``; C of them where both
-    begin with C.
+    """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]`` of keys and queries.
+
+    C transforms at once have C as the first dimension of both.
     """
 
     factor: Tensor
@@ -40,18 +40,18 @@ class KeyTransform:
 
     def keys(self, keys: Tensor) -> Tensor:
         """``keys [..., Hkv, T, D]`` transformed."""
-        return turned(keys / self.factor.unsqueeze(-2), self.phase)
+        return rotate_pairs(keys / self.factor.unsqueeze(-2), self.phase)
 
     def queries(self, queries: Tensor) -> Tensor:
         """``queries [..., Hkv, T, D]`` transformed: those of the query heads of each kv head."""
-        return turned(queries * self.factor.unsqueeze(-2), self.phase)
+        return rotate_pairs(queries * self.factor.unsqueeze(-2), self.phase)
 
     def original(self, keys: Tensor) -> Tensor:
         """The inverse of :meth:`keys`."""
-        return turned(keys, -self.phase) * self.factor.unsqueeze(-2)
+        return rotate_pairs(keys, -self.phase) * self.factor.unsqueeze(-2)
 
 
-def turned(x: Tensor, phase: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, phase: Tensor) -> Tensor:
     """``x [..., Hkv, T, D]``, each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
     half = phase.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -60,8 +60,7 @@ def turned(x: Tensor, phase: Tensor) -> Tensor:
 
 
 def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
-    """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in each
-    head.
+    """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in a head.
 
     ``shared``: one lambda for all heads.
     """
@@ -87,8 +86,7 @@ def fit(
     turns: bool,
     steps: int,
 ) -> KeyTransform:
-    """C transforms of little predicted error, found by Adam from ``start [Hkv, D]`` and each of
-    ``phases``.
+    """Transforms of small predicted error, found by Adam from each of C starts.
 
     Args:
         keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
@@ -121,8 +119,9 @@ def fit(
 
 
 def predicted_error(transform: KeyTransform, keys: Tensor, power: Tensor) -> Tensor:
-    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head ``[Hkv]`` (or ``[C, Hkv]``), for centred
-    keys; above 0.
+    """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head, ``[Hkv]`` or ``[C, Hkv]``, above 0.
+
+    ``keys`` are centred.
     """
     key = transform.keys(keys)
     spread = (key.amax(-1) - key.amin(-1)).square().mean(-1)

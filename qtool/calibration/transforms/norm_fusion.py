@@ -22,7 +22,7 @@ from qtool.models.family import Family
 
 @dataclass(kw_only=True)
 class NormFusion(Transform):
-    """Every norm of the residual stream becomes a plain one, the final norm too (into the head).
+    """Makes all norms of the residual stream plain, the final norm too (into the head).
 
     Args:
         final: fuse the final norm. Where the residual stream is not rotated (Gemma 2 and 3, whose

@@ -1,4 +1,4 @@
-"""Queries as keys meet them: how much an error of each key channel counts.
+"""The power of queries after RoPE: how much an error of each key channel counts.
 
 A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE,
 of which a cache knows the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers
@@ -26,8 +26,9 @@ LEAST = 1e-3
 
 @dataclass
 class Queries:
-    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE, summed over the query
-    heads of a kv head.
+    """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE.
+
+    It is summed over the query heads of a kv head.
     """
 
     moment: Tensor
@@ -38,8 +39,9 @@ class Queries:
         return self.moment.diagonal(dim1=1, dim2=2)
 
     def importance(self, transform: KeyTransform | None = None) -> Tensor:
-        """What squared errors of the channels of (transformed) keys count, ``[Hkv, D]``, mean 1 in
-        each head.
+        """Weight ``[Hkv, D]`` of a squared error in each key channel, mean 1 in a head.
+
+        With a ``transform`` it is that of the transformed keys.
         """
         power = self.power
         if transform is not None:
@@ -58,7 +60,7 @@ class Queries:
         return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
 
     def score_error(self, lost: Tensor) -> Tensor:
-        """Mean square ``[Hkv]`` of what ``lost [Hkv, T, D]`` of the keys changes in the scores."""
+        """Mean square ``[Hkv]`` of the scores that ``lost [Hkv, T, D]`` of the keys makes."""
         return ((lost @ self.moment) * lost).sum(2).mean(1)
 
 
@@ -80,7 +82,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         queries = queries.view(*batch.hidden.shape[:2], heads.query, heads.dim)
         if norm is not None and shared_norm(block):
             queries = norm(queries)
-        queries = positioned(queries, to_device(batch.kwargs[block.index], block.device))
+        queries = apply_rope(queries, to_device(batch.kwargs[block.index], block.device))
         by_head = (
             queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
         )  # [Hkv, T, D]
@@ -89,7 +91,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     return Queries((torch.stack(moments).sum(0) / tokens).float())
 
 
-def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:
+def apply_rope(queries: Tensor, arguments: dict[str, object]) -> Tensor:
     """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``."""
     angles = arguments.get("position_embeddings")
     if angles is None or arguments.get("alibi") is not None:
@@ -102,7 +104,7 @@ def positioned(queries: Tensor, arguments: dict[str, object]) -> Tensor:
 
 
 def rotary_dim(block: Block) -> int:
-    """How many channels of a head RoPE turns."""
+    """The number of channels of a head that RoPE turns."""
     dim = block.heads.dim
     if not block.family.attention.rotary:
         return 0

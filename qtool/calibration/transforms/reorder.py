@@ -1,4 +1,4 @@
-"""Reordering of input channels: channels of like salience share a group, outliers share a block.
+"""Reordering of input channels: similar ones share a group, outliers share a block.
 
 - ``reorder``: QServe B.2.3. Channels sorted by max|X|, so that a quantization group holds channels
   of similar salience.
@@ -82,8 +82,7 @@ class Reorder(Transform):
 
 @dataclass(kw_only=True)
 class GatherOutliers(Transform):
-    """Give each linear of a mixed-precision scheme its map of 8-bit blocks, outliers gathered into
-    few.
+    """Gather outlier channels into few blocks, and give those 8-bit activations.
 
     Args:
         ratio: a channel is an outlier above ``ratio`` times the median channel.
@@ -156,8 +155,9 @@ class GatherOutliers(Transform):
 
 
 def order_in_heads(block: Block, amax: Tensor) -> Tensor:
-    """An order ``[Hq D]`` of o's input that sorts inside each head; query heads of one kv head
-    alike.
+    """An order ``[Hq D]`` of o's input that sorts inside each head.
+
+    The query heads of one kv head get the same order.
     """
     dim = block.heads.dim
     order = (
@@ -167,8 +167,9 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
 
 
 def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool = True) -> None:
-    """Put the input channels of ``group`` in ``order [K]``: folded into the producer where it can
-    be.
+    """Put the input channels of ``group`` in ``order [K]``.
+
+    The order folds into the producer where it can.
     """
     if _kind(group) == "product":
         for name in filter(None, (group.source, group.gate)):
@@ -186,8 +187,9 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
 
 
 def _kind(group: LinearGroup) -> str:
-    """What a recipe calls the group: an order folds through any activation, with a product or
-    without.
+    """The name of the group in a recipe.
+
+    An order folds through any activation function, with a product or without.
     """
     return "product" if group.fold is Fold.ACTIVATION else group.fold.value
 

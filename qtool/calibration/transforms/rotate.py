@@ -1,4 +1,4 @@
-"""Rotation: outliers of the residual stream and of the value heads are spread over all channels.
+"""Rotation spreads outliers of the residual stream and of the value heads over all channels.
 
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
 and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
@@ -136,13 +136,13 @@ def balance_heads(block: Block) -> None:
 
 
 def rotate_inputs(block: Block, name: str, q: Hadamard) -> None:
-    """``W <- W Q`` on every ``n`` consecutive columns of ``W [N, K]``, in place."""
+    """``W <- W Q`` on each ``n`` consecutive columns of ``W [N, K]``, in place."""
     weight = block.weight(name)
     weight.copy_(_by_parts(weight.double(), q))
 
 
 def rotate_outputs(block: Block, name: str, q: Hadamard) -> None:
-    """``W <- Q^T W`` on every ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
+    """``W <- Q^T W`` on each ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
     block.change_rows(name, lambda rows: _by_parts(rows.double().movedim(0, -1), q).movedim(-1, 0))
 
 

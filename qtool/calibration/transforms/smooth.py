@@ -1,5 +1,4 @@
-"""Smoothing: a factor per input channel moves quantization difficulty between activation and
-weight.
+"""Smoothing: a factor per input channel moves the difficulty from activations to weights.
 
 SmoothQuant (Xiao et al., 2023) with the grid search of Outlier Suppression+ (Wei et al., 2023), as
 LiquidGEMM ("Offline Quantization") and QServe B.2.2 use it. For a group of linears that read X [M,
@@ -140,7 +139,7 @@ def smooth_factors(
     x_amax: Tensor | None = None,
     w_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best factors ``lambda [K]`` of linears that read one input, and what was found.
+    """The best factors ``lambda [K]`` of linears that read one input, with their errors.
 
     Args:
         weights: of the linears, each ``[N, K]``; with ``schemes``, one each.

@@ -35,7 +35,7 @@ from qtool.schemes.kv import KV4
 
 
 class KeyObserver:
-    """Stands in for the KV cache: what attention hands to it are the keys after RoPE.
+    """Collects keys after RoPE, in the place of a KV cache.
 
     Attributes:
         amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
@@ -51,7 +51,7 @@ class KeyObserver:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note ``keys [B, Hkv, S, D]`` and hand both back."""
+        """Observe ``keys [B, Hkv, S, D]`` and return both."""
         amax, total = keys.abs().amax((0, 2)).float(), keys.sum((0, 2), dtype=torch.float64)
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         self.total = total if self.total is None else self.total + total
@@ -64,8 +64,9 @@ class KeyObserver:
 
 @dataclass
 class Keys:
-    """Of all ranks' keys after RoPE: ``amax`` and ``mean [Hkv, D]``, a random ``sample [Hkv, T,
-    D]``, float32.
+    """Statistics of all ranks' keys after RoPE, float32.
+
+    ``amax`` and ``mean`` are ``[Hkv, D]``, ``sample`` is random ``[Hkv, T, D]``.
     """
 
     amax: Tensor
@@ -76,9 +77,7 @@ class Keys:
 def observe_keys(
     block: Block, batches: Sequence[Batch], tokens: int = 0, seed: int = 0
 ) -> Keys | None:
-    """Run ``block`` once and see its keys, about ``tokens`` of them in the sample; None if there
-    are none.
-    """
+    """The keys of one run of ``block``, about ``tokens`` of them in the sample; or None."""
     total, seen = count_tokens(batches), []
     for batch in batches:
         observer = KeyObserver(tokens / total, seed)
@@ -94,9 +93,7 @@ def observe_keys(
 
 
 class SmoothedKV4:
-    """Stands in for a KV cache of 4-bit keys that went through ``transform`` before; ``mean [Hkv,
-    D]`` of the keys.
-    """
+    """A KV cache of 4-bit keys that went through ``transform``; ``mean [Hkv, D]`` of the keys."""
 
     def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
         self.transform = transform
@@ -112,7 +109,7 @@ class SmoothedKV4:
 
 @dataclass(kw_only=True)
 class SmoothAttention(Transform):
-    """Fold a transform of the keys into what makes keys and queries.
+    """Folds a transform of the keys into the weights that make keys and queries.
 
     Args:
         alphas: exponents to choose from; ``[0.5]`` is the paper's.
@@ -157,7 +154,7 @@ class SmoothAttention(Transform):
         }
 
     def candidates(self, block: Block, keys: Keys, queries: Queries) -> dict[str, KeyTransform]:
-        """The transforms to choose from, by what the notes call them."""
+        """The transforms to choose from, by their names in the notes."""
         amax, rotary, shared = keys.amax, rotary_dim(block), shared_norm(block)
         still = amax.new_zeros(len(amax), rotary // 2)
         factors = {"none": 0.0} | {f"alpha {alpha}": alpha for alpha in self.alphas}
@@ -190,8 +187,9 @@ class SmoothAttention(Transform):
 
 
 def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) -> KeyTransform:
-    """Of C ``transforms`` the one for each head that 4 bits of ``keys [Hkv, T, D]``, less their
-    mean, serve best.
+    """The one of C ``transforms`` for each head whose 4-bit keys change the scores least.
+
+    ``keys [Hkv, T, D]`` are less their mean.
     """
     candidates = list(map(KeyTransform, transforms.factor, transforms.phase))
 
@@ -213,8 +211,9 @@ def key_errors(
     mean: Tensor,
     queries: Queries,
 ) -> dict[str, float]:
-    """Squared block-output error of 4-bit keys under each transform; ``mean [Hkv, D]`` is the
-    keys'.
+    """Squared block-output error of 4-bit keys under each transform, by name.
+
+    ``mean [Hkv, D]`` is that of the keys.
     """
     exact = [run(block, batch) for batch in batches]
 
@@ -231,8 +230,9 @@ def key_errors(
 
 
 def fold(block: Block, transform: KeyTransform) -> None:
-    """Keys and queries of ``block`` transformed, in place; norms after the projections take factors
-    alone.
+    """Transform the keys and queries of ``block``, in place.
+
+    Norms after the projections take factors alone.
     """
     attention, heads = block.family.attention, block.heads
     group = heads.query // heads.kv

@@ -1,5 +1,4 @@
-"""Value basis: each value head in the basis in which a token's 4 bits hold it best, folded into v
-and o.
+"""Value basis: each value head in the basis in which 4 bits keep it best, folded into v and o.
 
 Attention adds values up and o reads the sum, so any invertible A of a kv head's channels may stand
 between (a rotation is one, :mod:`~qtool.calibration.transforms.rotate`):
@@ -39,7 +38,7 @@ from qtool.schemes.kv import KV4
 
 @dataclass(kw_only=True)
 class ValueBasis(Transform):
-    """Find and fold a basis for every value head.
+    """Finds and folds a basis for each value head.
 
     Args:
         steps: of Adam.
@@ -88,8 +87,9 @@ class ValueBasis(Transform):
 
 
 def output_metric(block: Block) -> Tensor:
-    """``F [Hkv, D, D]``: what an error of a kv head's values costs at o's output, of mean diagonal
-    1.
+    """``F [Hkv, D, D]``: the cost at o's output of an error in a kv head's values.
+
+    The mean of its diagonal is 1.
     """
     heads = block.heads
     weight = (
@@ -104,8 +104,9 @@ def output_metric(block: Block) -> Tensor:
 
 
 def fit(values: Tensor, cost: Tensor, steps: int, step_size: float) -> Tensor:
-    """The basis ``A [Hkv, D, D]`` of the least predicted error of ``values [Hkv, T, D]`` under
-    ``cost [Hkv, D, D]``.
+    """The basis ``A [Hkv, D, D]`` with the least predicted error of ``values [Hkv, T, D]``.
+
+    ``cost`` is :func:`output_metric`'s ``[Hkv, D, D]``.
     """
     unit = torch.eye(values.shape[2], device=values.device)
     starts = torch.stack([unit, Hadamard(len(unit))(unit)])[:, None].expand(-1, len(values), -1, -1)
@@ -136,9 +137,7 @@ def predicted_error(basis: Tensor, values: Tensor, cost: Tensor) -> Tensor:
 
 
 def output_error(values: Tensor, basis: Tensor, cost: Tensor) -> Tensor:
-    """Mean squared error ``[Hkv]`` at o's output of ``values [Hkv, T, D]``, quantized to 4 bits in
-    ``basis``.
-    """
+    """Mean squared error ``[Hkv]`` at o's output of ``values`` quantized to 4 bits in ``basis``."""
     mixed, quantizer = (values @ basis)[None], KV4()
     lost = (quantizer.dequantize(quantizer.quantize(mixed)) - mixed)[0] @ torch.linalg.inv_ex(
         basis

@@ -1,5 +1,4 @@
-"""``qtool::quantize_activation``: per-token s8 codes, scales and code sums of a linear's input, in
-one pass.
+"""``qtool::quantize_activation``: per-token s8 codes, scales and code sums of an input.
 
     sx[m] = max_k |y[m, k]| / 127 (a row of zeros: 1)
     code = rne(y / sx)      sum[m] = sum_k code[m, k]
@@ -165,9 +164,7 @@ def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> Source:
 
 
 def row_definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> dict[str, int]:
-    """Macros of csrc/activation/activation_row.cuh: a row's values stay in its block's registers, 8
-    a piece.
-    """
+    """Macros of csrc/activation/activation_row.cuh for rows held in registers."""
     threads = next(t for t in (128, 256, 512, 1024) if k <= 32 * t or t == 1024)
     pieces = -(-k // (8 * threads))
     defines = {"DTYPE": DTYPES[dtype], "FUSION": FUSIONS[fusion], "GATHER": int(gather)}

@@ -1,5 +1,6 @@
-"""``qtool::quantize_activation_groups``: s4 codes of a linear's input with a scale per token and
-group (APEX4, COMET).
+"""``qtool::quantize_activation_groups``: codes of an input, one scale a token and group.
+
+The codes are s4, in blocks of 8 bits s8 (APEX4, COMET).
 
     sx[G, m] = max_{k in G} |y[m, k]| / 7 (a group of zeros: 1)      code = rne(y / sx)
 
@@ -37,8 +38,9 @@ GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
 
 
 class QuantizeActivationGroups(NamedTuple):
-    """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]``, M4 being M rounded up to a multiple of
-    4 (padded with 1).
+    """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]`` of an input.
+
+    M4 is M rounded up to a multiple of 4, padded with 1.
 
     Args:
         x, order, norm, fusion, epsilon: as of
@@ -112,8 +114,9 @@ class QuantizeActivationGroups(NamedTuple):
         self.launch_packed(out, 0)
 
     def launch_packed(self, out: tuple[Tensor, Tensor], packed: int) -> None:
-        """Fill codes and scales; ``packed``: 0 a byte each, 1 nibbles, 2 nibbles but for 8-bit
-        blocks.
+        """Launch the kernel that fills codes and scales.
+
+        ``packed``: 0 stores a byte a code, 1 nibbles, 2 nibbles except in 8-bit blocks.
         """
         x, how = self.x, (self.group_size, self.arrangement, packed)
         source = definition(self.k, x.dtype, self.fusion, self.order is not None, *how)

@@ -1,5 +1,6 @@
-"""``qtool::quantize_packed_groups``: s4 codes of a linear's input as nibbles, for s4 tensor cores;
-s8 ones by block.
+"""``qtool::quantize_packed_groups``: an input's s4 codes as nibbles, for s4 tensor cores.
+
+Blocks of 8 bits have s8 codes.
 
 The numbers of :mod:`qtool.kernels.activation.quantize_activation_groups`, in one pass: of each 32
 inputs, in the order of the weight's layout, the first 16 codes are the low nibbles of 16 bytes, the
@@ -37,8 +38,9 @@ def builds() -> Iterator[Build]:
 
 
 class QuantizePackedGroups(NamedTuple):
-    """Codes uint8 ``[M, K/2]`` (:func:`pack_tokens`; with ``eight_bit`` ``[M, K]``) and scales
-    float32 ``[G, M4]``.
+    """Codes uint8 ``[M, K/2]`` and scales float32 ``[G, M4]`` of an input.
+
+    :func:`pack_tokens` states the order; with ``eight_bit`` the codes are ``[M, K]``.
 
     Args:
         x, order, norm, eight_bit, fusion, epsilon, group_size: as of

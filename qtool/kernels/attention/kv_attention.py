@@ -1,5 +1,4 @@
-"""``qtool::kv_attention``: attention of a few query tokens a sequence over a packed kv4 or kv8
-cache.
+"""``qtool::kv_attention``: attention of a few queries a sequence over a packed cache.
 
     out = softmax(scaling * q K'^T) V'
 

@@ -1,6 +1,4 @@
-"""How attention over a packed cache is cut into blocks, rings and splits; the kernels that it
-compiles to.
-"""
+"""How attention over a packed cache is cut into blocks, rings and splits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +15,9 @@ MOST_SPLITS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How one block is built: ``row_tiles`` tiles of 8 query rows, ``tile`` tokens a stage,
-    ``stages`` in each ring.
+    """How one block of the attention kernel is built.
+
+    ``row_tiles`` tiles of 8 query rows, ``tile`` tokens a stage, ``stages`` in each ring.
     """
 
     bits: int
@@ -47,8 +46,9 @@ class Plan:
         return -(-rows // (8 * self.row_tiles))
 
     def splits(self, blocks: int, tokens: int, processors: int) -> int:
-        """Into how many parts to cut the tokens: the fewest rounds of tiles, a split's own cost
-        counted as two.
+        """The number of parts to cut the tokens into: the one with the fewest rounds of tiles.
+
+        A split's own cost counts as two tiles.
         """
         rounds = -(-tokens // (self.tile * WARPS))
         room = processors * self.blocks_per_sm
@@ -76,8 +76,9 @@ def definition(
 
 
 def builds() -> Iterator[Build]:
-    """Both caches at few and many query rows: every width on Hopper, the longest variant
-    everywhere.
+    """Both caches at few and many query rows.
+
+    Hopper gets all widths, the other architectures the longest variant.
     """
     cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
     cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]

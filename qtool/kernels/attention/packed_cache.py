@@ -1,4 +1,4 @@
-"""The tensors of a packed cache as the attention kernels take them, and what they refuse.
+"""The tensors of a packed cache as the attention kernels take them, and their checks.
 
 Legend: B batch, H kv heads, C capacity in tokens, D head dimension.
 """
@@ -63,9 +63,7 @@ class PackedCache:
         )
 
     def require(self, batch: int, heads: int, dim: int, device: torch.device) -> None:
-        """Refuse tensors that are not those of ``batch`` sequences and ``heads`` heads of ``dim``
-        channels.
-        """
+        """Refuse tensors of another number of sequences, heads or channels than given."""
         if self.codes.dim() != 4 or self.codes.dtype not in (torch.int8, torch.uint8):
             raise QtoolError(
                 f"{self.op}: {self.name}codes is {self.codes.dtype} {tuple(self.codes.shape)}; "

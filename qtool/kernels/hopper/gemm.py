@@ -1,5 +1,4 @@
-"""The host side of ``csrc/hopper/gemm.cuh``: pick a tile, get the kernel, pack its parameters,
-launch.
+"""The host side of ``csrc/hopper/gemm.cuh``: choose a tile, load the kernel, launch.
 
 Legend: M tokens, N output channels, K input channels, G level-2 groups of a channel.
 """
@@ -35,8 +34,7 @@ PARAMETERS = struct.Struct("<128s128s9Q7i28x")
 
 @dataclass(frozen=True)
 class Operand:
-    """The weight operand a kernel is compiled for: source file, its macros, bytes of a stage of 128
-    rows.
+    """The weight operand of a kernel: source file, macros, bytes of a stage of 128 rows.
 
     ``token_bytes`` is what a stage holds of each token beside its 128 codes: scales of groups.
     """
@@ -69,9 +67,7 @@ class Weight:
 def definition(
     operand: Operand, tile: Tile, out_dtype: torch.dtype
 ) -> tuple[str, str, dict[str, int]]:
-    """Source name, generated prologue and macros of one kernel, for
-    :func:`qtool.kernels.build.cubin`.
-    """
+    """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
     defines = dict(operand.defines) | {
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
@@ -94,8 +90,9 @@ def staging_bytes(tile: Tile, out_dtype: torch.dtype) -> int:
 
 
 def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build]:
-    """The kernel of ``operand`` with each size of ``tiles``, least and most split: wgmma, registers
-    for its blocks.
+    """The kernel of ``operand`` with the sizes of ``tiles``, split least and most.
+
+    Its machine code must use wgmma and leave registers for its blocks.
     """
     ordered = sorted(
         tiles, key=lambda tile: (tile.tokens, tile.rows, tile.split / tile.blocks_per_sm)

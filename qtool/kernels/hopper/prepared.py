@@ -22,8 +22,10 @@ ALIGNMENT = 128
 
 
 class Buffers(NamedTuple):
-    """One shape of inputs: its GEMM of ``m`` tokens, the output's shape and stride, and in the
-    memory of what is quantized where scales and sums begin and how large it is, in bytes.
+    """The launch plan of one input shape: its GEMM, and the places of its buffers.
+
+    ``m`` tokens; ``shape`` and ``stride`` of the output; in the memory of the quantized input the
+    ``scale`` and ``token_sum`` offsets and the whole ``size``, in bytes.
     """
 
     gemm: Plan
@@ -36,8 +38,9 @@ class Buffers(NamedTuple):
 
 
 class PreparedLinear:
-    """``Y [..., N]`` of ``out_dtype`` for inputs ``[..., K]`` of ``dtype``, contiguous and on the
-    weight's device.
+    """``Y [..., N]`` of ``out_dtype`` for inputs ``[..., K]`` of ``dtype``.
+
+    Inputs are contiguous and on the weight's device.
 
     Args:
         shape: N and K.

@@ -1,5 +1,6 @@
-"""Which tile a GEMM uses: tables and a cost of few constants, measured by
-``benchmarks/kernels/sweep.py`` on an H200.
+"""The tile that a Hopper GEMM uses: tables and a cost model of few constants.
+
+The constants were measured by ``benchmarks/kernels/sweep.py`` on an H200.
 
 A block multiplies ``rows`` output channels by ``tokens`` tokens. A cluster is ``split`` blocks that
 share the sum over K.
@@ -29,8 +30,9 @@ class Tile:
         return self.rows // 128
 
     def stages(self, weight_stage_bytes: int, staging_bytes: int) -> int:
-        """Ring slots that fit beside the epilogue's buffers and, for few tokens, the inbox of the
-        split sums.
+        """Pipeline stages that fit beside the epilogue's buffers.
+
+        With few tokens the inbox of the split sums takes room too.
         """
         fixed = 1024 + staging_bytes + 16 * self.tokens + 8
         if self.tokens * self.panels <= 128:  # else it lies over the ring
@@ -81,8 +83,9 @@ def choose(m: int, n: int, k: int) -> Tile:
 
 @cache
 def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = False) -> Tile:
-    """The same for s4 weights, where every ``group_size`` input channels have a scale of their own;
-    ``None``: all.
+    """The tile for s4 weights with a scale for each ``group_size`` input channels.
+
+    ``None`` is one scale for all.
 
     ``whole``: no blocks share the sum over K.
     """

@@ -1,5 +1,6 @@
-"""``qtool::w4a8_gemm``: 4-bit weights, 8-bit tokens, exact int32 sums, scales and bias in the
-epilogue.
+"""``qtool::w4a8_gemm``: 4-bit weights by 8-bit tokens, with exact int32 sums.
+
+Scales and bias are applied in the epilogue.
 
     v[m, n] = sum_k x[m, k] * W8[n, k]      int32      y = v * sx[m] * s1[n] + bias[n]
 
@@ -36,9 +37,7 @@ MOST_CHANNELS = 65536
 
 
 def operand(scheme: str, group_size: int | None) -> Operand:
-    """What the kernel of a scheme is compiled with, and the bytes of a ring stage (128 x 128
-    weights).
-    """
+    """The operand of a scheme's kernel; a stage holds 128 x 128 weights."""
     level2 = 0 if group_size is None else 2 * 2 * 64 * (128 // group_size)
     return Operand(
         "hopper/w4a8_gemm",

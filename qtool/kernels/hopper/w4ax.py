@@ -1,5 +1,6 @@
-"""``qtool::w4ax_gemm``: s4 weights by s4 or s8 tokens, scaled by channel (APEX4) or by group
-(APEX4, COMET).
+"""``qtool::w4ax_gemm``: s4 weights by s4 or s8 tokens, scaled by channel or by group.
+
+APEX4 has both granularities, COMET groups.
 
     v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]                int32
     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]                float32
@@ -29,7 +30,7 @@ from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE_S4, Tile, choose_s4
 from qtool.kernels.op import operator
-from qtool.kernels.order import in_order
+from qtool.kernels.order import adds_in_order
 from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 
 #: number of the layout in csrc/hopper/weights_s4.cuh
@@ -41,9 +42,7 @@ HALF_STAGE = 64 * 64  # bytes of 64 rows x 128 columns
 
 
 def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Operand:
-    """What the kernel is compiled with, and the bytes of a ring stage: 128 x 128 weights and the
-    scales.
-    """
+    """The kernel's operand; a stage holds 128 x 128 weights and their scales."""
     groups = 0 if group_size is None else max(1, 128 // group_size)
     defines = (
         ("LAYOUT", LAYOUTS[layout]),
@@ -54,8 +53,9 @@ def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Op
 
 
 def builds() -> Iterator[Build]:
-    """Groups of 128 with every tile, the others with the widest and the narrowest; each layout and
-    scale dtype.
+    """Groups of 128 with all tiles, other sizes with the widest and the narrowest tile.
+
+    Each layout and scale dtype is among them.
     """
     grouped = [tile for tile in TABLE_S4 if tile.tokens * tile.rows <= 128 * 128]
     for layout, dtype in (("apex4", torch.float32), ("w4ax-interleaved", torch.bfloat16)):
@@ -132,7 +132,7 @@ class W4AxGemm(NamedTuple):
         if len(out) == 0:
             return
         group_size = None if out.dtype == torch.int32 else self.group_size
-        whole = group_size is not None and in_order()
+        whole = group_size is not None and adds_in_order()
         tile = choose_s4(*out.shape, self.x.shape[1], group_size, whole=whole)
         kernel = operand(self.layout, group_size, self.scale.dtype)
         weight = packed_weight(self.layout, self.qweight, self.scale)

@@ -1,5 +1,4 @@
-"""``qtool::w8a8_gemm``: 8-bit weights by 8-bit tokens (SmoothQuant), on the main loop of the W4A8
-kernel.
+"""``qtool::w8a8_gemm``: 8-bit weights by 8-bit tokens, on the W4A8 kernel's main loop.
 
 v[m, n] = sum_k x[m, k] * weight[n, k]      int32      y = v * sx[m] * scale[n] + bias[n]
 """

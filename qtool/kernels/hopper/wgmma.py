@@ -20,9 +20,12 @@ def _wrapper(
     count = n // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+r"(d[{i}])' for i in range(count))
-    return f"""    static __device__ __forceinline__ void {name}(int (&d)[{count}], {a_parameter}, u64 b) {{
-        asm volatile("{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, {int(accumulate)}, 0;\\n"
-            "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{accumulators}}}, {a_operand}, "
+    parameters = f"int (&d)[{count}], {a_parameter}, u64 b"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8"
+    set_predicate = f"setp.ne.b32 accumulate, {int(accumulate)}, 0;"
+    return f"""    static __device__ __forceinline__ void {name}({parameters}) {{
+        asm volatile("{{\\n.reg .pred accumulate;\\n{set_predicate}\\n"
+            "{instruction} {{{accumulators}}}, {a_operand}, "
             "%{count + a_count}, accumulate;\\n}}"
             : {outputs}
             : {a_constraints}, "l"(b));

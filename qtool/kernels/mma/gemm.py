@@ -1,5 +1,4 @@
-"""The host side of ``csrc/mma/mma_gemm.cuh``, the GEMM of Ampere and Ada: pick a tile, get the
-kernel, launch.
+"""The host side of ``csrc/mma/mma_gemm.cuh``, the integer GEMM of Ampere and Ada.
 
 Legend: M tokens, N output channels, K input channels, G groups of a channel.
 """
@@ -67,9 +66,7 @@ TILES = (*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(4, 2, 64), MmaTile(8, 1, 128)
 
 @dataclass(frozen=True)
 class MmaOperand:
-    """What a kernel is compiled for: source, its macros, bytes of a stage (of a row, of a token),
-    tiles it has.
-    """
+    """The operand of a kernel: source, macros, bytes of a stage, of a row and of a token, tiles."""
 
     source: str
     defines: tuple[tuple[str, int], ...]
@@ -95,8 +92,9 @@ class MmaWeight:
 
 
 def choose(tiles: tuple[MmaTile, ...], m: int, n: int, multiprocessors: int) -> MmaTile:
-    """The tile for ``Y [m, n]``: the fewest tokens that hold ``m``, and the most rows that still
-    fill the chip.
+    """The tile for ``Y [m, n]``: the narrowest that holds ``m``, then the tallest.
+
+    The tallest means the most rows that still fill the GPU.
     """
     tokens = min(
         (tile.tokens for tile in tiles if tile.tokens >= m),
@@ -129,8 +127,9 @@ def definition(
 def builds(
     name: str, operand: MmaOperand, instruction: str, *, s4: bool, every: bool
 ) -> Iterator[Build]:
-    """The kernel of ``operand`` with the widest tile or ``every`` one; Hopper calls an emulation of
-    s4 tensor cores.
+    """The kernel of ``operand`` with the widest tile, or with all of them if ``every``.
+
+    Hopper calls a subroutine that emulates s4 tensor cores.
     """
     for capability in ((8, 0), (8, 9), (9, 0)):
         arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
@@ -177,8 +176,9 @@ def run(
     tile: MmaTile | None = None,
     whole: bool = False,
 ) -> None:
-    """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused. All checks were made
-    by the op.
+    """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused.
+
+    The op has checked all arguments.
 
     ``whole``: a block for each tile, none shares one.
     """

@@ -96,9 +96,7 @@ def definition(
 
 
 def maps(tile: HalfTile, x: Tensor, weight: HalfWeight) -> bytes:
-    """Descriptors of the boxes that a team copies for 64 input channels: tokens, codes, positions,
-    scales.
-    """
+    """TMA descriptors of the boxes for 64 input channels: tokens, codes, positions, scales."""
     n, columns = weight.shape[0], tile.columns
     tokens = item_map(x, x.shape[1], tile.block_tokens, 64, swizzle=128)
     metadata, group = bytes(128), bytes(128)
@@ -115,9 +113,7 @@ def maps(tile: HalfTile, x: Tensor, weight: HalfWeight) -> bytes:
 
 
 def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
-    """What a block may use: its share of the multiprocessor's, less the kilobyte the system keeps
-    for each block.
-    """
+    """Shared memory that a block may use: its share, less the system's kilobyte a block."""
     return (ARCHITECTURES[capability][1] + 1) // tile.blocks_per_sm * 1024 - 1024
 
 

@@ -1,5 +1,6 @@
-"""Which tile a 16-bit GEMM uses: a small table, measured on an H200
-(``benchmarks/journal/kernels.md``).
+"""The tile that a 16-bit GEMM uses: a small table, measured on an H200.
+
+``benchmarks/journal/kernels.md`` has the measurements.
 
 A warp multiplies 64 output channels by ``tokens`` tokens. A team is ``column_warps`` x
 ``token_warps`` warps with the same input channels; the block's ``teams`` and the ``split`` blocks
@@ -15,9 +16,7 @@ MOST_STAGES = 8
 
 @dataclass(frozen=True)
 class HalfTile:
-    """Tokens a warp, warps along the channels and along the tokens, teams, blocks sharing K, blocks
-    per SM.
-    """
+    """A tile: tokens a warp, warps along channels and tokens, teams, split of K, blocks an SM."""
 
     tokens: int
     column_warps: int
@@ -98,8 +97,9 @@ def choose(m: int, n: int, capability: tuple[int, int] = (9, 0)) -> HalfTile:
 
 
 def _older(m: int, n: int) -> HalfTile:
-    """For Ampere and Ada, whose multiprocessors have as little as 99 KB of shared memory: not
-    measured.
+    """The tile for Ampere and Ada, whose SMs have as little as 99 KB of shared memory.
+
+    It was not measured.
     """
     if m > 32:
         return HalfTile(32, 2, token_warps=4)

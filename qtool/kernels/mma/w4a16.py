@@ -1,5 +1,6 @@
-"""``qtool::w4a16_gemm`` and ``qtool::w4a16_24_gemm``: 4-bit weights under 16-bit tokens (MARLIN,
-Sparse-MARLIN).
+"""``qtool::w4a16_gemm`` and ``w4a16_24_gemm``: 4-bit weights under 16-bit tokens.
+
+MARLIN and Sparse-MARLIN.
 
     y[m, n] = sum_G scale[n, G] * sum_{k in G} x[m, k] * (q[n, k] - 8) + bias[n]
 
@@ -155,8 +156,9 @@ def _require(
 
 
 def builds() -> Iterator[Build]:
-    """Every tile on the architecture it is for, with and without sparsity; the other variants with
-    one tile each.
+    """All tiles on their architectures, with and without sparsity.
+
+    The other variants have one tile each.
     """
     bf16 = torch.bfloat16
     for (capability, tiles), sparse in product(TABLE.items(), (False, True)):

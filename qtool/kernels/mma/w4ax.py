@@ -1,5 +1,6 @@
-"""``qtool::w4ax_mma_gemm``: s4 weights by s4 tokens on the s4 tensor cores of Ampere and Ada; s8
-tokens by block.
+"""``qtool::w4ax_mma_gemm``: s4 weights by s4 tokens on Ampere's and Ada's s4 tensor cores.
+
+Blocks of 8 bits have s8 tokens.
 
     v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]                int32
     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]                float32
@@ -31,7 +32,7 @@ from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS, requi
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
-from qtool.kernels.order import in_order
+from qtool.kernels.order import adds_in_order
 from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
 
@@ -147,7 +148,7 @@ class W4AxMmaGemm(NamedTuple):
         group_size = None if out.dtype == torch.int32 else self.group_size
         kernel = operand(self.layout, group_size, self.scale.dtype, self.eight_bit is not None)
         weight = MmaWeight(self.qweight, self.scale, eight_bit=self.eight_bit)
-        whole = group_size is not None and in_order()
+        whole = group_size is not None and adds_in_order()
         mma.run(kernel, self.x, self.sx, weight, out, self.k, bias=self.bias, whole=whole)
 
 

@@ -1,96 +1,95 @@
-"""Seconds of a calibrated run: its work by the rates that runs on that device reached.
+"""Estimates the seconds of a calibrated run from its work and measured rates.
 
-The rates are measured by ``qtool bench quantize`` (docs/scale.md has the tables) and hold for
-blocks of at least a few thousand channels; smaller ones are bound by launches, which nothing here
-counts. Of several GPUs each takes its share of what docs/distributed.md says is split.
+The rates are measured by ``qtool bench quantize`` (docs/results/quantize.md has the tables) and
+hold for blocks of at least a few thousand channels; smaller ones are bound by launches, which
+nothing here counts. Several GPUs share the work as benchmarks/journal/many-gpus.md describes.
 """
 
 from dataclasses import dataclass
 
 from qtool.calibration.cost import Work
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import Writing
+from qtool.pipeline.planning.memory import ContinuationMemory
 from qtool.pipeline.planning.work import work_of
 
 #: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
-#: exchange of terms (docs/distributed.md: 224 ms a block on one rank, 164 on two)
+#: exchange of terms (benchmarks/journal/many-gpus.md: 224 ms a block on one rank, 164 on two)
 REPEATED_ROUNDING = 0.46
+#: work that several GPUs share out
+SHARED = (
+    "forward_flops",
+    "hessian_flops",
+    "learning_flops",
+    "search_flops",
+    "search_weights",
+    "search_tries",
+    "packed_weights",
+)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What runs reached on one device, a second.
+    """Measured rates of one device, per second.
 
     Attributes:
         memory: bytes of the device; 0 where it is the host's.
-        forward, hessian, learning, search, rounding: operations. tried: weights rounded by a
-            candidate of a search.
-        tries: linears by a candidate. looked: weights by the rounding's own search. steps: blocks
-            of columns.
-        packed: weights packed or unpacked. read, write: bytes, beside the blocks.
-        token: seconds that a block takes for the next token of windows that the model continues.
-            cached: bytes of keys and values that it looks at then.
-        start: seconds before the first block. compiling: what the first run on a machine takes
-            longer.
+        seconds_a_token: of a block, for the next token of windows that the model continues.
+        cached_bytes: of keys and values that such a block reads.
+        start: seconds before the first block.
+        compiling: seconds that the first run on a machine takes longer.
+
+    All others are rates of the fields of :class:`~qtool.calibration.cost.Work` with these names.
     """
 
     name: str
     memory: float
-    forward: float
-    hessian: float
-    learning: float
-    search: float
-    tried: float
-    tries: float
-    rounding: float
-    looked: float
-    steps: float
-    packed: float
-    read: float
-    write: float
-    token: float
-    cached: float
+    forward_flops: float
+    hessian_flops: float
+    learning_flops: float
+    search_flops: float
+    search_weights: float
+    search_tries: float
+    rounding_flops: float
+    rounding_weights: float
+    rounding_panels: float
+    packed_weights: float
+    read_bytes: float
+    write_bytes: float
+    seconds_a_token: float
+    cached_bytes: float
     start: float
     compiling: float
 
     def seconds(self, work: Work, gpus: int = 1) -> float:
-        """Of a run: its blocks one after another, or its files if those take longer."""
-        shared = (
-            work.forward_flops / self.forward
-            + work.hessian_flops / self.hessian
-            + work.learning_flops / self.learning
-            + work.search_flops / self.search
-            + work.search_weights / self.tried
-            + work.search_tries / self.tries
-            + work.packed_weights / self.packed
-        )
-        rounding = (
-            work.rounding_flops / self.rounding
-            + work.rounding_weights / self.looked
-            + work.rounding_panels / self.steps
-        )
+        """Seconds of a run: of its blocks in turn, or of its files if those take longer."""
+
+        def of(*kinds: str) -> float:
+            return sum(getattr(work, kind) / getattr(self, kind) for kind in kinds)
+
+        shared = of(*SHARED)
+        rounding = of("rounding_flops", "rounding_weights", "rounding_panels")
         blocks = shared / gpus + rounding * (REPEATED_ROUNDING + (1 - REPEATED_ROUNDING) / gpus)
-        written = work.write_bytes / self.write / gpus  # every rank reads all of the source
-        return self.start + max(blocks, work.read_bytes / self.read, written)
+        written = of("write_bytes") / gpus  # every rank reads all of the source
+        return self.start + max(blocks, of("read_bytes"), written)
 
 
 H200 = Rates(
     name="NVIDIA H200",
     memory=140e9,
-    forward=540e12,
-    hessian=650e12,
-    learning=490e12,
-    search=350e12,
-    tried=73e9,
-    tries=4600.0,
-    rounding=73e12,
-    looked=900e9,
-    steps=1770.0,
-    packed=25e9,
-    read=1.5e9,
-    write=0.45e9,
-    token=0.7e-3,
-    cached=390e9,
+    forward_flops=540e12,
+    hessian_flops=650e12,
+    learning_flops=490e12,
+    search_flops=350e12,
+    search_weights=73e9,
+    search_tries=4600.0,
+    rounding_flops=73e12,
+    rounding_weights=900e9,
+    rounding_panels=1770.0,
+    packed_weights=25e9,
+    read_bytes=1.5e9,
+    write_bytes=0.45e9,
+    seconds_a_token=0.7e-3,
+    cached_bytes=390e9,
     start=2.8,
     compiling=4.0,
 )
@@ -100,20 +99,20 @@ H200 = Rates(
 CPU = Rates(
     name="two CPU cores",
     memory=0,
-    forward=120e9,
-    hessian=86e9,
-    learning=67e9,
-    search=120e9,
-    tried=350e6,
-    tries=1e4,
-    rounding=120e9,
-    looked=90e6,
-    steps=140.0,
-    packed=450e6,
-    read=1.5e9,
-    write=0.45e9,
-    token=1e-3,
-    cached=10e9,
+    forward_flops=120e9,
+    hessian_flops=86e9,
+    learning_flops=67e9,
+    search_flops=120e9,
+    search_weights=350e6,
+    search_tries=1e4,
+    rounding_flops=120e9,
+    rounding_weights=90e6,
+    rounding_panels=140.0,
+    packed_weights=450e6,
+    read_bytes=1.5e9,
+    write_bytes=0.45e9,
+    seconds_a_token=1e-3,
+    cached_bytes=10e9,
     start=3.0,
     compiling=0.0,
 )
@@ -123,19 +122,27 @@ def seconds(
     job: Job,
     samples: int,
     seqlen: int,
-    writing: Writing | None = None,
+    continuation: ContinuationMemory | None = None,
     rates: Rates = H200,
     gpus: int = 1,
 ) -> float:
-    """Of quantizing by ``job`` on ``gpus`` devices of ``rates``.
+    """Seconds of quantizing by ``job`` on ``gpus`` devices of ``rates``.
 
     Args:
-        writing: of the windows, where the model continues them, which one device does.
+        continuation: of the windows, where the model continues them, which one device does.
     """
     took = rates.seconds(work_of(job, samples, seqlen), gpus)
-    if writing:
-        cache = writing.cache * (writing.given + seqlen) / (2 * seqlen)  # it grows
-        tokens = -(-samples // writing.at_once) * (seqlen - writing.given)
-        computed = 2 * writing.parameters * samples * (seqlen - writing.given) / rates.forward
-        took += max(tokens * (job.blocks * rates.token + cache / rates.cached), computed)
+    if continuation:
+        cache = continuation.cache * (continuation.given + seqlen) / (2 * seqlen)  # it grows
+        tokens = -(-samples // continuation.at_once) * (seqlen - continuation.given)
+        computed = (
+            2
+            * continuation.parameters
+            * samples
+            * (seqlen - continuation.given)
+            / rates.forward_flops
+        )
+        took += max(
+            tokens * (job.blocks * rates.seconds_a_token + cache / rates.cached_bytes), computed
+        )
     return took

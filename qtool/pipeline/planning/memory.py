@@ -1,4 +1,4 @@
-"""The peak memory of a calibrated run, from config.json and recipe.
+"""Computes the peak memory of a calibrated run from config.json and recipe.
 
 It is that of one block, its activations and its solver. Counted, not measured: each line of a sum
 is what some code keeps alive at its worst moment. Bytes on the device are those torch allocates;
@@ -26,7 +26,7 @@ CACHE_SHARE = 0.25
 
 
 def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """The hidden states of ``tokens`` between two blocks.
+    """Bytes of the hidden states of ``tokens`` between two blocks.
 
     Where the rounding compares with the float model, the float model's too.
     """
@@ -35,17 +35,17 @@ def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
 
 
 def compute_bytes(job: Job, device: torch.device) -> int:
-    """Of one number in a forward: the model's 16 bits on CUDA, float32 elsewhere."""
+    """Bytes of one number in a forward: the model's 16 bits on CUDA, float32 elsewhere."""
     return 2 if device.type == "cuda" and job.dtype.itemsize == 2 else 4
 
 
 def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """What ``device`` holds beside the activations: a block, and what its methods hold at most."""
+    """Bytes on ``device`` beside the activations: a block, and what its methods hold at most."""
     return max(_working_bytes(job, block, tokens, device) for block in job.distinct_blocks)
 
 
 def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
-    """Of block ``block``: weights, tensors of a batch and of a method, and a packed block."""
+    """Bytes of block ``block``: weights, tensors of a batch and of a method, a packed block."""
     itemsize = compute_bytes(job, device)
     shape = block_shape(job, block, 1, tokens, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
@@ -56,7 +56,7 @@ def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> i
 
 
 def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:
-    """The process's peak: blocks that are read and written, or at the start the embedding's rows.
+    """The process's peak in bytes: blocks read and written, or at first the embedding's rows.
 
     Args:
         kept_on_host: bytes of activations kept in host memory.
@@ -78,8 +78,8 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
 
 
 @dataclass(frozen=True)
-class Writing:
-    """What a device holds while the model continues the calibration windows.
+class ContinuationMemory:
+    """Memory that a device holds while the model continues the calibration windows.
 
     Attributes:
         given: tokens of each window that the text gives.
@@ -102,8 +102,10 @@ class Writing:
         return self.bytes <= device_memory and self.weights <= host_memory
 
 
-def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: float) -> Writing:
-    """What continuing ``samples`` windows takes on a device of ``memory`` bytes.
+def continuation_memory(
+    job: Job, samples: int, seqlen: int, device: torch.device, memory: float
+) -> ContinuationMemory:
+    """The memory of continuing ``samples`` windows on a device of ``memory`` bytes.
 
     Counted are the float model and, for each window, its keys and values, what a block makes of its
     beginning and a token's logits. The number of windows at once depends on the whole memory, not
@@ -118,4 +120,4 @@ def writing(job: Job, samples: int, seqlen: int, device: torch.device, memory: f
     window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
     at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
     parameters = sum(map(prod, job.source_shapes().values()))
-    return Writing(given, at_once, parameters, itemsize * parameters, at_once * window)
+    return ContinuationMemory(given, at_once, parameters, itemsize * parameters, at_once * window)

@@ -1,4 +1,4 @@
-"""What a run will do, from config.json alone: bits, bytes, memory and time, layer by layer.
+"""The plan of a run from config.json alone: bits, bytes, memory and time, layer by layer.
 
 Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are
 estimates: of plain rounding by the constants below, on two CPU cores; of calibrated runs by
@@ -15,7 +15,8 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.exchange.exportable import formats_that_take
-from qtool.pipeline.job import Job, dtype_name
+from qtool.models.architecture import dtype_name
+from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
@@ -82,7 +83,7 @@ class Plan:
 
     @property
     def linears(self) -> list[PlannedLinear]:
-        """Those of a block of the commonest kind."""
+        """The linears of a block of the commonest kind."""
         return max(self.kinds, key=lambda kind: len(kind.blocks)).linears
 
     @property
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """What the run takes on disk beside the source.
+        """Bytes that the run takes on disk beside the source.
 
         That is the result, and activations that fit nowhere else.
         """
@@ -157,7 +158,7 @@ def _calibrated(
     device_bytes = memory.working_bytes(job, tokens, device) + (kept if place == "device" else 0)
     continued = None
     if job.recipe.windows == CONTINUED:
-        continued = memory.writing(job, samples, seqlen, device, device_memory)
+        continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
         share = activations.DEVICE_SHARE if device.type == "cuda" else activations.HOST_SHARE
         if not continued.fits(share * device_memory, activations.HOST_SHARE * host_memory):
             continued = None
@@ -180,15 +181,15 @@ def _calibrated(
 
 
 def _kinds(job: Job) -> list[PlannedBlocks]:
-    """The blocks of ``job``, those alike together."""
-    alike: dict[int, list[int]] = {}
+    """The blocks of ``job``, gathered by equal tensors and formats."""
+    groups: dict[int, list[int]] = {}
     for block, first in enumerate(job.representatives):
-        alike.setdefault(first, []).append(block)
+        groups.setdefault(first, []).append(block)
     return [
         PlannedBlocks(
             blocks, [_linear(job, first, name, shape) for name, shape in job.linears(first).items()]
         )
-        for first, blocks in alike.items()
+        for first, blocks in groups.items()
     ]
 
 
@@ -264,7 +265,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
 
 
 def as_text(planned: Plan) -> str:
-    """The plan as a person reads it."""
+    """The plan as text for people."""
     job = planned.job
     methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
     unsupported, reason = job.family.unsupported, job.recipe.reason
@@ -316,12 +317,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, PlannedLinear]]:
-    """Name and linear, with one line for all experts alike."""
-    alike: dict[tuple[str, object], list[PlannedLinear]] = {}
+    """Names and linears, with one line for all experts of equal format."""
+    groups: dict[tuple[str, object], list[PlannedLinear]] = {}
     for x in linears:
         name = re.sub(r"\.\d+\.", ".*.", x.name)
-        alike.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
-    for (name, _), found in alike.items():
+        groups.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
+    for (name, _), found in groups.items():
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
 
 
@@ -363,7 +364,7 @@ def _costs(planned: Plan) -> Iterator[str]:
         yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continued:
         yield (
-            "calibration windows: begun by the text and continued by the model "
+            "calibration windows: started by the text and continued by the model "
             "(--windows given: all of the text)"
         )
     yield (

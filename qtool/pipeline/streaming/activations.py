@@ -1,4 +1,4 @@
-"""Where calibration activations are between two blocks: on the device, on the host, or in a file.
+"""Keeps calibration activations between two blocks: on the device, on the host, or in a file.
 
 They are all that grows with the number of calibration tokens: tokens x hidden size, in the dtype of
 forwards. A file is mapped into memory, laid out on disk in full before the first byte is used, and
@@ -51,7 +51,7 @@ def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
 def choose(
     job: Job, tokens: int, device: torch.device, device_free: float, host_free: float
 ) -> str:
-    """The first place with room for the activations of ``tokens`` beside what a block needs."""
+    """The first place with room for the activations of ``tokens`` beside a block's memory."""
     nbytes = activation_bytes(job, tokens, device)
     if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
         return "device"

@@ -1,4 +1,4 @@
-"""How a block is quantized: streamed weight by weight, or built as a module.
+"""Quantizes one block, streamed weight by weight or built as a module.
 
 Streamed: without transforms and data each weight is read, rounded, packed, written and forgotten by
 itself. Built: the block is a module, rewritten by the transforms and rounded; its *packed* tensors
@@ -22,20 +22,16 @@ from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.calibration.rounding.rtn import round_to_nearest
-from qtool.calibration.timing import Stages, stage
+from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
+from qtool.io.finite import all_finite, finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
-from qtool.pipeline.streaming.embedding_and_head import (
-    all_finite,
-    as_stored,
-    finite,
-    table_rows,
-)
+from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.packed_kv import NEUTRAL
 
@@ -66,10 +62,10 @@ class StreamedBlocks:
                 yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Nothing depends on what was stored."""
+        """Do nothing: no later block depends on what was stored."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no thread is open."""
 
 
 class BuiltBlocks:
@@ -82,7 +78,7 @@ class BuiltBlocks:
         start: the first block that anything is computed of. kept: this rank's inputs of it on disk,
             by path and number of the batch (:mod:`~qtool.pipeline.streaming.snapshots`); without
             them ``start`` is 0.
-        stages: where time is recorded.
+        phases: where time is recorded.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class BuiltBlocks:
         device: torch.device,
         activations: Activations,
         snapshots: Snapshots,
-        stages: Stages,
+        phases: PhaseTimer,
         start: int = 0,
         kept: Mapping[str, Entry] | None = None,
     ) -> None:
@@ -108,7 +104,7 @@ class BuiltBlocks:
         if self.compute:
             fuse_norms(self.model)
         self.read_ahead = ReadAhead(
-            source, job, pinned=device.type == "cuda", timed=lambda: stages.thread("read")
+            source, job, pinned=device.type == "cuda", timed=lambda: phases.thread("read")
         )
         tokens = tokens if job.needs_data else []
         own = ranks.local_items(tokens)
@@ -125,7 +121,7 @@ class BuiltBlocks:
         self.compares = job.needs_data and job.rounding.compares
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
-        """The inputs of the first block that is computed, and the arguments of every block.
+        """The inputs of the first block that is computed, and the other arguments of all blocks.
 
         They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
         that occur. The arguments depend on the tokens' shape alone.
@@ -168,7 +164,7 @@ class BuiltBlocks:
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Transform and round block ``index``: what it stores, in the order of ``spec``.
+        """Transform and round block ``index``; returns what it stores, in the order of ``spec``.
 
         Args:
             following: the block whose weights are read meanwhile. notes: are filled.
@@ -181,11 +177,11 @@ class BuiltBlocks:
             if prefix + n in spec
         }
         constants = kv_constants(block, job.format.kv, self.batches)
-        with quantized_kv(block, job.format.kv, constants), stage("rounding"):
+        with quantized_kv(block, job.format.kv, constants), phase("rounding"):
             rounded = job.rounding.round(block, self.batches)
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
-        with stage("pack"):
+        with phase("pack"):
             for name in ranks.local_items(list(formats)):
                 formats[name].scheme_object.check(rounded[name].codes, rounded[name].params)
             for name, linear_format in formats.items():
@@ -208,7 +204,7 @@ class BuiltBlocks:
         Beside it is the float model's where the rounding looks at it.
         """
         job = self.job
-        with stage("read"):
+        with phase("read"):
             module = self._module(
                 index, self.read_ahead.block(index, following), self.compute or torch.float32
             )
@@ -229,7 +225,7 @@ class BuiltBlocks:
             exact=exact,
         )
         for transform in job.transforms:
-            with stage("search"):
+            with phase("search"):
                 transform.apply(block, self.batches)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
@@ -246,7 +242,7 @@ class BuiltBlocks:
             block.reference, self.reached = None, block.index + 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Run block ``index`` as ``stored`` (by full name) on every batch.
+        """Run block ``index`` with the weights ``stored`` (by full name) on all batches.
 
         Its outputs are the next block's inputs, which are then written to disk.
         """
@@ -269,7 +265,7 @@ class BuiltBlocks:
             name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()
         }
         shapes, dtype = job.block_shapes(index), self.compute or torch.float32
-        with stage("pack"):
+        with phase("pack"):
             weights = {
                 n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")
                 for n, s in shapes.items()
@@ -318,7 +314,7 @@ class BuiltBlocks:
 
 
 def _empty(module: torch.nn.Module) -> None:
-    """Give the block's memory back: all on ``meta``, and its linears plain ones again."""
+    """Free the block's memory: parameters go to ``meta``, linears become plain ones again."""
     for name, child in list(module.named_modules()):
         if isinstance(child, SimulatedLinear):
             n, k = child.weight.shape

@@ -1,18 +1,15 @@
-"""Embedding, final norm and head, rewritten by the transforms a few rows at a time."""
+"""Rewrites embedding, final norm and head by the transforms, a few rows at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.method import Norm
 from qtool.errors import QtoolError
+from qtool.io.finite import finite, finite_rows, only_finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-
-#: of a matrix that are in memory at a time
-PIECE_BYTES = 64 << 20
-CPU = torch.device("cpu")
 
 
 def tables(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
@@ -24,7 +21,7 @@ def tables(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
 def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tensor]]:
     """``(name, rows)`` of one table of the result, in pieces."""
     name = f"{module}.weight"
-    for rows in _rows(source, job, name):
+    for rows in finite_rows(source, name, job.dtype.itemsize):
         yield name, as_stored(name, _embedded(rows, job), job)
 
 
@@ -34,7 +31,7 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
     The others are read and dropped.
     """
     name, start, found = f"{module}.weight", 0, []
-    for rows in _rows(source, job, name, wanted.device):
+    for rows in finite_rows(source, name, job.dtype.itemsize, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
         found.append(as_stored(name, _embedded(rows[here], job), job))
         start += len(rows)
@@ -48,7 +45,7 @@ def _embedded(rows: Tensor, job: Job) -> Tensor:
 
 
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
-    """The final norm, the rows of the head unless it stays tied, and what the family does not know."""
+    """Final norm, rows of the head unless it stays tied, and tensors the family does not know."""
     yield from _norm_and_head(source, job)
     for name in job.unknown:
         yield name, source.read(name)
@@ -65,7 +62,8 @@ def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]
         yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
         return
-    for rows in _rows(source, job, f"{family.embedding}.weight" if job.tied else head_name):
+    stored_head = f"{family.embedding}.weight" if job.tied else head_name
+    for rows in finite_rows(source, stored_head, job.dtype.itemsize):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
             changed = transform.head(changed, norm.gain)
@@ -79,36 +77,6 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
     return Norm.of(weight, bias, job.family.norm_offset)
 
 
-def require_tied(source: Checkpoint, job: Job) -> None:
-    """Refuse a stored head that differs from the embedding it is tied to; reads both.
-
-    Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
-    embedding.
-    """
-    head, embedding = f"{job.family.head}.weight", f"{job.family.embedding}.weight"
-    if not job.tied or head not in source:
-        return
-    pairs = zip(_rows(source, job, head), _rows(source, job, embedding), strict=True)
-    if source.entry(head).shape != source.entry(embedding).shape or not all(
-        torch.equal(a.to(b), b) for a, b in pairs
-    ):
-        raise QtoolError(
-            f"{head} is not {embedding}, although config.json ties the two: set "
-            "tie_word_embeddings to false there if the model has a head of its own, or remove that "
-            "tensor"
-        )
-
-
-def _rows(source: Checkpoint, job: Job, name: str, device: torch.device = CPU) -> Iterator[Tensor]:
-    rows, columns = source.entry(name).shape
-    step = max(1, PIECE_BYTES // (columns * job.dtype.itemsize))
-    for start in range(0, rows, step):
-        yield finite(
-            name,
-            source.read(name, slice(start, start + step), pinned=device.type == "cuda").to(device),
-        )
-
-
 def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
     """``tensor`` in the dtype in which the result stores it under its full ``name``.
 
@@ -116,37 +84,9 @@ def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
         QtoolError: values beyond what float16 holds, where the model is cast to it.
     """
     cast = tensor.to(job.stored_dtype(name))
-    if cast.dtype == torch.float16 != tensor.dtype and not _only_finite(cast):
+    if cast.dtype == torch.float16 != tensor.dtype and not only_finite(cast):
         raise QtoolError(
             f"{name}: its largest value {float(tensor.abs().max()):.3g} is beyond float16's 65504; "
             "pass --dtype bfloat16"
         )
     return cast
-
-
-def all_finite(tensors: Mapping[str, Tensor]) -> None:
-    """:func:`finite` of every tensor by name: a GPU is waited for once."""
-    if tensors and not torch.stack([_only_finite(tensor) for tensor in tensors.values()]).all():
-        for name, tensor in tensors.items():
-            finite(name, tensor)
-
-
-def finite(name: str, tensor: Tensor) -> Tensor:
-    """``tensor``, if it holds no NaN or Inf.
-
-    Raises:
-        QtoolError: naming it and how many there are.
-    """
-    if not _only_finite(tensor):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise QtoolError(f"{name}: holds {bad} NaN or Inf values; the checkpoint is damaged")
-    return tensor
-
-
-def _only_finite(tensor: Tensor) -> Tensor:
-    """Whether no element is NaN or Inf, ``[]``.
-
-    A CPU looks at the extremes, which show both in a fraction of the time.
-    """
-    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
-    return torch.isfinite(torch.stack(torch.aminmax(tensor)) if on_cpu else tensor).all()

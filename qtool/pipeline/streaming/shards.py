@@ -1,4 +1,4 @@
-"""The block loop: makes every missing shard and hands it to the writer.
+"""The block loop: makes the missing shards and hands them to the writer.
 
 A shard counts once its record is on disk.
 
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.timing import Stages, recording, stage
+from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.output import RUN, Output
+from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.run_record import RunRecord
-from qtool.pipeline.streaming import embedding_and_head as edges
+from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
     compute_dtype,
@@ -43,8 +43,8 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
 #: a batch
 WIDEST_INPUT = 1 << 29
-#: sequences of a batch at least, where a batch is a step of an optimizer
-STEP = 8
+#: sequences of a batch at least, where a batch is an iteration of an optimizer
+ITERATION_SEQUENCES = 8
 
 
 class Shards:
@@ -65,12 +65,12 @@ class Shards:
     ) -> None:
         self.source, self.job, self.output, self.device = source, job, output, device
         self.record, self.progress = record, progress
-        self.specs, self.stages = job.shards(), Stages(device)
+        self.specs, self.phases = job.shards(), PhaseTimer(device)
         self.done = len(output.records)
-        self.together = not job.is_plain
+        self.collective = not job.is_plain
 
     def make(self, tokens: Sequence[Tensor], activations: str) -> None:
-        """Make and write what is missing.
+        """Make and write the missing shards.
 
         Args:
             tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
@@ -92,17 +92,18 @@ class Shards:
         missing = [
             s
             for s in range(2, last)
-            if s not in output.records and (self.together or output.is_mine(s))
+            if s not in output.records and (self.collective or output.is_written_here(s))
         ]
-        with recording(self.stages), WriteBehind() as writer:
+        with recording(self.phases), WriteBehind() as writer:
             start, blocks = self._blocks(self._batches(tokens), activations, missing, writer)
             with closing(blocks):
-                for shard, tables in ((1, edges.tables), (last, edges.head)):
-                    if shard not in output.records and output.is_mine(shard):
-                        self._write(writer, shard, tables(self.source, self.job), {})
+                outside = ((1, embedding_and_head.tables), (last, embedding_and_head.head))
+                for shard, tensors in outside:
+                    if shard not in output.records and output.is_written_here(shard):
+                        self._write(writer, shard, tensors(self.source, self.job), {})
                 for shard in range(2 + start, max(missing, default=1) + 1):
                     self._block(blocks, shard, missing, writer)
-                with stage("write"):
+                with phase("write"):
                     writer.wait()
 
     def _block(
@@ -119,8 +120,8 @@ class Shards:
             notes: dict[str, Any] = {}
             ahead = None if following is None else following - 2
             tensors = blocks.tensors(shard - 2, ahead, self.specs[shard - 1], notes)
-            with stage("write"):
-                if self.output.is_mine(shard):
+            with phase("write"):
+                if self.output.is_written_here(shard):
                     self._write(writer, shard, tensors, notes)
         if following is not None and isinstance(blocks, BuiltBlocks):
             blocks.propagate(shard - 2, dict(tensors or _stored(self.output.path(shard))))
@@ -135,15 +136,18 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU and where each is a step of an optimizer.
+        """The calibration batches, larger on a GPU and where each is one iteration of an optimizer.
 
         They are the same for every number of ranks.
         """
-        steps = self.job.rounding.iterates
-        if not (steps or self.device.type == "cuda") or len({ids.shape[1] for ids in tokens}) != 1:
+        iterates = self.job.rounding.iterates
+        if (
+            not (iterates or self.device.type == "cuda")
+            or len({ids.shape[1] for ids in tokens}) != 1
+        ):
             return tokens
-        if steps:
-            return torch.cat(list(tokens)).split(max(STEP, len(tokens[0])))
+        if iterates:
+            return torch.cat(list(tokens)).split(max(ITERATION_SEQUENCES, len(tokens[0])))
         widest = max(
             k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
         )
@@ -157,8 +161,8 @@ class Shards:
         missing: Sequence[int],
         writer: WriteBehind,
     ) -> tuple[int, StreamedBlocks | BuiltBlocks]:
-        """The first block that must be looked at, and what makes it and the later ones."""
-        if not self.together:
+        """The first block to compute, and the object that makes it and the later ones."""
+        if not self.collective:
             return 0, StreamedBlocks(self.source, self.job)
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))
@@ -168,16 +172,16 @@ class Shards:
         place = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN
         )
-        timed = partial(self.stages.thread, "activations")
+        timed = partial(self.phases.thread, "activations")
         snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
-            self.source, self.job, tokens, self.device, place, snapshots, self.stages, start, kept
+            self.source, self.job, tokens, self.device, place, snapshots, self.phases, start, kept
         )
         return start, blocks
 
     def missing_bytes(self) -> int:
-        """What the shards that are not written yet will take on the disk."""
+        """Bytes that the missing shards will take on the disk."""
         missing = (
             spec for shard, spec in enumerate(self.specs, 1) if shard not in self.output.records
         )
@@ -186,7 +190,7 @@ class Shards:
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
     ) -> Callable[[], None]:
-        """What writes ``shard``, in another thread.
+        """A function that writes ``shard`` in another thread.
 
         The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy.
         """
@@ -198,20 +202,20 @@ class Shards:
 
         def put() -> None:
             with (
-                self.stages.thread("write"),
+                self.phases.thread("write"),
                 torch.cuda.stream(ready and torch.cuda.Stream(self.device)),
             ):
                 if ready:
                     torch.cuda.current_stream(self.device).wait_event(ready)
-                self.output.put(shard, self.specs[shard - 1], tensors, notes)
+                self.output.write_shard(shard, self.specs[shard - 1], tensors, notes)
 
         return put
 
     def _written(self, shard: int) -> None:
         self.done = min(self.done + ranks.size(), len(self.specs))  # the other ranks keep step
-        self.stages.settle()
-        behind = {f"{name}, beside": seconds for name, seconds in self.stages.behind.items()}
-        self.record.session.stages = {**self.stages.seconds, **behind}
+        self.phases.settle()
+        behind = {f"{name}, beside": seconds for name, seconds in self.phases.beside.items()}
+        self.record.attempt.phases = {**self.phases.seconds, **behind}
         self.record.shard_written()
         if self.progress:
             self.progress(self.done, len(self.specs), self.output.records[shard]["notes"])

@@ -1,4 +1,4 @@
-"""The activations that enter a block, on disk: a killed run goes on from that block.
+"""Stores the activations that enter a block, so that a killed run continues there.
 
 While a block is computed its inputs are only read. Meanwhile the thread that writes shards copies
 them to the run's directory, after the shards of all blocks before: so whole activations imply whole
@@ -52,7 +52,7 @@ class Snapshot:
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every batch's hidden states; stops once they are given up."""
+        """The hidden states of all batches; stops once they are given up."""
         self.started = time.monotonic()
         for name, hidden in zip(self.specs, self.hidden, strict=True):
             if self.given_up.is_set():
@@ -61,7 +61,7 @@ class Snapshot:
             self.done += hidden.nbytes
 
     def seconds_left(self) -> float:
-        """How long the write will take from now on, by the speed that it has reached."""
+        """Seconds that the write still takes, by the speed that it has reached."""
         if not self.done:
             return self.nbytes / EXPECTED_SPEED
         return (time.monotonic() - self.started) * (self.nbytes / self.done - 1)
@@ -109,7 +109,7 @@ class Snapshots:
         return None
 
     def take(self, block: int, **paths: Sequence[Batch]) -> None:
-        """Begin to write the inputs of ``block``: batches by the name of the path they take.
+        """Begin to write the inputs of ``block``: batches by the name of their path.
 
         They must not change before :meth:`settle`.
         """

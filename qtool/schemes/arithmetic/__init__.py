@@ -1,1 +1,1 @@
-"""What several schemes compute alike: grids, levels, activations, integer products."""
+"""Arithmetic that several schemes share: grids, levels, activations, integer products."""

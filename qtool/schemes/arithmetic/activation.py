@@ -17,7 +17,7 @@ from qtool.schemes.arithmetic import activation_triton
 
 @dataclass(frozen=True)
 class Activation:
-    """How a linear's input is quantized at run time.
+    """The run-time quantization of a linear's input.
 
     Args:
         bits: 16 (left as it is), 8 or 4.
@@ -46,8 +46,9 @@ class Activation:
 
 
 def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Codes int8 ``[..., K]`` and scales float32 ``[..., G]``; ``top`` (largest code) may differ by
-    group ``[G]``.
+    """Codes int8 ``[..., K]`` and scales float32 ``[..., G]`` of groups of ``size`` channels.
+
+    ``top``, the largest code, may differ by group (``[G]``).
 
     Raises:
         QtoolError: if K is not a multiple of ``size``.

@@ -1,4 +1,4 @@
-"""Activations quantized and dequantized at once on a GPU: each row is read once and written once.
+"""Quantizes and dequantizes activations on a GPU in one pass over each row.
 
 The numbers are those of ``Activation.dequantize(*Activation.quantize(x))`` to the bit.
 """
@@ -30,15 +30,17 @@ if find_spec("triton"):
 
 
 def runs_on(x: Tensor, size: int) -> bool:
-    """Whether the fused kernel can take rows of ``size`` channels; without triton a GPU uses
-    torch's operations.
+    """Whether the fused kernel can take rows of ``size`` channels.
+
+    Otherwise torch's operations run.
     """
     return x.is_cuda and size <= LARGEST_ROW and find_spec("triton") is not None
 
 
 def fake(x: Tensor, size: int, top: int) -> Tensor:
-    """``x [..., K]`` through symmetric codes up to ``top`` with one scale per ``size`` channels,
-    same dtype.
+    """``x [..., K]`` quantized and dequantized, in its own dtype.
+
+    Codes are symmetric up to ``top``, with one scale per ``size`` channels.
     """
     x = x.contiguous()
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The affine grid of a quantized group: all that a rounding method needs to know of a scheme."""
+"""The affine grid of a quantized group, which is all that rounding methods see of a scheme."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,4 @@
-"""The products of quantized operands: integers added exactly, then scaled with the roundings of the
-CUDA kernels.
+"""Integer products and their scaling, rounded as in the CUDA kernels.
 
 A sum of floats depends on its order and a product on when it is rounded, so the references do what
 the kernels' main loop and epilogue do (csrc/hopper/epilogue.cuh, weights_s4.cuh, mma_gemm.cuh), to
@@ -18,7 +17,7 @@ from torch import Tensor
 #: of int8 values: each is at most 2**14 and float32 holds every integer up to 2**24
 EXACT_PRODUCTS = 1024
 #: input channels that a kernel's main loop scales at a time, at most
-STEP = 128
+MAIN_LOOP_CHANNELS = 128
 #: rows whose sums stay in a CPU's cache
 ROWS = 128
 
@@ -56,8 +55,9 @@ def scaled(sums: Tensor, sx: Tensor, sw: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` float32, rounded once but for one in 2**29: the product of two float32 is exact
-    in float64.
+    """``a * b + c`` float32, rounded once except in one case of 2**29.
+
+    The product of two float32 is exact in float64.
     """
     return (a.double() * b.double()).add_(c.double()).float()
 
@@ -65,16 +65,17 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def group_matmul(
     qx: Tensor, sx: Tensor, qw: Tensor, sw: Tensor, group_size: int | None, bias: Tensor | None
 ) -> Tensor:
-    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G] + bias`` float32 ``[M, N]``, the groups in their
-    order.
+    """``sum_G (Qx_G Qw_G^T) * sx[:, G] * sw[:, G] + bias`` float32 ``[M, N]``.
+
+    The groups are added in their order.
 
     ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32; no ``group_size``
-    is one group, scaled at the end. Large groups are scaled every :data:`STEP` inputs, whose sums
-    are exact in float32 too.
+    is one group, scaled at the end. Large groups are scaled after each
+    :data:`MAIN_LOOP_CHANNELS` inputs, whose sums are exact in float32 too.
     """
     if group_size is None:
         return scaled(int_matmul(qx, qw), sx, sw[:, 0], bias)
-    step = min(group_size, STEP)
+    step = min(group_size, MAIN_LOOP_CHANNELS)
     weights = [w.float().t() for w in qw.split(step, 1)]
     scales = [s.double() for s in sw.t().repeat_interleave(group_size // step, 0)]
     tokens = sx.repeat_interleave(group_size // step, 1)

@@ -1,4 +1,4 @@
-"""The smallest and largest value of every group on a GPU, in one pass over the weight."""
+"""The range of each group on a GPU, in one pass over the weight."""
 
 from importlib.util import find_spec
 
@@ -35,14 +35,15 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can look at ``weight``; without triton a GPU uses torch's
-    operations.
-    """
+    """Whether the fused kernel can take ``weight``; otherwise torch's operations run."""
     return weight.is_cuda and find_spec("triton") is not None
 
 
 def group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Both ``[N, G]`` float32 of ``groups [N, G, g]``; NaN for a group that holds NaN or Inf."""
+    """The smallest and largest ``[N, G]`` float32 of ``groups [N, G, g]``.
+
+    NaN where a group holds NaN or Inf.
+    """
     n, count, size = groups.shape
     low = torch.empty(n, count, dtype=torch.float32, device=groups.device)
     high = torch.empty_like(low)

@@ -1,5 +1,6 @@
-"""The sweep by panels against the method written column by column, on CPU, under Triton's interpreter
-and on a GPU.
+"""The sweep by panels equals the method written column by column.
+
+It runs on the CPU, under Triton's interpreter and on a GPU.
 """
 
 import os

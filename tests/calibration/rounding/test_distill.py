@@ -1,4 +1,4 @@
-"""Distillation: starts from a rounding's codes, never ends worse, and stays on the scheme's grid."""
+"""Distillation starts from a rounding's codes, never ends worse, and stays on the grid."""
 
 import copy
 

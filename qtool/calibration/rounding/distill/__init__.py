@@ -1,1 +1,1 @@
-"""Block distillation: a block learns until it answers as the float block does."""
+"""Block distillation: a quantized block learns to compute what the float block computes."""

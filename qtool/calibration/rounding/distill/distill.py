@@ -1,5 +1,4 @@
-"""Block distillation: weights and scales of one block learned until it answers as the float block
-does.
+"""Block distillation: a block's weights and scales learn to give the float block's output.
 
 APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: student and
 teacher see the same input, the output of the quantized blocks before; the teacher is the float
@@ -14,7 +13,7 @@ share of the samples is held out: the block keeps the epoch with the least loss 
 start) included, so it never ends worse than it began.
 
 Of several ranks each takes its share of the sequences of every batch, and the gradients are added
-up: the steps are those of one rank up to the last bits of a sum.
+up: the iterations are those of one rank up to the last bits of a sum.
 """
 
 import copy
@@ -37,8 +36,8 @@ from qtool.calibration.statistics import own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 
-#: tokens of a step that memory is planned for
-STEP_TOKENS = 16384
+#: tokens of an iteration that memory is planned for
+ITERATION_TOKENS = 16384
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 
@@ -55,12 +54,12 @@ class Distill(Rounding):
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
-        weight_lr: Adam's step for weights, in quantization steps of the linear: free of the model's
-            scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the weights stay, as
-            in OmniQuant's learned clipping.
-        scale_lr: Adam's step for the logarithm of the scales and for clipping bounds, in shares of
-            a group's width.
-        decay: let both steps fall to 0, in equal parts, until the last iteration; APEX4's stay.
+        weight_lr: Adam's learning rate for weights, in quantization steps of the linear: free of
+            the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the
+            weights stay, as in OmniQuant's learned clipping.
+        scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
+            shares of a group's width.
+        decay: let both learning rates fall linearly to 0 at the last iteration; APEX4's stay.
         seed: of the order of the batches.
     """
 
@@ -146,28 +145,29 @@ class Distill(Rounding):
         return best
 
     def work(self, block: BlockShape) -> Work:
-        """The start's, the targets, and steps that cost three forwards each."""
-        once = min(1.0, self.samples / block.samples) * block.forward()
+        """The work of the start, the targets, and iterations of three forwards each."""
+        once = min(1.0, self.samples / block.samples) * block.forward_flops()
         passes = self.epochs * (3 * (1 - self.held_out) + self.held_out)
         return STARTS[self.start]().work(block) + Work(
             forward_flops=once, learning_flops=passes * once
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        """A copy that learns, its gradient and Adam's two moments, codes and values; or what the
-        start holds.
+        """Device bytes at the worst moment: learning, or the rounding it starts from.
 
-        The float block's outputs for all tokens too, and what a step keeps for its gradients:
-        inputs and outputs of all linears, the block's output three times in float32.
+        Learning holds a copy of the block, its gradient and Adam's two moments, codes and values.
+        The float block's outputs for all tokens come on top, and what an iteration keeps for its
+        gradients: inputs and outputs of all linears, and the block's output three times in float32.
         """
         weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
-        step = int(STEP_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
-        return weights + block.tokens * block.config.hidden_size * block.itemsize + step
+        iteration = int(ITERATION_TOKENS * (block.itemsize * seen + 12 * block.config.hidden_size))
+        return weights + block.tokens * block.config.hidden_size * block.itemsize + iteration
 
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
-        """What :meth:`distance` is relative to, by batch: of this rank's share ``[b, S, H]`` of it
-        and all others'.
+        """The denominators of :meth:`distance`, one a batch, summed over all ranks.
+
+        ``targets`` are this rank's shares ``[b, S, H]``, None where it has none.
         """
 
         def size(target: Tensor | None) -> float:
@@ -186,7 +186,7 @@ class Distill(Rounding):
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""
-        block.follow()
+        block.update_module()
         student = replace(block, module=copy.deepcopy(block.module), exact=dict(block.exact))
         start = STARTS[self.start]().round(student, batches)
         student.exact = {}  # from here on its module follows nobody
@@ -208,7 +208,7 @@ class Distill(Rounding):
         return (1 - torch.cosine_similarity(answer, target, dim=-1)).sum()
 
     def optimizer(self, linears: dict[str, LearnedLinear]) -> torch.optim.Optimizer:
-        """Adam with the step sizes of each linear."""
+        """Adam with the learning rates of each linear."""
         groups = []
         for linear in linears.values():
             step = float(linear.scheme.grid(linear.params).step.mean())
@@ -222,9 +222,7 @@ class Distill(Rounding):
 
 
 def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
-    """This rank's sequences of every batch, in the order of the batches; None of one that has fewer
-    than ranks.
-    """
+    """This rank's sequences of each batch, in order; None where a batch has fewer than ranks."""
     if ranks.size() == 1:
         return list(batches)
     own: list[Batch | None] = []

@@ -1,5 +1,4 @@
-"""A linear whose quantized weight can be learned: the straight-through estimator over a scheme's
-grid.
+"""A linear that learns its quantized weight through a straight-through estimator.
 
 Forward is what the quantized linear computes, codes and all: ``V = grid.nearest(W)``. Backward
 passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and shift
@@ -37,7 +36,7 @@ START_WITHIN = 0.45
 
 
 class LearnedLinear(nn.Module):
-    """Stands in for a linear while its block is distilled.
+    """Replaces a linear while its block is distilled.
 
     Args:
         weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.
@@ -84,7 +83,7 @@ class LearnedLinear(nn.Module):
         return start + (start[1] - start[0]) * self.shift
 
     def now(self) -> Params:
-        """The parameters as learned so far, as they would be stored."""
+        """The parameters as learned so far, in the form in which they would be stored."""
         scale, bounds = self.params[self.scale], self.clip_bounds()
         params = self.params | {
             self.scale: stored_scale(scale.float() * self.log_ratio.detach().exp(), scale.dtype)
@@ -92,8 +91,9 @@ class LearnedLinear(nn.Module):
         return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
 
     def learning(self, params: Params) -> tuple[Tensor, Tensor | None]:
-        """The a and b ``[N, G]`` (or ``[N, 1]``) of the grid that ``params`` span: 1 and 0, with
-        their gradients.
+        """Gain and shift ``[N, G]`` (or ``[N, 1]``) of the grid of ``params``, with gradients.
+
+        Their values are 1 and 0; only the gradients matter.
         """
         scale, bounds = (
             (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.weight), -1),
@@ -136,8 +136,7 @@ class _Replaced(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """The values ``[N, K]`` in ``dtype`` of a weight ``[N, G, g]`` float32 on a grid, as the
-    module's text has it.
+    """The nearest grid values ``[N, K]`` of a weight ``[N, G, g]``, with the gradients above.
 
     ``gain`` is ``[N, G]`` or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or
     None.
@@ -175,8 +174,9 @@ class StraightThrough(torch.autograd.Function):
 def straight_through(
     weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the ``gradient [N, G, g]`` of the values: that of the weight, and ``[N, G]`` those of
-    gain and shift.
+    """Gradients of weight, gain and shift from the ``gradient [N, G, g]`` of the values.
+
+    Those of gain and shift are ``[N, G]``.
     """
     lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
     inside = (weight >= lowest) & (weight <= highest)

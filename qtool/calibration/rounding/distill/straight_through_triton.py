@@ -1,5 +1,6 @@
-"""The straight-through estimator of :mod:`qtool.calibration.rounding.distill.learned_linear` on a
-GPU, one pass each way.
+"""The straight-through estimator on a GPU: one kernel forward, one backward.
+
+The formulas are in :mod:`qtool.calibration.rounding.distill.learned_linear`.
 
 The arithmetic is that of the torch operations there; sums over a group are added in another order.
 """
@@ -87,8 +88,9 @@ def value(weight: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 def gradients(
     weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the ``gradient [N, G, g]`` of the values: that of the weight, and ``[N, G]`` those of
-    gain and shift.
+    """Gradients of weight, gain and shift from the ``gradient [N, G, g]`` of the values.
+
+    Those of gain and shift are ``[N, G]``.
     """
     out = torch.empty_like(weight)
     gain, shift = weight.new_empty(weight.shape[:2]), weight.new_empty(weight.shape[:2])

@@ -47,7 +47,7 @@ LARGE = 1 << 30
 
 @dataclass(kw_only=True)
 class GptqOptions:
-    """What can be chosen; all of them are recipe keys.
+    """GPTQ's options; all of them are recipe keys.
 
     Args:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
@@ -213,14 +213,14 @@ class State:
     codes: Tensor
 
     def solution(self, problem: Problem) -> Solution:
-        """What became of it."""
+        """The codes and parameters found, in the order of the weight."""
         weight, power = problem.weight, problem.hessian.power
         lost = power(weight - problem.scheme.dequantize(self.codes, self.params))
         return Solution(self.codes, self.params, self.damping, lost, power(weight))
 
 
 def prepare(problem: Problem, options: GptqOptions) -> State:
-    """All that comes before the columns: their order, the target, the grid and the feedback."""
+    """The state before the first column: visiting order, target, grid and feedback."""
     scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
     order = visiting_order(hessian.h.diagonal(), scheme, options.act_order)
     back = torch.argsort(order)
@@ -246,7 +246,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
         keep = prune(*pruned, options.column_panel)
     if not plain:
         params = fit(target if keep is None else target * keep[:, back])
-    factor.forget()
+    factor.free_damped()
     no_codes = weight.new_empty(0)
     feedback = factor.feedback
     return State(order, back, target, keep, params, factor.damping, damped, feedback, no_codes)
@@ -309,8 +309,8 @@ class Factor:
         """The damped Hessian ``[K, K]``."""
         return self._reversed.flip(0, 1)
 
-    def forget(self) -> None:
-        """Free the damped Hessian: two more of its size are alive while the feedback is made."""
+    def free_damped(self) -> None:
+        """Free the damped Hessian, since making the feedback needs the room of two more."""
         self._reversed = self._reversed.new_empty(0)
 
     @property
@@ -321,7 +321,7 @@ class Factor:
 
     @property
     def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: what an error in column k costs once later columns made up for it."""
+        """``diag(R)^2 [K]``: the cost of an error in column k, later columns making up for it."""
         return self._lower.diagonal().flip(0).square()
 
     def solve(self, right: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ def sweep(
 def round_panel(
     target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and errors ``[E, N, b]`` of one panel; every field of ``grid`` is ``[E, N, b]`` here.
+    """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
     Works on the transposes: a column is then contiguous.
     """
@@ -418,7 +418,7 @@ def round_panel(
 def prune(
     target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
 ) -> Tensor:
-    """The mask ``[N, K]`` of the weights that stay: n of every m consecutive inputs.
+    """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
 
     SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774, section 3.3). The columns are visited as
     in GPTQ, m at a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.precision import precise_matmul
-from qtool.calibration.timing import stage
+from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 
 
@@ -45,7 +45,7 @@ class Hessian:
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
         h, *drift = self._sums
-        with stage("Hessian"):
+        with phase("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
                 add_product(panel, x[:, rows], x[:, columns])
             if drift and reference is not None:
@@ -61,12 +61,12 @@ class Hessian:
             start = stop
 
     def step(self) -> None:
-        """After each batch: add up what the ranks counted in it."""
+        """Add up what the ranks counted in one batch; call it after each."""
         for part in self._sums:
             part.step()
 
     def complete(self) -> "Hessian":
-        """Itself, whole on every rank: call it once, after the last :meth:`step`."""
+        """The same object with whole sums on all ranks; call it once, after the last batch."""
         k, (total, *drift) = self.panels[-1][0].stop, (part.result() for part in self._sums)
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
@@ -110,7 +110,7 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 
 def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Rows and columns of what is summed of ``[K, K]``: panels on a GPU, all in one elsewhere."""
+    """Rows and columns of the summed parts of ``[K, K]``: panels on a GPU, one part elsewhere."""
     return list(panels(k)) if device.type == "cuda" else [(slice(0, k), slice(0, k))]
 
 

@@ -1,4 +1,4 @@
-"""GPTQ as a recipe's rounding: every linear of a decoder block by :func:`.gptq.solve`.
+"""GPTQ as a recipe's rounding: all linears of a decoder block by :func:`.gptq.solve`.
 
 Linears that share an input share H and are one problem: their rows are stacked. Groups of linears
 follow the data flow: each sees the inputs that the quantized ones before it produce. The experts of
@@ -44,7 +44,7 @@ class Stack:
     hessian: Hessian
 
     def rows(self, block: Block) -> Iterator[slice]:
-        """Where each linear's rows lie in the stack."""
+        """The rows of each linear in the stack."""
         start = 0
         for name in self.names:
             stop = start + len(block.weight(name))
@@ -90,7 +90,7 @@ class Gptq(GptqOptions, Rounding):
         for groups in successive(block.family.groups):
             found: dict[str, Rounded] = {}
             stacks: list[Stack] = []
-            inputs = [names for group in groups for names in alike(block, group.linears)]
+            inputs = [names for group in groups for names in by_format(block, group.linears)]
             experts = self.moments_of_experts(block, turns, inputs) if groups[0].routed else {}
             for names in inputs:
                 hessian = experts.pop(names[0], None) or self.moments(
@@ -107,7 +107,7 @@ class Gptq(GptqOptions, Rounding):
                 raise QtoolError(f"block {block.index}: {error}") from error
             for name, result in found.items():
                 block.install(name, result)
-                block.forget(name)
+                block.free_exact(name)
             rounded |= found
         for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
             note["error"] = float(note["error"])
@@ -132,7 +132,7 @@ class Gptq(GptqOptions, Rounding):
     def moments_of_experts(
         self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
     ) -> dict[str, Hessian]:
-        """The moments of every expert's input, by the first linear that reads it, in one pass.
+        """The moments of all experts' inputs, by the first linear that reads each, in one pass.
 
         The float block's router may send other tokens, so that its inputs say nothing about these.
         """
@@ -190,7 +190,7 @@ class Gptq(GptqOptions, Rounding):
         return Solution.stacked(ranks.all_gather(own), block.schemes[stack.names[0]])
 
     def work(self, block: BlockShape) -> Work:
-        """What it does to a block.
+        """The work on one block.
 
         The inputs of a group come from forwards that end there, the float block's too; those of all
         experts from one.
@@ -200,7 +200,9 @@ class Gptq(GptqOptions, Rounding):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
             if problems:
-                work += Work(forward_flops=block.forward() if routed else (1 + drift) * before)
+                work += Work(
+                    forward_flops=block.forward_flops() if routed else (1 + drift) * before
+                )
             seen = block.tokens * block.share(groups[0].linears[0])
             for n, k in problems:
                 moments = sum(
@@ -213,8 +215,8 @@ class Gptq(GptqOptions, Rounding):
                     rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
                 )
             # shared experts come before
-            before += 0 if routed else block.multiplied(groups[0].linears)
-            before += block.attention() if number == 0 else 0
+            before += 0 if routed else block.linear_flops(groups[0].linears)
+            before += block.attention_flops() if number == 0 else 0
         return work
 
     def held_bytes(self, block: BlockShape) -> int:
@@ -238,7 +240,7 @@ class Gptq(GptqOptions, Rounding):
 
 
 def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one after another; those of experts that have the same part come together."""
+    """The groups one after another; equal parts of all experts come together."""
 
     def role(group: LinearGroup) -> object:
         return group.fold if group.routed else group.linears
@@ -247,7 +249,7 @@ def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
         yield list(same)
 
 
-def alike(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
+def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
     """The quantized ones of ``names``, gathered by scheme, group size and input permutation."""
     together: dict[object, list[str]] = {}
     for name in names:
@@ -284,12 +286,12 @@ def problem_bytes(n: int, k: int) -> int:
 
 
 def at_once(n: int, k: int) -> int:
-    """How many problems ``[n, k]`` are solved at once."""
+    """The number of problems ``[n, k]`` that are solved at once."""
     return max(1, TOGETHER // problem_bytes(n, k))
 
 
 def others_bytes(count: int, n: int, k: int) -> int:
-    """What ``count`` problems hold beyond one that is solved.
+    """Bytes that ``count`` problems hold beyond one that is solved.
 
     Hessians and codes of all, and what is solved together with the one.
     """

@@ -5,7 +5,7 @@ The fused linears are quantized as they are; transforms find q, k, v, gate and u
 
 from dataclasses import replace
 
-from qtool.models.llama import DOWN, GATE, LLAMA, OUT, UP, K, Q, V
+from qtool.models.families.llama import DOWN, GATE, LLAMA, OUT, UP, K, Q, V
 from qtool.models.parts import Fold, LinearGroup
 
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"

@@ -64,13 +64,13 @@ class Affine:
 
 
 def symmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
-    """Of a scheme of :data:`SYMMETRIC_4`: its own codes and scale."""
+    """The affine form of a scheme of :data:`SYMMETRIC_4`: its own codes and scale."""
     unsigned = (codes + 8).view(torch.uint8) if codes.dtype == torch.int8 else codes
     return Affine(in_model_order(unsigned, params), params["scale"])
 
 
 def asymmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
-    """Of a scheme of :data:`ASYMMETRIC_4`: its own codes and zero points."""
+    """The affine form of a scheme of :data:`ASYMMETRIC_4`: its own codes and zero points."""
     if "scale" in params:
         plain = symmetric_4(linear_format, codes, params)
         return Affine(plain.codes, plain.scale, torch.full_like(plain.scale, 8, dtype=torch.uint8))
@@ -81,7 +81,7 @@ def asymmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> 
 
 
 def int_8(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
-    """Of a scheme of :data:`INT_8`: the int8 weight that its kernel multiplies."""
+    """The affine form of a scheme of :data:`INT_8`: the int8 weight that its kernel multiplies."""
     scheme = linear_format.scheme_object
     if isinstance(scheme, LiquidQuant | ProgressiveQoQ):
         return Affine(in_model_order(scheme.level2(codes, params), params), params["s1"][:, None])

@@ -10,11 +10,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from qtool.models.families.gated_mlp import MLP_NORM, gated_mlp, gated_shapes
+from qtool.models.families.llama import DOWN, GATE, OUT, UP, Q
+from qtool.models.families.qwen_moe import EXPERT
 from qtool.models.family import Family
-from qtool.models.gated_mlp import MLP_NORM, gated_mlp, gated_shapes
-from qtool.models.llama import DOWN, GATE, OUT, UP, Q
 from qtool.models.parts import Attention, Experts, Fold, LinearGroup
-from qtool.models.qwen_moe import EXPERT
 
 NEED = (
     "attention over low-rank keys and values (MLA): norms between linears, and a KV cache of "

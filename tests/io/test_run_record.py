@@ -12,9 +12,9 @@ import torch
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.output import Output
+from qtool.io.run_record import RunRecord, job_hash, read_run, record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.run_record import RunRecord, beside, job_hash, read_run
 from tests.conftest import MakeModel
 
 CPU = torch.device("cpu")
@@ -61,21 +61,21 @@ def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(
         p.name: p.read_bytes() for p in killed.iterdir()
     }
     assert not [p.name for p in out.iterdir() if "run" in p.name]
-    assert beside(out).is_file() and beside(killed).is_file()
+    assert record_path(out).is_file() and record_path(killed).is_file()
 
 
 def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(num_hidden_layers=8), tmp_path / "out"
     interrupted(source, out)
-    first = json.loads(beside(out).read_text())["sessions"]
+    first = json.loads(record_path(out).read_text())["attempts"]
     run(source, out, resume=True)
     found = read_run(out, job(out))
-    assert found["sessions"][:-1] == first
-    before, after = (session["shards"] for session in found["sessions"])
+    assert found["attempts"][:-1] == first
+    before, after = (attempt["shards"] for attempt in found["attempts"])
     assert (
         before >= 2 and after >= 1
     )  # what waited for the disk when the run stopped was written, but not counted
-    assert found["seconds"] == sum(session["seconds"] for session in found["sessions"]) > 0
+    assert found["seconds"] == sum(attempt["seconds"] for attempt in found["attempts"]) > 0
     assert (
         found["peak_host_bytes"] >= 1e7
         and found["peak_device_bytes"] == 0
@@ -87,7 +87,7 @@ def test_a_run_that_begins_anew_forgets_the_old_one(make_model: MakeModel, tmp_p
     source, out = make_model(), tmp_path / "out"
     for _ in range(2):
         run(source, out, resume=True)
-        assert len(read_run(out, job(out))["sessions"]) == 1
+        assert len(read_run(out, job(out))["attempts"]) == 1
         shutil.rmtree(out)
 
 
@@ -96,33 +96,28 @@ def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) 
     found = read_run(out, job(out))
     out.rename(moved)
     assert found and read_run(moved, job(moved)) == {}
-    shutil.copy(beside(out), moved / "run.json")
+    shutil.copy(record_path(out), moved / "run.json")
     assert read_run(moved, job(moved)) == found
-    (moved / "run.json").rename(beside(moved))
+    (moved / "run.json").rename(record_path(moved))
     assert read_run(moved, job(moved)) == found
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format_version": 1, "job": 1}'])
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format_version": 2, "job": 1}'])
 def test_a_damaged_or_foreign_record_is_none(damage: str, tmp_path: Path) -> None:
     RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
     assert read_run(tmp_path / "out", {"a": 1}) and not read_run(tmp_path / "out", {"a": 2})
-    beside(tmp_path / "out").write_text(damage)
+    record_path(tmp_path / "out").write_text(damage)
     assert read_run(tmp_path / "out", {"a": 1}) == {}
 
 
-def test_stages_add_up_over_sessions(tmp_path: Path) -> None:
+def test_phases_add_up_over_attempts(tmp_path: Path) -> None:
     for continued in (False, True):
         record = RunRecord(tmp_path / "out", {}, CPU, continued=continued)
-        for name in ("read", "round", "read"):
-            with record.stage(name):
-                pass
+        record.attempt.phases = {"read": 1.5, "round": 2.0 + continued}
         record.write()
     found = read_run(tmp_path / "out", {})
-    assert list(found["stages"]) == ["read", "round"]
-    for name, seconds in found["stages"].items():
-        assert seconds == pytest.approx(
-            sum(session["stages"][name] for session in found["sessions"])
-        )
+    assert found["phases"] == {"read": 3.0, "round": 5.0}
+    assert [attempt["phases"]["round"] for attempt in found["attempts"]] == [2.0, 3.0]
 
 
 def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
@@ -134,6 +129,6 @@ def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
 def test_a_refused_run_leaves_no_record(make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(), tmp_path / "out"
     Output(out, {"source model": "another"}, 4, resume=False).lock.close()
-    with pytest.raises(QtoolError, match="begun with another"):
+    with pytest.raises(QtoolError, match="started with another"):
         run(source, out, resume=True)
-    assert not beside(out).exists()
+    assert not record_path(out).exists()

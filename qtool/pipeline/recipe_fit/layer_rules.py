@@ -1,4 +1,4 @@
-"""Every layer rule of a recipe quantizes something, or is refused.
+"""Checks that each layer rule of a recipe quantizes something.
 
 A misspelt role would leave its layers in 16 bit without a word.
 """
@@ -11,7 +11,7 @@ from qtool.recipes import Recipe
 
 
 def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
-    """Check that every rule of ``recipe`` is the first to match some linear of the model.
+    """Check that each rule of ``recipe`` is the first to match some linear of the model.
 
     Args:
         names: full names of the linears that may be quantized. example: one of them.

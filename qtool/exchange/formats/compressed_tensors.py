@@ -1,4 +1,4 @@
-"""compressed-tensors: what vLLM, SGLang and transformers load.
+"""compressed-tensors: the format of vLLM, SGLang and transformers.
 
 4-bit weights are ``pack-quantized``: ``weight_packed`` int32 ``[N, K / 8]``, nibble ``k % 8`` of
 word ``k // 8`` holds ``q + 8``; ``weight_scale [N, G]``; ``weight_shape`` int64 ``[N, K]``; with
@@ -8,7 +8,7 @@ zero points ``weight_zero_point`` int32 ``[N / 8, G]``, nibble ``n % 8`` of word
 1]``.
 
 The same codes may be run under several kinds of activations; each is a target of its own, so that
-nobody gets another arithmetic than the one asked for.
+nobody gets another arithmetic than the chosen one.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange import gptq
-from qtool.exchange.affine import (
+from qtool.exchange.formats import gptq
+from qtool.exchange.formats.affine import (
     ASYMMETRIC_4,
     INT_8,
     SYMMETRIC_4,
@@ -37,8 +37,8 @@ from qtool.exchange.target import (
     TOKEN_INT8,
     Formats,
     Target,
-    kind_of,
     left_in_16_bit,
+    scheme_and_group,
 )
 from qtool.format import LinearFormat
 from qtool.layouts.row_major import ROW_MAJOR
@@ -70,7 +70,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """How a scheme is expressed: form of its weights, group sizes, activations beside them."""
+    """The expression of a scheme: form of its weights, group sizes, activations."""
 
     form: Form
     group_sizes: tuple[int | None, ...]
@@ -82,7 +82,7 @@ class CompressedFormat:
 
 
 class CompressedTensors(Target):
-    """One target: how it expresses each scheme, a table of :class:`CompressedFormat`."""
+    """A compressed-tensors target: a table of :class:`CompressedFormat` by scheme."""
 
     uniform: ClassVar[bool] = False
 
@@ -129,10 +129,10 @@ class CompressedTensors(Target):
         return read(tensors, n, k).weight()
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        kinds = {kind_of(found): found for found in formats.values() if found is not None}
+        kinds = {scheme_and_group(found): found for found in formats.values() if found is not None}
         groups = {}
         for index, (kind, one) in enumerate(kinds.items()):
-            targets = [name for name, found in formats.items() if kind_of(found) == kind]
+            targets = [name for name, found in formats.items() if scheme_and_group(found) == kind]
             groups[f"group_{index}"] = self._group(one, targets if len(kinds) > 1 else ["Linear"])
         used = {group["format"] for group in groups.values()}
         return {
@@ -228,7 +228,7 @@ def read_zeros(stored: Tensor, n: int, groups: int) -> Tensor:
 def _formats(
     schemes: Mapping[str, tuple[int | None, ...]], activations: str, form: Form | None = None
 ) -> dict[str, CompressedFormat]:
-    """Every scheme in ``form``, by default symmetric where it can be."""
+    """All schemes in ``form``, by default symmetric where possible."""
     default = {scheme: symmetric_4 if scheme in SYMMETRIC_4 else asymmetric_4 for scheme in schemes}
     return {
         scheme: CompressedFormat(form or default[scheme], sizes, activations)
@@ -272,7 +272,7 @@ COMPRESSED_TENSORS = (
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of a 4-bit weight-only compressed-tensors checkpoint are stored.
+    """The format of a 4-bit weight-only compressed-tensors checkpoint's linears.
 
     Raises:
         QtoolError: another width, quantized activations, online rotations or a quantized cache.

@@ -1,9 +1,9 @@
-"""Row-major where the tile of a built-in recipe's layout does not divide a weight.
+"""Chooses row-major where a built-in recipe's layout does not fit a weight.
 
 The numbers are the same; there is no kernel for them.
 
 Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
-asked for by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
+chosen by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
 an error. So it is where the group size does not divide the inputs, because another one would be
 another quantization.
 """
@@ -14,16 +14,14 @@ from dataclasses import replace
 
 from qtool import layouts, recipes
 from qtool.errors import QtoolError
+from qtool.layouts.row_major import BY_BITS
 from qtool.recipes import LayerRule, Recipe
-
-#: the layout that takes any shape, by the bits of a code
-ROW_MAJOR = {4: "row-major", 8: "row-major-8"}
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
-    """``recipe`` with a rule before each that does not fit all of its linears.
+    """``recipe`` with a row-major rule before each rule whose layout does not fit all its linears.
 
-    Each is said in ``Recipe.adaptations``.
+    ``Recipe.adaptations`` gets a sentence for each.
 
     Args:
         shapes: ``(N, K)`` of the linears of a model, by full name.
@@ -38,18 +36,18 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
             misfits.setdefault(rule, {})[_role(name)] = None
     if not misfits:
         return recipe
-    rules, said = [], []
+    rules, sentences = [], []
     for rule in recipe.layers:
         if roles := misfits.get(rule):
             bits = layouts.get(str(rule.layout)).bits
-            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=ROW_MAJOR[bits]))
+            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=BY_BITS[bits].name))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
-            said.append(
-                f"layout {ROW_MAJOR[bits]} for {listed}: "
+            sentences.append(
+                f"layout {BY_BITS[bits].name} for {listed}: "
                 f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)
-    return replace(recipe, layers=tuple(rules), adaptations=(*recipe.adaptations, *said))
+    return replace(recipe, layers=tuple(rules), adaptations=(*recipe.adaptations, *sentences))
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:

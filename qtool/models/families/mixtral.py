@@ -5,14 +5,14 @@ The router reads the same norm as the experts and stays in 16 bit.
 
 from dataclasses import replace
 
-from qtool.models.gated_mlp import (
+from qtool.models.families.gated_mlp import (
     ATTENTION_TENSORS,
     MLP_NORM,
     expert_count,
     gated_mlp,
     gated_shapes,
 )
-from qtool.models.llama import LLAMA
+from qtool.models.families.llama import LLAMA
 from qtool.models.parts import Experts
 
 W1, W3, W2 = (f"block_sparse_moe.experts.*.w{i}" for i in (1, 3, 2))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import ASYMMETRIC_4, Affine, asymmetric_4
+from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
+from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.schemes import Params
@@ -62,7 +62,7 @@ class Awq(Target):
         return {
             "quant_method": "awq",
             "bits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
             "zero_point": True,
             "version": "gemm",
             "modules_to_not_convert": ["lm_head", *left_in_16_bit(formats)],
@@ -82,7 +82,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int) -> Tensor:
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of an AWQ checkpoint are stored.
+    """The format of an AWQ checkpoint's linears.
 
     Raises:
         QtoolError: a width or a version that cannot be imported.

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.affine import Affine, symmetric_4
-from qtool.exchange.target import Formats, Target, file_group_size, only, scale_as
+from qtool.exchange.formats.affine import Affine, symmetric_4
+from qtool.exchange.target import Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.base import Layout
 from qtool.layouts.marlin import MARLIN
@@ -66,7 +66,7 @@ class MarlinFile(Target):
         return {
             "quant_method": "gptq",
             "bits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
             "desc_act": False,
             "sym": True,
             "lm_head": False,

@@ -11,8 +11,8 @@ fp16, which moves a whole output channel by at most 2**-11 of its zero point. Th
 token sum of the unquantized activation there (QServe equation 13), ours of the quantized one.
 
 omniserve loads ``pytorch_model.bin``. qtool writes safetensors only, never a pickle;
-docs/formats.md has the one line that converts. With kv8 ``self_attn.kv_scale_quant_orig`` holds k's
-and v's largest scale.
+benchmarks/journal/formats.md has the one line that converts. With kv8
+``self_attn.kv_scale_quant_orig`` holds k's and v's largest scale.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.affine import in_model_order
+from qtool.exchange.formats.affine import in_model_order
 from qtool.exchange.target import (
     TOKEN_INT8,
     Formats,
     Target,
     as_dtype,
     file_group_size,
-    only,
+    one_format,
     scale_as,
 )
 from qtool.format import LinearFormat
@@ -98,7 +98,7 @@ class QServe(Target):
         return {
             "quant_method": "qoq",
             "wbits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
         }
 
     def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

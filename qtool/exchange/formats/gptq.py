@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import SYMMETRIC_4, Affine, symmetric_4
+from qtool.exchange.formats.affine import SYMMETRIC_4, Affine, symmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, only
+from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.row_major import ROW_MAJOR
@@ -72,7 +72,7 @@ class Gptq(Target):
         return {
             "quant_method": "gptq",
             "bits": 4,
-            "group_size": file_group_size(only(formats).group_size),
+            "group_size": file_group_size(one_format(formats).group_size),
             "desc_act": False,
             "sym": True,
             "lm_head": False,
@@ -91,7 +91,7 @@ def pack_zeros(zeros: Tensor) -> Tensor:
 
 
 def read(tensors: Mapping[str, Tensor], n: int, k: int, checkpoint_format: str) -> Affine:
-    """The codes, scales and true zero points of stored ``tensors`` (``g_idx`` is not looked at)."""
+    """The codes, scales and true zero points of stored ``tensors``, without ``g_idx``."""
     codes = WORDS.unpack({"qweight": tensors["qweight"]}, n, k, signed=False)
     zero = read_zeros(tensors["qzeros"], n, tensors["scales"].shape[0], checkpoint_format)
     return Affine(codes, tensors["scales"].t().contiguous(), zero)
@@ -106,7 +106,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> T
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of a GPTQ checkpoint are stored.
+    """The format of a GPTQ checkpoint's linears.
 
     Raises:
         QtoolError: a width, a version or per-module settings that cannot be imported.

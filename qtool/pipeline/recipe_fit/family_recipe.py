@@ -1,4 +1,4 @@
-"""A built-in recipe on a model that cannot have all of it: what is left runs, and is said.
+"""Adapts a built-in recipe to a model that cannot have all of it.
 
 A recipe of the user's own is never changed: what it asks for and the family refuses is an error.
 """
@@ -16,7 +16,7 @@ UNROTATED = (
 
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
-    """``recipe`` without what ``family`` refuses, each omission in ``Recipe.adaptations``."""
+    """``recipe`` without the methods ``family`` refuses, each noted in ``Recipe.adaptations``."""
     if not recipe.built_in:
         return recipe
     for step in recipe.transforms:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from qtool.errors import QtoolError
-from qtool.exchange import awq, gptq
+from qtool.exchange.formats import awq, gptq
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
 
 #: by packing_format: auto_gptq stores zero points minus 1, the others as they are
@@ -22,7 +22,7 @@ PACKINGS: dict[str, Callable[[Config], SourceFormat]] = {
 
 
 def source_format(config: Config) -> SourceFormat:
-    """How the linears of an AutoRound checkpoint are stored.
+    """The format of an AutoRound checkpoint's linears.
 
     Raises:
         QtoolError: a packing, a width or activations that cannot be imported.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.affine import symmetric_4
-from qtool.exchange.target import TOKEN_INT8, Formats, Target, file_group_size, only, scale_as
+from qtool.exchange.formats.affine import symmetric_4
+from qtool.exchange.target import TOKEN_INT8, Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
 from qtool.schemes import Params
@@ -92,7 +92,7 @@ class Qqq(Target):
         return w8.mul_(QQQ_GROUP.unpack_channel(tensors["s_channel"].flatten())[:, None])
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        size = file_group_size(only(formats).group_size)
+        size = file_group_size(one_format(formats).group_size)
         return {
             "quant_method": "qqq",
             "wbits": 4,

@@ -7,14 +7,14 @@ one more expert that sees every token. Some blocks may be dense: config.json nam
 from dataclasses import replace
 from typing import Any
 
-from qtool.models.gated_mlp import (
+from qtool.models.families.gated_mlp import (
     ATTENTION_TENSORS,
     MLP_NORM,
     expert_count,
     gated_mlp,
     gated_shapes,
 )
-from qtool.models.llama import LLAMA, QWEN3, K, Q, V
+from qtool.models.families.llama import LLAMA, QWEN3, K, Q, V
 from qtool.models.parts import Experts
 
 EXPERT = "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj", "mlp.experts.*.down_proj"

@@ -1,22 +1,22 @@
-"""What a run cost: time and memory, in ``OUT.run.json`` beside the directory OUT.
+"""The record of a run's time and memory, in ``OUT.run.json`` beside the directory OUT.
 
 Not inside: OUT holds nothing that differs between two runs of one job, or between a run and its
 resumption, so ``diff -r`` proves them equal. The record names the job it belongs to by a hash; a
 checkpoint that is moved or renamed keeps it if the file moves along, as ``DIR.run.json`` beside or
 ``run.json`` inside. A record of another job, left behind under the same name, is not believed.
 
-A resumed run adds a session. The file is written when a session begins and after each shard, so a
-killed session counts up to its last whole shard::
+A resumed run adds an attempt. The file is written when an attempt begins and after each shard, so a
+killed attempt counts up to its last whole shard::
 
-    {"format_version": 1, "job": "<sha256>",
+    {"format_version": 2, "job": "<sha256>",
      "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu",
-     "stages": {"read": 3.1}, "sessions": [{"started": "2026-01-31T12:00:00Z", "device": "cpu",
+     "phases": {"read": 3.1}, "attempts": [{"started": "2026-01-31T12:00:00Z", "device": "cpu",
      "shards": 14, "seconds": 81.2,
-                   "peak_host_bytes": 912000000, "peak_device_bytes": 0, "stages": {"read": 3.1}}]}
+                   "peak_host_bytes": 912000000, "peak_device_bytes": 0, "phases": {"read": 3.1}}]}
 
-Seconds are of wall time, added over sessions; peaks are the largest of any session. Host memory is
+Seconds are of wall time, added over attempts; peaks are the largest of any attempt. Host memory is
 the process's resident set, device memory what torch allocated, both of the first of several ranks.
-Stages are named by the pipeline; those that run side by side may add up to more than the whole,
+Phases are named by the pipeline; those that run side by side may add up to more than the whole,
 those that nobody named to less.
 """
 
@@ -24,8 +24,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,13 +36,13 @@ from qtool.distributed import ranks
 from qtool.io.output import job_hash
 from qtool.io.safetensors import write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX, INSIDE = ".run.json", "run.json"
 
 
 @dataclass
-class Session:
-    """One process's part of a run. ``shards``: how many it wrote."""
+class Attempt:
+    """One process's part of a run; ``shards`` is how many it wrote."""
 
     started: str
     device: str
@@ -51,7 +50,7 @@ class Session:
     seconds: float = 0.0
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 class RunRecord:
@@ -59,16 +58,16 @@ class RunRecord:
 
     Args:
         directory: OUT. identity: the job, as :class:`Output` has it. device: the run's.
-        continued: the run was begun before; its sessions are kept if they are of this job.
+        continued: the run was started before; its attempts are kept if they are of this job.
     """
 
     def __init__(
         self, directory: Path, identity: Mapping[str, Any], device: torch.device, *, continued: bool
     ) -> None:
-        self.path, self.device, self.job = beside(directory), device, job_hash(identity)
+        self.path, self.device, self.job = record_path(directory), device, job_hash(identity)
         before = _read(self.path) if continued else {}
-        self.earlier = list(before["sessions"]) if before.get("job") == self.job else []
-        self.session = Session(
+        self.earlier = list(before["attempts"]) if before.get("job") == self.job else []
+        self.attempt = Attempt(
             datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), device_name(device)
         )
         self.began = time.monotonic()
@@ -76,62 +75,49 @@ class RunRecord:
             torch.cuda.reset_peak_memory_stats(device)
         self.write()
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent within to stage ``name``."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.session.stages[name] = (
-                self.session.stages.get(name, 0.0) + time.monotonic() - began
-            )
-
     def shard_written(self) -> None:
         """Note one more shard on disk."""
-        self.session.shards += 1
+        self.attempt.shards += 1
         self.write()
 
     def write(self) -> None:
-        """Bring the file up to date; of several ranks the first does."""
+        """Bring the file up to date; only rank 0 does."""
         if ranks.rank() > 0:
             return
-        session = self.session
-        session.seconds = time.monotonic() - self.began
-        session.peak_host_bytes = peak_host_bytes()
+        attempt = self.attempt
+        attempt.seconds = time.monotonic() - self.began
+        attempt.peak_host_bytes = peak_host_bytes()
         if self.device.type == "cuda":
-            session.peak_device_bytes = torch.cuda.max_memory_allocated(self.device)
-        sessions = [*self.earlier, {**vars(session), "stages": dict(session.stages)}]
-        stages: dict[str, float] = {}
-        for one in sessions:
-            for name, seconds in one["stages"].items():
-                stages[name] = stages.get(name, 0.0) + seconds
+            attempt.peak_device_bytes = torch.cuda.max_memory_allocated(self.device)
+        attempts = [*self.earlier, {**vars(attempt), "phases": dict(attempt.phases)}]
+        phases: dict[str, float] = {}
+        for one in attempts:
+            for name, seconds in one["phases"].items():
+                phases[name] = phases.get(name, 0.0) + seconds
         total = {
             "format_version": FORMAT_VERSION,
             "job": self.job,
-            "seconds": sum(one["seconds"] for one in sessions),
-            "peak_host_bytes": max(one["peak_host_bytes"] for one in sessions),
-            "peak_device_bytes": max(one["peak_device_bytes"] for one in sessions),
-            "device": ", ".join(dict.fromkeys(one["device"] for one in sessions)),
-            "stages": stages,
-            "sessions": sessions,
+            "seconds": sum(one["seconds"] for one in attempts),
+            "peak_host_bytes": max(one["peak_host_bytes"] for one in attempts),
+            "peak_device_bytes": max(one["peak_device_bytes"] for one in attempts),
+            "device": ", ".join(dict.fromkeys(one["device"] for one in attempts)),
+            "phases": phases,
+            "attempts": attempts,
         }
         write_json(self.path, total)
 
 
 def read_run(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the native checkpoint ``directory`` made as ``identity``; nothing if there is
-    none of that job.
-    """
-    for path in (beside(directory), directory / INSIDE):
+    """The record of the native checkpoint ``directory``, or {} if there is none of that job."""
+    for path in (record_path(directory), directory / INSIDE):
         found = _read(path)
         if found.get("job") == job_hash(identity):
             return found
     return {}
 
 
-def beside(directory: Path) -> Path:
-    """Where the record of ``directory`` lies."""
+def record_path(directory: Path) -> Path:
+    """The path of the record of ``directory``."""
     directory = directory.absolute()
     return directory.with_name(directory.name + SUFFIX)
 
@@ -156,8 +142,8 @@ def _read(path: Path) -> dict[str, Any]:
             key: float(found[key]) for key in ("seconds", "peak_host_bytes", "peak_device_bytes")
         }
         known = found["format_version"] == FORMAT_VERSION
-        sessions = [asdict(Session(**session)) for session in found["sessions"]]
-        stages = {name: float(seconds) for name, seconds in found["stages"].items()}
-        return {**totals, "stages": stages, "sessions": sessions} if known else {}
+        attempts = [asdict(Attempt(**attempt)) for attempt in found["attempts"]]
+        phases = {name: float(seconds) for name, seconds in found["phases"].items()}
+        return {**totals, "phases": phases, "attempts": attempts} if known else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -7,7 +7,7 @@ transformers' own code and no weight's business.
 
 from dataclasses import replace
 
-from qtool.models.llama import GATE, LLAMA, OUT, UP, K, Q, V
+from qtool.models.families.llama import GATE, LLAMA, OUT, UP, K, Q, V
 from qtool.models.parts import Attention, Fold, LinearGroup
 
 GEMMA = replace(

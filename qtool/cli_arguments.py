@@ -1,4 +1,4 @@
-"""What several commands take: kinds of arguments that click does not know, and shared options."""
+"""Argument types and options that several commands share."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ class Name(click.ParamType):
     """A name that the shell can complete; the command that gets it judges it.
 
     Args:
-        names: all of them, asked for only when a shell completes. or_file: a path will do too.
+        names: gives all of them; called only when a shell completes. or_file: a path will do too.
     """
 
     name = "text"
@@ -153,7 +153,7 @@ SEQLEN = click.option(
 WINDOWS = click.option(
     "--windows",
     type=click.Choice(["given", "continued"]),
-    help="Calibration windows are all of the text, or begun by it and continued by the model;"
+    help="Calibration windows are all of the text, or started by it and continued by the model;"
     " the recipe's by default.",
 )
 ACTIVATIONS = click.option(
@@ -276,12 +276,14 @@ EVALUATE = _together(
         help="Of all that is not quantized.",
     ),
     click.option(
-        "--deterministic", is_flag=True, help="The same bits on every device, not what is served."
+        "--deterministic",
+        is_flag=True,
+        help="The same bits on all devices, instead of what a server computes.",
     ),
     click.option(
         "--save",
         is_flag=True,
-        help="Keep each finished task in MODEL's eval.json; use again what is there.",
+        help="Keep each finished task in MODEL's eval.json; use again what is saved there.",
     ),
     DEVICE,
 )
@@ -300,7 +302,7 @@ def print_json(value: Any) -> None:
 
 
 def comma_separated(names: Iterable[str]) -> list[str]:
-    """Every name of ``names``, each of which may be several with commas between; a file is one."""
+    """The names of ``names``, each of which may hold several with commas between; a file is one."""
     return [
         part
         for name in names

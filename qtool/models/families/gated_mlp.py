@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qtool.models.llama import LLAMA
+from qtool.models.families.llama import LLAMA
 from qtool.models.parts import Fold, LinearGroup
 
 MLP_NORM = "post_attention_layernorm"

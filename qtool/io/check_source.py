@@ -1,0 +1,86 @@
+"""Checks a source before any work: each tensor of the model is there, and nothing else is."""
+
+from collections.abc import Collection
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.io.finite import finite_rows
+from qtool.io.source import Checkpoint
+from qtool.io.source_names import adopt
+from qtool.models.architecture import DTYPES, Architecture
+
+#: of a buffer that old checkpoints hold and loaders compute themselves
+ROTARY = "rotary_emb.inv_freq"
+
+
+def check_source(
+    source: Checkpoint,
+    model: Architecture,
+    packed: Collection[str] = (),
+    *,
+    keep_unknown: bool = False,
+) -> dict[str, tuple[int, ...]]:
+    """Check that all tensors of the model are there with declared shapes, and no others.
+
+    They must have a float dtype.
+
+    Args:
+        packed: linears that are quantized there, whose own tensors the caller checks.
+        keep_unknown: unknown tensors are no mistake.
+
+    Returns:
+        The shapes of what was found, by name.
+
+    Raises:
+        QtoolError: naming the first tensor that is not as it must be.
+    """
+    adopt(source, model)
+    expected = {
+        name: shape
+        for name, shape in model.source_shapes().items()
+        if name.removesuffix(".weight") not in packed
+    }
+    for name, shape in expected.items():
+        entry = source.entry(name)
+        if entry.shape != shape:
+            raise QtoolError(
+                f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
+            )
+        if entry.dtype not in DTYPES.values():
+            raise QtoolError(
+                f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is "
+                "expected"
+            )
+    for name in source.entries:
+        known = name in expected or is_second_head(name, model) or name.endswith(ROTARY)
+        if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
+            way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
+            raise QtoolError(f"{name}: not a tensor of a {model.family.name} model; {way_on}")
+    _require_tied(source, model)
+    return expected
+
+
+def is_second_head(name: str, model: Architecture) -> bool:
+    """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
+    return model.tied and name == f"{model.family.head}.weight"
+
+
+def _require_tied(source: Checkpoint, model: Architecture) -> None:
+    """Refuse a stored head that differs from the embedding it is tied to; reads both.
+
+    Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
+    embedding.
+    """
+    head, embedding = f"{model.family.head}.weight", f"{model.family.embedding}.weight"
+    if not model.tied or head not in source:
+        return
+    pairs = zip(*(finite_rows(source, name, 4) for name in (head, embedding)), strict=True)
+    if source.entry(head).shape != source.entry(embedding).shape or not all(
+        torch.equal(a.to(b), b) for a, b in pairs
+    ):
+        raise QtoolError(
+            f"{head} is not {embedding}, although config.json ties the two: set "
+            "tie_word_embeddings to false there if the model has a head of its own, or remove that "
+            "tensor"
+        )

@@ -1,0 +1,56 @@
+"""Refuses NaN and Inf in what is read from a source."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.io.source import Checkpoint
+
+#: of a matrix that are in memory at a time
+PIECE_BYTES = 64 << 20
+CPU = torch.device("cpu")
+
+
+def finite_rows(
+    source: Checkpoint, name: str, itemsize: int, device: torch.device = CPU
+) -> Iterator[Tensor]:
+    """The rows of matrix ``name`` on ``device``, in pieces of 64 MiB.
+
+    Args:
+        itemsize: bytes that a value will take.
+    """
+    rows, columns = source.entry(name).shape
+    step = max(1, PIECE_BYTES // (columns * itemsize))
+    for start in range(0, rows, step):
+        piece = source.read(name, slice(start, start + step), pinned=device.type == "cuda")
+        yield finite(name, piece.to(device))
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> None:
+    """:func:`finite` of all tensors by name, with a single wait for a GPU."""
+    if tensors and not torch.stack([only_finite(tensor) for tensor in tensors.values()]).all():
+        for name, tensor in tensors.items():
+            finite(name, tensor)
+
+
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """``tensor``, if it holds no NaN or Inf.
+
+    Raises:
+        QtoolError: naming it and how many there are.
+    """
+    if not only_finite(tensor):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise QtoolError(f"{name}: holds {bad} NaN or Inf values; the checkpoint is damaged")
+    return tensor
+
+
+def only_finite(tensor: Tensor) -> Tensor:
+    """Whether no element is NaN or Inf, ``[]``.
+
+    A CPU looks at the extremes, which show both in a fraction of the time.
+    """
+    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
+    return torch.isfinite(torch.stack(torch.aminmax(tensor)) if on_cpu else tensor).all()

@@ -1,0 +1,78 @@
+"""A family at the sizes of one config.json: how many blocks, which tensors, of which shapes."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qtool.models.family import Family
+
+#: the dtypes in which a model's weights may be stored, by their names in config.json
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Architecture:
+    """The tensors of one model before it is quantized.
+
+    Attributes:
+        config: the model's config.json.
+    """
+
+    config: dict[str, Any]
+    family: Family
+
+    @property
+    def blocks(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one tensor in the source."""
+        return bool(getattr(self.namespace, "tie_word_embeddings", False))
+
+    @property
+    def namespace(self) -> SimpleNamespace:
+        """The config as an object, for code that reads attributes."""
+        return self.family.settings(self.config)
+
+    def block_family(self, block: int) -> Family:
+        """The family as it is in block ``block``."""
+        return self.family.at(self.namespace, block)
+
+    def full(self, block: int, name: str) -> str:
+        """The full name of the tensor or module ``name`` of block ``block``."""
+        return f"{self.family.blocks}.{block}.{name}"
+
+    def block_shapes(self, block: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors of a block, by their names within the block."""
+        return self.block_family(block).block_shapes(self.namespace)
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors that the source must hold, by full name."""
+        shapes = self.embedding_and_head()[0]
+        for block in range(self.blocks):
+            shapes |= {
+                self.full(block, name): shape for name, shape in self.block_shapes(block).items()
+            }
+        last = self.embedding_and_head()[1]
+        if self.tied:
+            del last[f"{self.family.head}.weight"]
+        return shapes | last
+
+    def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """Shapes of the tensors before the blocks (tables) and after them (final norm, head)."""
+        family, dims = self.family, self.family.dimensions(self.namespace)
+        first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
+        if family.positions:
+            first[f"{family.positions}.weight"] = (dims["positions"], dims["hidden"])
+        last: dict[str, tuple[int, ...]] = {f"{family.final_norm}.weight": (dims["hidden"],)}
+        if family.layer_norm:
+            last[f"{family.final_norm}.bias"] = (dims["hidden"],)
+        return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Declared model families, one file each."""

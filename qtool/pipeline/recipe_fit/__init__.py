@@ -1,0 +1,1 @@
+"""Fits a recipe to a model: family, layer rules, tiles of layouts."""

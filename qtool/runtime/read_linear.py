@@ -1,0 +1,53 @@
+"""Reads packed linears out of a native checkpoint, one at a time."""
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.models import family_of
+from qtool.runtime.linear import QuantLinear
+
+
+def packed_linears(checkpoint: Checkpoint) -> list[str]:
+    """The full names of the linears that are stored packed."""
+    return [
+        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
+    ]
+
+
+def load_linear(
+    checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device
+) -> QuantLinear:
+    """The QuantLinear ``name`` of a native checkpoint.
+
+    Raises:
+        QtoolError: if a stored tensor has not the declared shape and dtype.
+    """
+    n, k = linear_shape(checkpoint, name)
+    permuted, bias = f"{name}.permutation" in checkpoint, f"{name}.bias" in checkpoint
+    dtype = checkpoint.entry(f"{name}.bias").dtype if bias else torch.float32
+    linear = QuantLinear(
+        k, n, linear_format, bias=bias, permuted=permuted, dtype=dtype, device=device
+    )
+    for part, buffer in linear.named_buffers():
+        stored = checkpoint.read(f"{name}.{part}")
+        if stored.shape != buffer.shape or stored.dtype != buffer.dtype:
+            raise QtoolError(
+                f"{name}.{part}: {stored.dtype} {list(stored.shape)} found, "
+                f"{buffer.dtype} {list(buffer.shape)} declared by the format"
+            )
+        buffer.copy_(stored)
+    return linear
+
+
+def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
+    family = family_of(checkpoint.config["model_type"])
+    block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
+    settings = family.settings(checkpoint.config)
+    own = family.at(settings, int(block)) if block.isdigit() else family
+    if f"{within}.weight" not in own.tensors:
+        raise QtoolError(f"{name}: not a linear of a {family.name} block")
+    n, k = own.shape(f"{within}.weight", settings)
+    return n, k
