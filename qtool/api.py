@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
 from qtool.errors import QtoolError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
     from qtool.pipeline.inspect import Row
+    from qtool.pipeline.options import QuantizeKeywords
     from qtool.pipeline.planning.plan import Plan
     from qtool.pipeline.summary import Quantized
     from qtool.pipeline.verify import Verified
@@ -52,13 +53,13 @@ def quantize(
     device: str = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> PreTrainedModel: ...
 
 
 @overload
 def quantize(
-    model: Model,
+    model: Name,
     scheme: str | None = None,
     *,
     recipe: RecipeLike | None = None,
@@ -69,7 +70,24 @@ def quantize(
     tokenizer: PreTrainedTokenizerBase | None = None,
     export_format: str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
+) -> Quantized: ...
+
+
+@overload
+def quantize(
+    model: PreTrainedModel,
+    scheme: str | None = None,
+    *,
+    recipe: RecipeLike | None = None,
+    calibration: CalibrationData | None = None,
+    out: Name,
+    kv: str | None = None,
+    device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    export_format: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[QuantizeKeywords],
 ) -> Quantized: ...
 
 
@@ -85,7 +103,7 @@ def quantize(
     tokenizer: PreTrainedTokenizerBase | None = None,
     export_format: str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Quantized | PreTrainedModel:
     """Quantize ``model``.
 
@@ -107,9 +125,8 @@ def quantize(
         export_format: what this format cannot express is refused before any work; the export
             itself is :func:`export`.
         progress: called after each shard with ``(done, total, notes)``.
-        options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`: ``target``,
-            ``group_size``, ``layout``, ``windows``, ``max_8bit_blocks``, ``samples`` (windows),
-            ``seqlen`` (tokens a window), ``seed``, ``data_dir``, ``activations``, ``resume``.
+        options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`, which says what each
+            of them means: ``samples`` (windows), ``seqlen`` (tokens a window), ``group_size``, ...
 
     Returns:
         The checkpoint that was written; or, for a model in memory without ``out``, a model on
@@ -156,7 +173,7 @@ def plan(
     device_memory: float | None = None,
     device: str = "cuda",
     gpus: int = 1,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Plan:
     """The plan of quantizing ``model``, from its config alone: bits, bytes, memory and time.
 

@@ -1,5 +1,6 @@
 """The public functions: what they take, what they give, and that importing them costs nothing."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import qtool
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows
-from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.options import QuantizeKeywords, QuantizeOptions
 from qtool.pipeline.quantize import Calibration
 from qtool.recipes import Recipe
 from qtool.runtime.linear import QuantLinear
@@ -178,3 +179,9 @@ def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path)
     shutil.rmtree(tmp_path / "q-gptq")
     with pytest.raises(QtoolError, match="the model that is read lies there"):
         qtool.export(native, "gptq", native)
+
+
+def test_keywords_are_the_fields_of_the_options() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(QuantizeOptions)}
+    del fields["kv"]
+    assert QuantizeKeywords.__annotations__ == fields

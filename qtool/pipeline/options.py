@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from qtool import recipes
 from qtool.errors import QtoolError, suggest
@@ -82,7 +82,7 @@ class RecipeOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(RecipeOverrides):
-    """All options of a run.
+    """All options of a run; :class:`QuantizeKeywords` are the same as keywords of a function.
 
     Attributes:
         samples: calibration windows.
@@ -123,6 +123,24 @@ class QuantizeOptions(RecipeOverrides):
         """Whether the options change nothing but the layout, so that codes can stay."""
         changes = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
         return all(value is None for value in changes)
+
+
+class QuantizeKeywords(TypedDict, total=False):
+    """The fields of :class:`QuantizeOptions`, each of which may be left out; ``kv`` is apart."""
+
+    target: str | None
+    group_size: int | str | None
+    layout: str | None
+    windows: str | None
+    max_8bit_blocks: int | None
+    samples: int
+    seqlen: int
+    seed: int
+    data_dir: Path | None
+    activations: str
+    resume: bool
+    dtype: str | None
+    keep_unknown: bool
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:
