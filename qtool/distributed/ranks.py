@@ -9,7 +9,6 @@ Legend: R ranks.
 
 import logging
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,8 +32,6 @@ TIMEOUT = timedelta(hours=2)
 _all_gather_flat: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-#: bytes that every rank sends to all others at once; what is longer goes in two
-PARCEL = 4096
 
 
 @dataclass
@@ -141,10 +138,9 @@ def all_gather(value: T) -> list[T]:
     if _world.size == 1:
         return [value]
     blob, tensors = serialization.split_tensors(value)
-    found = [
-        pickle.loads(part)
-        for part in _gather(pickle.dumps((blob, serialization.specs_of(tensors))))
-    ]
+    found: list[Any] = [None] * _world.size
+    with _together():
+        dist.all_gather_object(found, (blob, serialization.specs_of(tensors)))
     own = serialization.empty_buffer(found[_world.rank][1], _world.device)
     serialization.pack(tensors, found[_world.rank][1], own)
     buffers = _exchange(own, [serialization.size(specs) for _, specs in found])
@@ -169,30 +165,6 @@ def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
             with _together():
                 dist.broadcast(buffer, owner)
     return buffers
-
-
-def _gather(blob: bytes) -> list[bytes]:
-    """The bytes of each rank, by rank: in one exchange if they are few, as they mostly are."""
-    own = torch.zeros(max(PARCEL, 8 + len(blob)), dtype=torch.uint8)
-    own[: 8 + len(blob)] = torch.frombuffer(
-        bytearray(len(blob).to_bytes(8, "little") + blob), dtype=torch.uint8
-    )
-    first = _all_gather_bytes(own[:PARCEL])
-    lengths = [int.from_bytes(part[:8].numpy().tobytes(), "little") for part in first]
-    if (most := max(lengths) + 8) > PARCEL:
-        padded = torch.nn.functional.pad(own[PARCEL:], (0, most - len(own)))
-        first = [torch.cat(pair) for pair in zip(first, _all_gather_bytes(padded), strict=True)]
-    return [
-        part[8 : 8 + length].numpy().tobytes() for part, length in zip(first, lengths, strict=True)
-    ]
-
-
-def _all_gather_bytes(own: Tensor) -> list[Tensor]:
-    """``own`` (on the CPU) of each rank."""
-    parts = [torch.empty_like(own) for _ in range(_world.size)]
-    with _together():
-        dist.all_gather(parts, own)
-    return parts
 
 
 def barrier() -> None:
