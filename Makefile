@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 DEMO := out/demo
 
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart test lint docs install clean
 
 quickstart: install
 	rm -rf $(DEMO)-w4a8-lqq $(DEMO)-w4a8-lqq.partial
@@ -22,13 +22,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# the site, in site/; every link, anchor and table must hold
+docs: install
+	$(BIN)/python benchmarks/tables.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 install: $(VENV)/.installed
 
 # torch first: an exact version, so that the index's CPU build is taken where it offers one
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,serving]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,serving,docs]'
 	touch $@
 
 # vLLM's CUDA wheel beside torch for CPUs: its loaders and layers run, its kernels do not
@@ -47,7 +52,7 @@ $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/packages.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVING) out
+	rm -rf $(VENV) $(SERVING) out site
 
 .PHONY: accuracy
 accuracy: install
@@ -55,4 +60,4 @@ accuracy: install
 
 .PHONY: peers
 peers:
-	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/accuracy/peers.py --write demo
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/accuracy/peers.py --write benchmarks/results/peers.json

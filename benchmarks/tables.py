@@ -4,13 +4,18 @@
     python benchmarks/tables.py --check    # exit code 1 if a file would change
 
 A table stands between ``<!-- table NAME -->`` and ``<!-- /table -->``. Measured ones come from
-``benchmarks/results/NAME.json``, each written by the command that the file names.
+``benchmarks/results/``, each file written by the command that it names.
+
+What ``qtool bench serve --json`` and ``qtool bench quantize --json`` printed is kept by
+
+    python benchmarks/tables.py --keep serving --command COMMAND --machine MACHINE RUN.json ...
 """
 
 import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
@@ -18,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool import calibration, recipes
+from qtool.bench.quantize import BESIDE
 from qtool.exchange.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
@@ -31,15 +37,18 @@ def results(name: str) -> Any:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns whose cells begin with a digit or a sign are right-aligned."""
-    numeric = [all(re.match(r"[-+±]?\d|-?$", row[i]) for row in rows) for i in range(len(head))]
+    """A Markdown table; columns of numbers are right-aligned."""
+    number = re.compile(r"[-+±\d.,%x/() ]*")
+    numeric = [all(number.fullmatch(row[i]) for row in rows) for i in range(len(head))]
     rule = ["---:" if right else "---" for right in numeric]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
 
 
 def made_by(found: dict[str, Any]) -> str:
     """Where and by which command ``found`` was measured."""
-    return f"\nMeasured by `{found['command']}` on {found['machine']}, {found['date']}.\n"
+    note = f" ({found['note']})" if "note" in found else ""
+    where = f"on {found['machine']}, {found['date']}{note}"
+    return f"\nMeasured by `{found['command']}` {where}.\n"
 
 
 def schemes() -> str:
@@ -71,11 +80,10 @@ def methods() -> str:
 
 
 def departures() -> str:
-    """What the recipes `paper` do otherwise than their papers, and what it does to the result."""
+    """What the recipes ``paper`` do otherwise than their papers, and what it does to the result."""
     rows = [
-        [f"`{scheme}`", departure["what"], departure["effect"]]
-        for scheme, _, _ in recipes.overview()
-        for departure in recipes.load(scheme, "paper").departures
+        [f"`{scheme}`", departure.what, departure.effect]
+        for scheme, _, departure in recipes.departures()
     ]
     return markdown(["scheme", "departure", "effect"], rows)
 
@@ -97,21 +105,81 @@ def accuracy() -> str:
         size = [f"{row['bits']:.3f}", f"{row['megabytes']:.2f}", f"{row['seconds']:.0f}"]
         name = [f"`{row['scheme']}`", row["recipe"], f"{row['perplexity']:.3f}", rise]
         rows.append([*name, f"{row['kl']:.4f}", *size])
-    head = ["scheme", "recipe", "perplexity", "rise", "KL, nats", "bits a weight", "MB", "seconds"]
+    head = ["scheme", "recipe", "perplexity", "rise", "KL, nats", "bits a weight", "MB"]
+    head.append("CPU seconds")
     return markdown(head, rows) + made_by(found)
 
 
-def columns(name: str) -> Callable[[], str]:
+def kernels(name: str = "kernels", others: Sequence[str] = ("bf16", "fp8", "int8")) -> str:
+    """Microseconds of a layer's linears by model and tokens, beside the floor and torch's own."""
+    found = results(name)
+    columns = list(found["rows"][0]["floor_us"])
+    head = ["model", "tokens", "floor", *(f"`{column}`" for column in columns)]
+    head += [*(f"torch {kind}" for kind in others), "fp8 / first"]
+    rows = []
+    for row in found["rows"]:
+        us = row["us"]
+        cells = [f"{us[column]:.1f}" if column in us else "-" for column in columns]
+        cells += [f"{us[f'torch {kind}']:.1f}" for kind in others]
+        floor, gain = row["floor_us"][columns[0]], us["torch fp8"] / us[columns[0]]
+        rows.append([row["model"], str(row["m"]), f"{floor:.0f}", *cells, f"{gain:.2f}"])
+    return markdown(head, rows) + made_by(found)
+
+
+def serving() -> str:
+    """Decode steps and prefill in vLLM, by run, batch and engine: rows of ``qtool bench serve``."""
+    found = results("serving")
+    parts = []
+    for run in found["runs"]:
+        rows = []
+        for row in sorted(run["rows"], key=lambda row: row["batch"]):
+            prefill = "-" if row["prefill"] is None else f"{row['prefill']:,.0f}"
+            rows.append([row["engine"], str(row["batch"]), f"{row['step_ms']:.2f}", prefill])
+        head = ["engine", "batch", "ms a decode step", "prefill, tokens a second"]
+        parts.append(f"**{run['title']}**\n\n" + markdown(head, rows))
+    return "\n".join(parts) + made_by(found)
+
+
+def runtime() -> str:
+    """Milliseconds a decode step of our own runtime, as runtime_speed.py found them."""
+    found = results("runtime")
+    head = ["batch", "CUDA graphs", "static cache, eager", "dynamic cache, eager", "bf16 model"]
+    rows = []
+    for key, steps in found.items():
+        if batch := re.fullmatch(r"step B=(\d+)", key):
+            ways = [steps[way] for way in ("graphs", "static, eager", "dynamic, eager")]
+            times = [*ways, found["bf16"][f"B={batch[1]}"]]
+            rows.append([batch[1], *(f"{ms:.2f}" for ms in times)])
+    return markdown(head, rows) + made_by(found)
+
+
+def quantize() -> str:
+    """Runs of ``qtool bench quantize``, their phases beside the floors."""
+    found = results("quantize")
+    phases = ("forward", "search", "rounding", "Hessian")
+    head = ["run", "seconds", "device GB", "host GB"]
+    head += [f"{phase} (floor), s" for phase in phases] + ["writing beside, s"]
+    rows = []
+    for run in found["runs"]:
+        record, floors = run["found"]["record"], run["found"]["floors"]
+        spent = record["phases"]
+        rows.append([
+            run["title"], f"{record['seconds']:.1f}",
+            f"{record['peak_device_bytes'] / 1e9:.1f}", f"{record['peak_host_bytes'] / 1e9:.1f}",
+            *(f"{spent[phase]:.1f} ({floors.get(phase, 0):.1f})" if phase in spent else "-"
+              for phase in phases),
+            f"{spent.get(f'write{BESIDE}', 0):.1f}",
+        ])  # fmt: skip
+    return markdown(head, rows) + made_by(found)
+
+
+def printed(name: str) -> Callable[[], str]:
     """A table stored as ``head`` and ``rows`` of text, as the command printed it."""
 
     def table() -> str:
         found = results(name)
-        parts = found.get("parts") or [found]
-        return "\n".join(
-            (f"**{part['title']}**\n\n" if "title" in part else "")
-            + markdown(part["head"], part["rows"])
-            for part in parts
-        ) + made_by(found)
+        title = f"**{found['title']}**\n\n" if "title" in found else ""
+        return title + markdown(found["head"], found["rows"]) + made_by(found)
 
     return table
 
@@ -122,11 +190,22 @@ TABLES: dict[str, Callable[[], str]] = {
     "departures": departures,
     "formats": formats,
     "accuracy": accuracy,
-    "kernels": columns("kernels"),
-    "serving": columns("serving"),
-    "runtime": columns("runtime"),
-    "quantize": columns("quantize"),
-    "peers": columns("peers"),
+    "kernels": kernels,
+    "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
+    "serving": serving,
+    "runtime": runtime,
+    "quantize": quantize,
+    **{
+        name: printed(name)
+        for name in (
+            "kv",
+            "peers",
+            "peers-c4",
+            "quantize-ranks",
+            "quantize-llm-compressor",
+            "quantize-autoround",
+        )
+    },
 }
 
 
@@ -136,22 +215,44 @@ def documents() -> Iterator[Path]:
     yield from sorted((ROOT / "docs").rglob("*.md"))
 
 
+def keep(name: str, files: Sequence[Path], command: str, machine: str) -> None:
+    """Store what the runs of ``qtool bench serve --json`` or ``bench quantize --json`` printed.
+
+    A run's title is its file's name.
+    """
+    runs: list[dict[str, Any]] = []
+    for file in files:
+        found = json.loads(file.read_text())
+        runs.append({"title": file.stem, "rows" if isinstance(found, list) else "found": found})
+    facts = {"command": command, "machine": machine, "date": time.strftime("%Y-%m-%d")}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on a change")
-    check = parser.parse_args().check
+    parser.add_argument("--keep", metavar="NAME", help="store runs in benchmarks/results/NAME.json")
+    parser.add_argument("--command", help="of --keep: what made the runs")
+    parser.add_argument("--machine", help="of --keep: where")
+    parser.add_argument("runs", type=Path, nargs="*", help="of --keep: their JSON; titles by name")
+    arguments = parser.parse_args()
+    if arguments.keep:
+        if not (arguments.runs and arguments.command and arguments.machine):
+            parser.error("--keep needs --command, --machine and the files of the runs")
+        keep(arguments.keep, arguments.runs, arguments.command, arguments.machine)
     stale = []
     for path in documents():
         before = path.read_text()
         after = BLOCK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", before)
         if after != before:
             stale.append(str(path.relative_to(ROOT)))
-            if not check:
+            if not arguments.check:
                 path.write_text(after)
     print("\n".join(stale) or "all tables are up to date")
-    sys.exit(1 if check and stale else 0)
+    sys.exit(1 if arguments.check and stale else 0)
 
 
 if __name__ == "__main__":

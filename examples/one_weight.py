@@ -2,7 +2,7 @@
 
     python examples/one_weight.py --scheme w4a8-lqq --layout dual-mma --plot one_weight.png
 
-The picture needs matplotlib (``pip install 'qtool[report]'``).
+--plot draws every step as a picture.
 """
 
 import argparse

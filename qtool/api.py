@@ -179,8 +179,10 @@ def plan(
 
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
-        scheme, recipe, kv, options: as :func:`quantize` takes them; ``samples`` and ``seqlen`` are
-            those of a calibrated run.
+        scheme: as :func:`quantize` takes it.
+        recipe: likewise.
+        kv: likewise.
+        options: likewise; ``samples`` and ``seqlen`` are those of a calibrated run.
         device_memory: of the GPU of a calibrated run, in GB (1e9 bytes); by default an H200's.
         device: of a calibrated run: ``cuda``, which is an H200, or ``cpu``, two cores.
         gpus: that share it.
@@ -268,8 +270,10 @@ def evaluate(
     Args:
         tasks: ``wikitext2``, ``c4``, ``pile``, ``demo`` or a text file mean perplexity (of the
             text, not in nats), every other name a zero-shot task of lm-eval (0 to 1).
-        model, compare: a directory, a hub id or ``demo``, quantized or not; ``model`` may be one in
-            memory, with its ``tokenizer``.
+        model: a directory, a hub id or ``demo``, quantized or not, or a model in memory with its
+            ``tokenizer``.
+        compare: the baseline: a directory, a hub id or ``demo``.
+        tokenizer: of a model in memory.
         options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
             items a task) and ``batch_size``; of a model in memory the last four.

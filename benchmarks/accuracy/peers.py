@@ -2,13 +2,13 @@
 AutoRound.
 
     python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--text demo] [--rows all]
-    [--write demo]
+    [--write benchmarks/results/peers.json]
 
 Makes its own virtual environment (--venv) with qtool and those peers that install beside its torch,
-runs every row there as its own process, and prints a Markdown table; --write NAME puts it between
-the two NAME markers of docs/peers.md. A peer that does not install or run has its reason in the
-table. What --work holds is reused: delete it to measure again. Options not listed below are those
-of peer_run.py. Standard library only.
+runs every row there as its own process, and prints a Markdown table; --write FILE keeps it as JSON,
+from which benchmarks/tables.py makes the tables of the docs. A peer that does not install or run
+has its reason in the table. What --work holds is reused: delete it to measure again. Options not
+listed below are those of peer_run.py. Standard library only.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-DOCUMENT = Path("docs/peers.md")
 #: first, by its exact version: the index then gives its CPU build where it has one, and no peer may
 #: replace it
 TORCH = "torch==2.13.0"
@@ -55,9 +54,7 @@ def main() -> None:
         "--rows", default="all", help=f"all, or names with commas: {', '.join(ROWS)}"
     )
     parser.add_argument("--timeout", type=int, default=7200, help="seconds a row may take")
-    parser.add_argument(
-        "--write", metavar="NAME", help=f"write the table between <!-- NAME --> twice in {DOCUMENT}"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the table as JSON")
     arguments, options = parser.parse_known_args()
     arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[
         :8
@@ -69,11 +66,13 @@ def main() -> None:
     text = table(found)
     print(text)
     if arguments.write:
-        command = f"python benchmarks/accuracy/peers.py {' '.join(options)}".strip()
-        made = f"`{command}`, {time.strftime('%Y-%m-%d')}, {versions(arguments.venv)}."
-        marker = f"<!-- {arguments.write} -->"
-        before, _, after = DOCUMENT.read_text().split(marker)
-        DOCUMENT.write_text(marker.join([before, f"\n{text}\n\n{made}\n", after]))
+        facts = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{machine(arguments.venv)}; {versions(arguments.venv)}",
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(facts | rows_of(found), indent=1) + "\n")
 
 
 def installed(venv: Path) -> dict[str, str]:
@@ -139,24 +138,37 @@ def last_line(text: str) -> str:
     return lines[-1][:120].replace("|", "/") if lines else "no message"
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        "| what | perplexity | KL, nats | seconds | CPU seconds | peak MB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+def rows_of(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The table: its head, and the cells of its rows."""
+    rows = []
     for row, r in found.items():
         name = ROWS[row][0]
         if "error" in r:
-            lines.append(f"| {name} | {r['error']} | | | | |")
+            rows.append([name, r["error"], "", "", "", ""])
         elif row == "full":
-            lines.append(f"| {name} | {r['perplexity']:.3f} | - | - | - | - |")
+            rows.append([name, f"{r['perplexity']:.3f}", "-", "-", "-", "-"])
         else:
-            lines.append(
-                f"| {name} | {r['perplexity']:.3f} | {r['kl']:.5f} | {r['seconds']:.0f} | "
-                f"{r['cpu_seconds']:.0f} "
-                f"| {r['megabytes_peak']:.0f} |"
-            )
-    return "\n".join(lines)
+            quality = [f"{r['perplexity']:.3f}", f"{r['kl']:.5f}"]
+            cost = [f"{r[key]:.0f}" for key in ("seconds", "cpu_seconds", "megabytes_peak")]
+            rows.append([name, *quality, *cost])
+    head = ["what", "perplexity", "KL, nats", "seconds", "CPU seconds", "peak MB"]
+    return {"head": head, "rows": rows}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The table in Markdown."""
+    made = rows_of(found)
+    lines = (f"| {' | '.join(row)} |" for row in made["rows"])
+    return "\n".join([f"| {' | '.join(made['head'])} |", "|---|" + "---:|" * 5, *lines])
+
+
+def machine(venv: Path) -> str:
+    """What the rows were measured on."""
+    code = "from qtool.bench.stored import machine; print(machine())"
+    done = subprocess.run(
+        [venv / "bin/python", "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 def versions(venv: Path) -> str:
@@ -165,7 +177,7 @@ def versions(venv: Path) -> str:
         "import sys, importlib.metadata as m; "
         "print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     )
-    names = ["qtool", *(p for p in PEERS if p not in installed(venv)), "transformers", "torch"]
+    names = ["qtool", *(p for p in PEERS if p not in installed(venv)), "transformers"]
     done = subprocess.run(
         [venv / "bin/python", "-c", code, *names], capture_output=True, text=True, check=True
     )

@@ -3,14 +3,16 @@
     python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes
     all] [--kv kv4]
 
-Prints a Markdown table and, with --write, docs/accuracy.md. Results are kept in --work and reused,
-so an interrupted run goes on where it was.
+Prints a Markdown table and, with --write, keeps it in benchmarks/results/accuracy.json after every
+row. Results are kept in --work and reused, so an interrupted run continues with the
+row it was at.
 """
 
 import argparse
 import json
-import platform
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,12 @@ import torch
 from transformers import PreTrainedModel
 
 import qtool
-from qtool import recipes
+from qtool import api
+from qtool.bench.stored import store
 from qtool.data import corpora
-from qtool.eval.perplexity import context_length, cut_windows, perplexity
+from qtool.eval.perplexity import context_length, cut_windows
 from qtool.eval.results import standard_error
-from qtool.io.source import resolve
-from qtool.pipeline.inspect import inspect, total
-from qtool.runtime.load import load, load_tokenizer
+from qtool.pipeline.inspect import total
 
 ORDER = (
     "w8a8",
@@ -37,7 +38,10 @@ ORDER = (
     "w4a4-mix",
     "w4a16-24",
 )
-DOCUMENT = Path("docs/accuracy.md")
+RESULTS = Path(__file__).parents[1] / "results" / "accuracy.json"
+HEAD = """\
+| scheme | recipe | perplexity | rise | KL, nats | bits a weight | MB | CPU seconds |
+|---|---|---:|---:|---:|---:|---:|---:|"""
 
 
 @torch.no_grad()
@@ -63,29 +67,29 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     record = out.with_name(out.name + ".json")
     if record.exists():
         return dict(json.loads(record.read_text()))
-    started = time.perf_counter()
-    if not out.exists():
-        qtool.quantize(
-            arguments.model,
-            scheme,
-            out=out,
-            recipe=variant,
-            calibration=arguments.calib,
-            kv=arguments.kv,
-            device=arguments.device,
-            samples=arguments.samples,
-            seqlen=arguments.seqlen,
-            seed=arguments.seed,
-            windows=arguments.windows,
-            resume=True,
-        )
-    seconds = time.perf_counter() - started
+    for unfinished in (out, out.with_name(out.name + ".partial")):  # its time is not known
+        shutil.rmtree(unfinished, ignore_errors=True)
+    started = time.process_time()
+    qtool.quantize(
+        arguments.model,
+        scheme,
+        out=out,
+        recipe=variant,
+        calibration=arguments.calib,
+        kv=arguments.kv,
+        device=arguments.device,
+        samples=arguments.samples,
+        seqlen=arguments.seqlen,
+        seed=arguments.seed,
+        windows=arguments.windows,
+    )
+    seconds = time.process_time() - started
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    found = evaluated(load(out, device=arguments.device, dtype=dtype), arguments, base)
-    packed = total("", (row for row in inspect(out) if row.layout))
+    found = evaluated(qtool.load(out, device=arguments.device, dtype=dtype), arguments, base)
+    rows = qtool.inspect(out)
     found |= {
-        "bits": packed.bits,
-        "megabytes": sum(r.nbytes for r in inspect(out)) / 1e6,
+        "bits": total("", (row for row in rows if row.layout)).bits,
+        "megabytes": sum(row.nbytes for row in rows) / 1e6,
         "seconds": seconds,
     }
     record.write_text(json.dumps(found))
@@ -94,22 +98,23 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
 
 def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) -> dict[str, Any]:
     """Perplexity, and the divergence from ``base`` if there is one."""
-    tokenizer = load_tokenizer(resolve(arguments.model))
-    text = corpora.load(arguments.text, split="test").text
-    result = perplexity(
-        text,
+    tokenizer = qtool.load_tokenizer(arguments.model)
+    results, _ = qtool.evaluate(
+        [arguments.text],
         model,
-        tokenizer,
+        tokenizer=tokenizer,
         seqlen=arguments.seqlen,
         limit=arguments.limit,
         deterministic=True,  # one table for every device
     )
+    result = results.tasks[0]
     found = {
-        "perplexity": result.perplexity,
-        "stderr": result.stderr,
-        "window_nll": result.window_nll,
+        "perplexity": result.metrics["perplexity"].value,
+        "stderr": result.metrics["perplexity"].stderr,
+        "window_nll": result.details["window_nll"],
     }
     if base is not None:
+        text = corpora.load(arguments.text, split=corpora.TEST).text
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
         windows = cut_windows(ids, min(arguments.seqlen, context_length(base) or arguments.seqlen))
         found["kl"] = divergence(model, base, windows[: arguments.limit].to(model.device))
@@ -120,33 +125,41 @@ def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
     """Of perplexity, with the standard error over windows: each is paired with itself in full
     precision.
     """
-    error = standard_error(
-        [a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)]
-    )
-    share = found["perplexity"] / full["perplexity"] - 1
+    share, error = rise_and_error(found, full)
     return f"{share:+.2%}" if error is None else f"{share:+.2%} ± {100 * error:.2f}"
 
 
-def table(arguments: argparse.Namespace) -> str:
-    """The Markdown table, row by row as it is measured."""
-    base = load(resolve(arguments.model), device=arguments.device, dtype=torch.float32)
-    full = evaluated(base, arguments, None)
-    rows = [
-        "| scheme | recipe | perplexity | rise | KL, nats | bits a weight | MB | seconds |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-        f"| full precision | - | {full['perplexity']:.3f} | - | - | 16 | - | - |",
-    ]
-    known = {name: variants.split() for name, variants, _ in recipes.overview()}
+def rise_and_error(found: dict[str, Any], full: dict[str, Any]) -> tuple[float, float | None]:
+    """The relative rise of perplexity, and its standard error to first order."""
+    pairs = zip(found["window_nll"], full["window_nll"], strict=True)
+    return found["perplexity"] / full["perplexity"] - 1, standard_error([a - b for a, b in pairs])
+
+
+def rows(arguments: argparse.Namespace, full: dict[str, Any], base: Any) -> Iterator[Any]:
+    """The rows, as they are measured."""
+    known = {name: variants.split() for name, variants, _ in api.schemes()}
     chosen = ORDER if arguments.schemes == "all" else arguments.schemes.split(",")
     for scheme in chosen:
         for variant in [v for v in arguments.recipes.split(",") if v in known[scheme]]:
-            r = measure(arguments, scheme, variant, base)
-            rows.append(
-                f"| {scheme} | {variant} | {r['perplexity']:.3f} | {rise(r, full)} | {r['kl']:.4f} "
-                f"| {r['bits']:.3f} | {r['megabytes']:.2f} | {r['seconds']:.0f} |"
-            )
-            print(rows[-1], flush=True)
-    return "\n".join(rows)
+            found = measure(arguments, scheme, variant, base)
+            share, error = rise_and_error(found, full)
+            yield {
+                "scheme": scheme,
+                "recipe": variant,
+                "perplexity": found["perplexity"],
+                "rise": share,
+                "rise_error": error,
+                **{name: found[name] for name in ("kl", "bits", "megabytes", "seconds")},
+            }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    error = "" if row["rise_error"] is None else f" ± {100 * row['rise_error']:.2f}"
+    return (
+        f"| {row['scheme']} | {row['recipe']} | {row['perplexity']:.3f} | {row['rise']:+.2%}{error}"
+        f" | {row['kl']:.4f} | {row['bits']:.3f} | {row['megabytes']:.2f} | {row['seconds']:.0f} |"
+    )
 
 
 def main() -> None:
@@ -171,18 +184,25 @@ def main() -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of what is not quantized"
     )
     parser.add_argument("--work", type=Path, default=Path("out/accuracy"))
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT}")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        metavar="FILE",
+        help="keep the table as JSON, in benchmarks/results/accuracy.json if no file is named",
+    )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    found = table(arguments)
-    print("\n" + found)
-    if arguments.write:
-        versions = (
-            f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.device}"
-        )
-        text = DOCUMENT.read_text().split("<!-- table -->")
-        text[1] = f"\n{found}\n\nMeasured with {versions}, on {time.strftime('%Y-%m-%d')}.\n"
-        DOCUMENT.write_text("<!-- table -->".join(text))
+    base = qtool.load(arguments.model, device=arguments.device, dtype=torch.float32)
+    full = evaluated(base, arguments, None)
+    print(f"full precision: perplexity {full['perplexity']:.3f}\n\n{HEAD}", flush=True)
+    found: dict[str, Any] = {"full": {"perplexity": full["perplexity"]}, "rows": []}
+    for row in rows(arguments, full, base):
+        found["rows"].append(row)
+        print(line(row), flush=True)
+        if arguments.write:
+            store(arguments.write, found, device=arguments.device)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """Time the GEMMs of three models' layers against their floor and torch's own matmuls, on this GPU.
 
-python benchmarks/kernels/bench.py [--models llama-3-8b,llama-2-70b] [--tokens 1,16,64] [--columns
-w4a4,w8a8]
-    [--json FILE]
+    python benchmarks/kernels/bench.py [--models llama-3-8b,llama-2-70b] [--tokens 1,16,64]
+    [--columns w4a4,w8a8] [--json benchmarks/results/kernels.json]
+
+Other kernels than the W4A8 ones are kept in benchmarks/results/kernels-others.json.
 """
 
 import argparse
-import json
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from pathlib import Path
 
-import torch
-
-from qtool.bench.gemm import MODELS, TOKENS, gemm_table, markdown
+from qtool.bench.gemm import MODELS, TOKENS, gemm_table, markdown, summed
 from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS, Source
+from qtool.bench.stored import machine, store
 from qtool.kernels.build import cubin, toolchain
 
 
@@ -23,13 +22,15 @@ def compile_one(source: Source) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument(
         "--columns", default=",".join(DEFAULT_COLUMNS), help=f"of {', '.join(COLUMNS)}"
     )
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path, help="keep the sums here")
     args = parser.parse_args()
     names, models, sizes = (
         args.columns.split(","),
@@ -48,10 +49,9 @@ def main() -> None:
         )
     results = gemm_table(models, sizes, names)
     print(markdown(results))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NVRTC {toolchain()[2]}")
+    print(f"{machine('cuda')}, NVRTC {toolchain()[2]}")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump([asdict(r) for r in results], file)
+        store(args.json, {"rows": summed(results)}, device="cuda")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,30 @@
 """Time decode attention over a packed cache beside torch's SDPA on a 16-bit one, on this GPU.
 
     python benchmarks/kernels/bench_kv.py [--shapes 64x4096x8x32x128,1x32768x8x32x128]
+    [--json benchmarks/results/kv.json]
 
 A shape is B x T x Hkv x Hq x D.
 """
 
 import argparse
+from pathlib import Path
 
-import torch
-
-from qtool.bench.kv import SHAPES, kv_table
+from qtool.bench.kv import HEAD, SHAPES, kv_rows, kv_table
+from qtool.bench.stored import machine, store
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    print(kv_table(parser.parse_args().shapes.split(",")))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    parser.add_argument("--json", type=Path, help="keep the table here")
+    arguments = parser.parse_args()
+    rows = kv_rows(arguments.shapes.split(","))
+    print(kv_table(rows))
+    print(machine("cuda"))
+    if arguments.json:
+        store(arguments.json, {"head": HEAD, "rows": rows}, device="cuda")
 
 
 if __name__ == "__main__":

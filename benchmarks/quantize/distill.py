@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
+from qtool.bench.stored import store
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.io.source import Checkpoint
 from qtool.table import render
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="keep the table here")
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -92,12 +94,15 @@ def main() -> None:
             )
         )
         print(rows[-1], flush=True)
-    print(
+    title = (
         f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} "
-        "tokens, "
-        f"{steps(arguments)} steps of {BATCH} sequences"
+        f"tokens, {steps(arguments)} steps of {BATCH} sequences"
     )
-    print(render(("tool", "in all, s", "each block, s", "device GB", "error"), rows))
+    head = ("tool", "in all, s", "each block, s", "device GB", "error")
+    print(title)
+    print(render(head, rows))
+    if arguments.json:
+        store(arguments.json, {"title": title, "head": head, "rows": rows}, device=DEVICE)
 
 
 def steps(arguments: argparse.Namespace) -> int:

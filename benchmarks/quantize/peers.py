@@ -2,7 +2,7 @@
 time and layer error.
 
     python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128]
-    [--seqlen 2048]
+    [--seqlen 2048] [--json benchmarks/results/quantize-llm-compressor.json]
 
 Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to
 symmetric 4-bit weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
+from qtool.bench.stored import store
 from qtool.exchange.sources import describe
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--json", type=Path, help="keep the table here")
     arguments = parser.parse_args()
     source = arguments.work / f"{arguments.shape}-{arguments.layers}"
     if arguments.tool:
@@ -83,11 +85,15 @@ def main() -> None:
                 f"{worst:.5f}",
             )
         )
-    print(
+    title = (
         f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x "
         f"{arguments.seqlen} tokens"
     )
-    print(render(("tool", "s", "device GB", "mean layer error", "largest"), rows))
+    head = ("tool", "s", "device GB", "mean layer error", "largest")
+    print(title)
+    print(render(head, rows))
+    if arguments.json:
+        store(arguments.json, {"title": title, "head": head, "rows": rows}, device=DEVICE)
 
 
 def tokens(arguments: argparse.Namespace, source: Path) -> list[Tensor]:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from qtool import recipes
 from qtool.bench.quantize import random_tokens
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
+from qtool.bench.stored import store
 from qtool.distributed import ranks
 from qtool.io.safetensors import read_header
 from qtool.io.source import Checkpoint
@@ -64,19 +65,25 @@ def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) ->
             print(json.dumps(found), flush=True)
 
 
-def compare(directory: Path, counts: list[int], layers: int) -> None:
+def compare(
+    directory: Path, counts: list[int], layers: int, keep: Path | None, device: str
+) -> None:
     """Print the speed-ups, and how many codes and how much error differ from the first count's
     result.
+
+    ``keep``: a file for the speed-ups.
     """
+    rows = []
     times = {n: json.loads((directory / f"ranks-{n}.json").read_text()) for n in counts}
     first = counts[0]
     for n in counts:
         seconds, blocks = times[n]["seconds"], times[n]["blocks"]
         peak = max(times[n]["peak_device_bytes"]) / 1e9
+        faster = f"{times[first]['seconds'] / seconds:.2f}x"
+        rows.append([str(n), str(blocks), f"{seconds:.2f}", faster, f"{peak:.2f}"])
         print(
             f"{n} ranks: {seconds:.2f} s for {blocks} of {layers} blocks, "
-            f"{times[first]['seconds'] / seconds:.2f}x, "
-            f"peak {peak:.2f} GB on each GPU"
+            f"{faster}, peak {peak:.2f} GB on each GPU"
         )
         print(
             "   "
@@ -84,6 +91,9 @@ def compare(directory: Path, counts: list[int], layers: int) -> None:
                 f"{k} {v:.2f}" for k, v in sorted(times[n]["phases"].items(), key=lambda x: -x[1])
             )
         )
+    if keep:
+        head = ("ranks", "blocks", "s", "times as fast", "GB on each GPU")
+        store(keep, {"head": head, "rows": rows}, device=device)
     errors = {n: errors_of(directory / f"ranks-{n}") for n in counts}
     for n in counts[1:]:
         shards = differences(directory / f"ranks-{first}", directory / f"ranks-{n}")
@@ -149,6 +159,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, help="of compare: keep the speed-ups here")
     chosen = parser.parse_args()
     if chosen.what == "make":
         for name, config in (
@@ -160,7 +171,8 @@ def main() -> None:
     elif chosen.what == "run":
         run(chosen.directory, chosen.recipe, chosen.samples, chosen.seqlen, chosen.device)
     else:
-        compare(chosen.directory, chosen.counts, config_of(chosen.shape)["num_hidden_layers"])
+        layers = config_of(chosen.shape)["num_hidden_layers"]
+        compare(chosen.directory, chosen.counts, layers, chosen.json, chosen.device)
 
 
 if __name__ == "__main__":

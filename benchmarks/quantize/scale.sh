@@ -1,21 +1,28 @@
 #!/bin/sh
-# What docs/scale.md says, measured again: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill]
-# Each line of it is one fresh process; random checkpoints are made in WORK and kept (8B: 16 GB, 70B: 7.4 and 14.2 GB).
+# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill]
+# Each run is a fresh process and leaves its JSON in WORK; random checkpoints are made in WORK and kept (8B: 16 GB, 70B:
+# 7.4 and 14.2 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
 set -e
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 here=$(dirname "$0") work=$1
 shift
-bench() { python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device cuda --work "$work" 2>"$work/log" || tail "$work/log"; }
+bench() { # bench TITLE MODEL [OPTION ...]
+    title=$1
+    shift
+    echo "$title"
+    python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device cuda --work "$work" --json \
+        >"$work/$title.json" 2>"$work/log" && cat "$work/$title.json" || tail "$work/log"
+}
 mkdir -p "$work"
 for what in "${@:-8b}"; do
     case $what in
     8b) for recipe in "$here/paper-gptq.yaml" paper "$here/gptq.yaml"; do # the first compiles the kernels
-            echo "llama-3-8b, $recipe"; bench llama-3-8b --recipe "$recipe"
+            bench "llama-3-8b, 32 blocks, $(basename "$recipe" .yaml)" llama-3-8b --recipe "$recipe"
         done ;;
     70b) for layers in 8 4; do # the first compiles the kernels
-            echo "llama-2-70b, $layers blocks"; bench llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
+            bench "llama-2-70b, $layers blocks, paper-gptq" llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
-    distill) echo "llama-3-8b, 1 block, distill"
-        bench llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
+    distill)
+        bench "llama-3-8b, 1 block, distill" llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
     esac
 done

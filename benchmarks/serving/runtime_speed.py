@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from qtool.bench.stored import store
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.runtime import decode, load
 from qtool.runtime.decode import DecodeGraphs, Step
@@ -381,18 +382,15 @@ def main() -> int:
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers")
-    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--out", type=Path, help="JSON, as benchmarks/results/runtime.json")
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batches.split(",")]
     options.shape = "tiny" if options.tiny else "llama-3-8b"
     options.prompt, options.tokens = (16, (3, 6)) if options.tiny else (1024, (16, 48))
     run = Run(options)
-    if options.device == "cuda":
-        run.found["device"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     measure(run)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(run.found, indent=1))
+        store(options.out, run.found, device=options.device)
     print(json.dumps(run.found.get("linear")))
     print(table(run.found, options.batches))
     return min(run.failed, 1)

@@ -91,9 +91,9 @@ def bench_kv(shapes: Sequence[str] | None = None) -> str:
         QtoolError: no CUDA device, or a shape that is none.
     """
     _require_gpu("kv", "8.0 or more")
-    from qtool.bench.kv import SHAPES, kv_table
+    from qtool.bench.kv import SHAPES, kv_rows, kv_table
 
-    return kv_table(shapes or SHAPES)
+    return kv_table(kv_rows(shapes or SHAPES))
 
 
 def bench_serve(

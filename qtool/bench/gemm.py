@@ -133,27 +133,44 @@ def gemm_table(
     return results
 
 
+def summed(results: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Sums over each model's layers, one row a number of tokens, as plain data.
+
+    ``us`` and ``floor_us`` are microseconds by column, ``quantize_us`` those of the first column's
+    inputs.
+    """
+    rows = []
+    for model, m in dict.fromkeys((r.model, r.m) for r in results):
+        layers = [r for r in results if (r.model, r.m) == (model, m)]
+        columns = [name for name in layers[0].us if name in COLUMNS]
+        rows.append({
+            "model": model,
+            "m": m,
+            "us": {name: sum(r.us[name] for r in layers) for name in layers[0].us},
+            "floor_us": {name: sum(r.floor(name) for r in layers) for name in columns},
+            "quantize_us": sum(r.quantize_us for r in layers),
+        })  # fmt: skip
+    return rows
+
+
 def markdown(results: Sequence[Measurement]) -> str:
     """A table of sums over each model's layers, one row a number of tokens, in microseconds.
 
     "vs" divides by the first column.
     """
-    names = [name for name in results[0].us if name in COLUMNS]
+    rows = summed(results)
+    names = list(rows[0]["floor_us"])
     head = ["model", "M", "floor"]
     for name in names:
         head += [name, "x floor"]
     head += [*(f"torch {kind}" for kind in REFERENCES), "vs fp8", "vs int8", "quantize x"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for model, m in dict.fromkeys((r.model, r.m) for r in results):
-        rows = [r for r in results if (r.model, r.m) == (model, m)]
-        us = {column: sum(r.us[column] for r in rows) for column in rows[0].us}
-        floors = {name: sum(r.floor(name) for r in rows) for name in names}
-        cells = [f"{floors[names[0]]:.0f}"]
+    for row in rows:
+        us, floors = row["us"], row["floor_us"]
+        cells = [row["model"], str(row["m"]), f"{floors[names[0]]:.0f}"]
         for name in names:
             cells += [f"{us[name]:.1f}", f"{us[name] / floors[name]:.2f}"]
         cells += [f"{us[f'torch {kind}']:.1f}" for kind in REFERENCES]
         cells += [f"{us[f'torch {kind}'] / us[names[0]]:.2f}" for kind in ("fp8", "int8")]
-        lines.append(
-            f"| {model} | {m} | {' | '.join(cells)} | {sum(r.quantize_us for r in rows):.1f} |"
-        )
+        lines.append(f"| {' | '.join(cells)} | {row['quantize_us']:.1f} |")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Measures attention over the packed KV cache beside torch's SDPA on a 16-bit one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,24 +121,35 @@ def append_us(shape: Shape, bits: int) -> float:
     return graph_us([call] * 8)
 
 
-def kv_table(shapes: Iterable[str] = SHAPES) -> str:
-    """Times of kv4 and kv8 on ``shapes`` (``BxTxHkvxHqxD``) beside their floor and SDPA's."""
-    head = (
-        "B x T x Hkv x Hq x D",
-        "kv",
-        "us",
-        "floor us",
-        "x floor",
-        "SDPA bf16 us",
-        "times faster",
-        "append us",
-    )
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+HEAD = (
+    "B x T x Hkv x Hq x D",
+    "kv",
+    "us",
+    "floor us",
+    "x floor",
+    "SDPA bf16 us",
+    "times faster",
+    "append us",
+)
+
+
+def kv_rows(shapes: Iterable[str] = SHAPES) -> list[list[str]]:
+    """Times of kv4 and kv8 on ``shapes`` (``BxTxHkvxHqxD``) beside their floor and SDPA's.
+
+    The columns are those of :data:`HEAD`.
+    """
+    rows = []
     for text, shape in [(text, Shape.parse(text)) for text in shapes]:
         sdpa = sdpa_us(shape)
         for bits in (4, 8):
             us, floor = attention_us(shape, bits), 1e6 * shape.nbytes(bits) / BANDWIDTH
             cells = [text, f"kv{bits}", f"{us:.1f}", f"{floor:.1f}", f"{us / floor:.2f}"]
             cells += [f"{sdpa:.1f}", f"{sdpa / us:.2f}", f"{append_us(shape, bits):.1f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return rows
+
+
+def kv_table(rows: Iterable[Sequence[str]]) -> str:
+    """The rows as a Markdown table."""
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *lines])

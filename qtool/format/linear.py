@@ -26,7 +26,9 @@ class LinearFormat:
     """The format of one stored linear.
 
     Args:
-        scheme, group_size, layout: their names; ``group_size`` None is the whole channel.
+        scheme: its name.
+        group_size: input channels a group; None is the whole channel.
+        layout: its name.
         scale_dtype: the dtype of stored scales, as torch names it.
     """
 

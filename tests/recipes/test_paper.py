@@ -10,7 +10,7 @@ from qtool import recipes
 from qtool.recipes import recipe as schema
 from qtool.schemes.fmpq_blocks import plan_blocks
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
 PAPERS = {
     path.stem: yaml.safe_load(path.read_text())["variants"]["paper"]
     for path in Path(schema.__file__).parent.glob("*.yaml")
@@ -53,6 +53,5 @@ def test_departures_are_listed_with_their_effect(scheme: str) -> None:
     text = DOCUMENT.read_text()
     for departure in PAPERS[scheme].get("departures", ()):
         assert departure.keys() == {"what", "effect"}
-        rows = [line for line in text.splitlines() if f"| {departure['what']} |" in line]
-        assert len(rows) == 1
-        assert scheme in rows[0] and departure["effect"] in rows[0]
+        row = f"| `{scheme}` | {departure['what']} | {departure['effect']} |"
+        assert text.splitlines().count(row) == 1

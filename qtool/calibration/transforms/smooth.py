@@ -146,7 +146,8 @@ def smooth_factors(
         inputs: a sample ``X [T, K]`` float32 that the output error is measured on.
         grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
             taken even where no smoothing is better.
-        x_amax, w_amax: ``[K]`` of the formula; None: the largest of ``inputs`` and ``weights``.
+        x_amax: ``[K]`` of the formula; None: the largest of ``inputs``.
+        w_amax: ``[K]`` of the formula; None: the largest of ``weights``.
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
