@@ -218,6 +218,7 @@ def verify(
     *,
     device: str = "cpu",
     engine: str | None = None,
+    tensor_parallel: int = 1,
     progress: Progress | None = None,
 ) -> list[Verified]:
     """Check all shards and all packed linears of a native checkpoint.
@@ -225,7 +226,8 @@ def verify(
     Args:
         model: its directory or hub id.
         device: where its linears are multiplied, by the kernels that would serve them.
-        engine: ``vllm``: let that engine load the checkpoint, and hold it against the reference.
+        engine: ``vllm``: let that engine load the checkpoint, and hold it against our runtime.
+        tensor_parallel: GPUs that the engine splits it over.
         progress: called after each linear with ``(done, total, notes)``.
 
     Returns:
@@ -238,16 +240,16 @@ def verify(
 
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
+    from qtool.eval.engine import require_engine
     from qtool.io.source import Checkpoint
     from qtool.pipeline.verify import verify as verified
     from qtool.runtime.read_linear import packed_linears
 
     directory = _native(model)
+    require_engine(engine, tensor_parallel)
     if engine is not None:
-        if engine != "vllm":
-            raise QtoolError(f"--engine {engine!r}: vllm is expected")
         in_vllm = plugins.optional("qtool.serving.verify", "verify_in_vllm", "verify --engine vllm")
-        return list(in_vllm(directory))
+        return list(in_vllm(directory, tensor_parallel=tensor_parallel))
     rows: list[Verified] = []
     total = len(packed_linears(Checkpoint(directory)))
     for row in verified(directory, device=device):
@@ -276,7 +278,8 @@ def evaluate(
         tokenizer: of a model in memory.
         options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
-            items a task) and ``batch_size``; of a model in memory the last four.
+            items a task) and ``batch_size``; of a model in memory the last four. With ``engine``
+            (``vllm``) the models run in that engine, split over ``tensor_parallel`` GPUs.
 
     Returns:
         The model's results and the baseline's (None without ``compare``).

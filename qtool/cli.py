@@ -16,6 +16,7 @@ from qtool.cli_arguments import (
     CONTEXT,
     DATA_DIR,
     DEVICE,
+    ENGINE,
     EVALUATE,
     FORMAT,
     JSON,
@@ -24,6 +25,7 @@ from qtool.cli_arguments import (
     POSITIVE,
     QUANTIZE,
     QUIET,
+    TENSOR_PARALLEL,
     VERBOSE,
     NewPath,
     comma_separated,
@@ -207,7 +209,8 @@ def evaluate(
 
 @command(cli, "qtool verify demo-lqq")
 @MODEL
-@click.option("--engine", type=click.Choice(["vllm"]), help="Check what this engine makes of it.")
+@ENGINE
+@TENSOR_PARALLEL
 @DEVICE
 @QUIET
 @VERBOSE
@@ -216,7 +219,8 @@ def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Check every packed linear of a quantized MODEL.
 
     Its bytes are what was written, the scheme's invariants hold, packing is exact, and the output
-    is the reference's. Exit code 1 where a check fails.
+    is the reference's. Exit code 1 where a check fails. With --engine vllm, what vLLM makes of
+    MODEL: the kernels that run, in its CUDA graphs too, and that it says what our runtime says.
     """
     from qtool import api
 

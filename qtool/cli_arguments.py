@@ -166,6 +166,16 @@ ACTIVATIONS = click.option(
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
 )
+ENGINE = click.option(
+    "--engine", type=click.Choice(["vllm"]), help="Let this serving engine load and run it."
+)
+TENSOR_PARALLEL = click.option(
+    "--tensor-parallel",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    help="GPUs that the engine splits the model over.",
+)
 VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line a linear.")
 
 
@@ -286,6 +296,8 @@ EVALUATE = _together(
         help="Keep each finished task in MODEL's eval.json; use again what is saved there.",
     ),
     DEVICE,
+    ENGINE,
+    TENSOR_PARALLEL,
 )
 
 

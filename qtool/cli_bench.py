@@ -17,7 +17,9 @@ from qtool.cli_arguments import (
     SAMPLES,
     SCHEME,
     SEQLEN,
+    TENSOR_PARALLEL,
     NewPath,
+    comma_separated,
     command,
     print_json,
 )
@@ -111,10 +113,13 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @click.option("--batches", default="1,16,64,256", show_default=True, help="Sequences at once.")
 @click.option("--input-tokens", type=POSITIVE, default=1024, show_default=True)
 @click.option("--output-tokens", type=POSITIVE, default=512, show_default=True)
+@TENSOR_PARALLEL
 @JSON
 def bench_serve(model: str, against: str, batches: str, as_json: bool, **options: Any) -> None:
     """Time a quantized MODEL in vLLM beside its own formats."""
     from qtool.bench import bench_serve as measure
 
-    rows, text = measure(model, against=against.split(","), batches=batches.split(","), **options)
+    rows, text = measure(
+        model, against=comma_separated([against]), batches=batches.split(","), **options
+    )
     print_json(rows) if as_json else click.echo(text)

@@ -36,7 +36,6 @@ def main() -> int:
         ids = load_tokenizer(options.directory)(options.text.read_text())["input_ids"]
         count, length = options.prompts, options.prompt_tokens
         prompts = torch.tensor(ids[: count * length]).view(count, length).tolist()
-    more = {"tensor_parallel_size": options.tensor_parallel} if options.tensor_parallel > 1 else {}
     wrong = 0
     try:
         rows = list(
@@ -45,7 +44,7 @@ def main() -> int:
                 prompts=prompts,
                 tokens=options.tokens,
                 compiled=not options.eager,
-                **more,
+                tensor_parallel=options.tensor_parallel,
             )
         )
     except QtoolError as error:

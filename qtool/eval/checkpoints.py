@@ -1,5 +1,7 @@
 """Evaluate a checkpoint by its name, and the baseline beside it."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -8,6 +10,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.eval import saved
+from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
@@ -28,6 +31,8 @@ def evaluate_checkpoints(
     as_export: str | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
+    engine: str | None = None,
+    tensor_parallel: int = 1,
     **options: Any,
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
@@ -40,12 +45,15 @@ def evaluate_checkpoints(
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
         deterministic: with the same bits on all devices, not as served.
+        engine: ``vllm``: let that engine load the models and score their tokens.
+        tensor_parallel: GPUs that the engine splits a model over.
         options: of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
-        QtoolError: an unknown KV quantizer or format, or one that the model cannot have; a format
-            with ``kv`` or ``save``.
+        QtoolError: an unknown KV quantizer, format or engine, or one that the model cannot have; a
+            format with ``kv`` or ``save``; an engine with what it does not do.
     """
+    require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
     store = directory_of(model)
     if save and store == DEMO:
         raise QtoolError(
@@ -73,18 +81,18 @@ def evaluate_checkpoints(
             "device": device,
             "dtype": getattr(torch, dtype) if dtype else None,
         }
-        made = partial(load, directory, kv=kv, **where)
+        made: Callable[[], Model] = partial(load, directory, kv=kv, **where)
         if as_export is not None:
             made = partial(load_as_export, directory, as_export, **where)
-        if save:
-            return saved.results(
-                loaded_tasks,
-                saved.identity(directory),
-                made,
-                store,
-                saved.environment(device, kv, dtype),
-            )
-        loaded = made()
-        return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
+        with ExitStack() as opened:
+            if engine is not None:
+                asked = [task.facts for task in loaded_tasks]
+                made = partial(load_in_engine, opened, directory, asked, dtype, tensor_parallel)
+            if save:
+                facts = saved.environment(device, kv, dtype, engine)
+                identity = saved.identity(directory)
+                return saved.results(loaded_tasks, identity, made, store, facts)
+            loaded = made()
+            return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
 
     return run(model, kv, as_export), run(compare) if compare else None

@@ -12,18 +12,20 @@ Without it a model runs as it is served: the kernels of the device and the model
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
+from qtool.eval.engine import Engine, Model
 from qtool.kernels.order import groups_in_order
 from qtool.runtime.deterministic import deterministic_arithmetic
 from qtool.runtime.huggingface import quantized_linears
 
 
-def arithmetic(model: PreTrainedModel, deterministic: bool) -> AbstractContextManager[None]:
+def arithmetic(model: Model, deterministic: bool) -> AbstractContextManager[None]:
     """The arithmetic that evaluates ``model``: as served, or :func:`deterministic_decoder`."""
-    return deterministic_decoder(model) if deterministic else nullcontext()
+    own = deterministic and not isinstance(model, Engine)
+    return deterministic_decoder(cast(PreTrainedModel, model)) if own else nullcontext()
 
 
 @contextmanager

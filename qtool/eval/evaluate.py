@@ -10,9 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qtool.data import corpora
+from qtool.eval.engine import Model, engine_name
 from qtool.eval.perplexity import SEQLEN, perplexity
 from qtool.eval.results import Metric, Results, TaskResult
 
@@ -27,11 +28,11 @@ class LoadedTask:
 
     name: str
     facts: dict[str, Any]
-    evaluate: Callable[[PreTrainedModel], list[TaskResult]]
+    evaluate: Callable[[Model], list[TaskResult]]
 
 
 def evaluate(
-    tasks: Iterable[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+    tasks: Iterable[str], model: Model, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> Results:
     """Results of ``tasks`` on ``model``, in order.
 
@@ -116,7 +117,7 @@ def task_names(data_dir: str | Path | None = None) -> dict[str, list[str]]:
 
 def _perplexity(
     corpus: corpora.Corpus,
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     deterministic: bool,
     **options: Any,
@@ -146,5 +147,6 @@ def _perplexity(
             {"perplexity": metric},
             details,
             deterministic,
+            engine_name(model),
         )
     ]

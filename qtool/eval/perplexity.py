@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qtool import progress
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
+from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
 
 SEQLEN = 2048
@@ -71,7 +72,7 @@ class Perplexity:
 
 def perplexity(
     text: str,
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     *,
     seqlen: int = SEQLEN,
@@ -83,7 +84,8 @@ def perplexity(
     """Perplexity of ``text``, or of its first ``limit`` windows.
 
     Args:
-        batch_size: windows a forward; halved where they do not fit the device's memory.
+        batch_size: windows a forward; halved where they do not fit the device's memory. An engine
+            makes batches of its own.
         deterministic: hidden states that are the same on every device, instead of those served.
         label: name of the progress bar.
 
@@ -93,14 +95,13 @@ def perplexity(
     """
     if limit is not None and limit < 1:
         raise QtoolError(f"limit {limit} leaves no window to evaluate: at least 1 is needed")
-    ids = _tokenize(text, model, tokenizer)
-    windows = cut_windows(ids, min(seqlen, context_length(model) or seqlen))[:limit]  # [windows, s]
-    model.eval()
+    asked = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
+    ids = _tokenize(text, asked.vocabulary, tokenizer)
+    windows = cut_windows(ids, min(seqlen, asked.context_length or seqlen))[:limit]  # [windows, s]
     sums: list[float] = []
-    bar = progress.bar(label, len(windows), "window")
-    with torch.no_grad(), arithmetic(model, deterministic), bar:
-        for batch in windows.split(batch_size):  # [b, s]
-            sums += _window_sums(model, batch.to(model.device)).tolist()
+    with progress.bar(label, len(windows), "window") as bar:
+        for batch in windows.split(asked.at_once):  # [b, s]
+            sums += asked.nll(batch)
             bar.update(len(batch))
     scored = windows.shape[1] - 1
     for index, value in enumerate(sums):
@@ -113,9 +114,19 @@ def perplexity(
     )
 
 
-def context_length(model: PreTrainedModel) -> int | None:
-    """The longest window the model was made for, tokens; None if its config names none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+class _InProcess:
+    """A model of this process, asked as an :class:`Engine` is."""
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, deterministic: bool) -> None:
+        self.model, self.at_once, self.deterministic = model.eval(), batch_size, deterministic
+        embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
+        self.vocabulary = embeddings.num_embeddings
+        text = model.config.get_text_config()
+        self.context_length: int | None = getattr(text, "max_position_embeddings", None)
+
+    def nll(self, windows: torch.Tensor) -> list[float]:
+        with torch.no_grad(), arithmetic(self.model, self.deterministic):
+            return _window_sums(self.model, windows.to(self.model.device)).tolist()
 
 
 def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
@@ -129,13 +140,10 @@ def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
     return ids[: count * seqlen].view(count, seqlen) if count else ids[None]
 
 
-def _tokenize(
-    text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> torch.Tensor:
+def _tokenize(text: str, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)  # [tokens]
     if len(ids) < 2:
         raise QtoolError(f"the text has {len(ids)} tokens: at least 2 are needed for a perplexity")
-    vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
     if ids.max() >= vocabulary:
         raise QtoolError(
             f"the tokenizer gives token id {ids.max()} but the model embeds {vocabulary} ids "

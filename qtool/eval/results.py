@@ -54,6 +54,7 @@ class TaskResult:
             questions (their sha256), items (by metric, one number a question).
         deterministic: evaluated with the same bits on all devices, and not as served
             (:mod:`qtool.eval.deterministic`).
+        engine: the serving engine and version that computed it; empty for this process.
     """
 
     task: str
@@ -63,6 +64,7 @@ class TaskResult:
     metrics: dict[str, Metric]
     details: dict[str, Any] = field(default_factory=dict)
     deterministic: bool = False
+    engine: str = ""
 
     def items(self, metric: str) -> list[float]:
         """One number a window or question, whose mean is ``metric`` (a perplexity's logarithm)."""

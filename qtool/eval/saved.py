@@ -16,10 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 import qtool
 from qtool.errors import QtoolError
+from qtool.eval.engine import Model, engine_version
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, finite, from_json
 from qtool.io.safetensors import write_json
@@ -51,11 +50,21 @@ def identity(directory: Path) -> str:
     return hashlib.sha256(config + json.dumps(recorded, sort_keys=True).encode()).hexdigest()
 
 
-def environment(device: str, kv: str | None = None, dtype: str | None = None) -> dict[str, str]:
-    """Facts that change a result: kind of device, versions, a given KV quantizer or dtype."""
+def environment(
+    device: str, kv: str | None = None, dtype: str | None = None, engine: str | None = None
+) -> dict[str, str]:
+    """Facts that change a result: kind of device, versions, a given KV quantizer, dtype, engine.
+
+    The number of GPUs of an engine, like the batch size, only moves the last digits.
+    """
+    kind = "cuda" if engine else device.partition(":")[0]
     versions = {name: version(name) for name in ("torch", "transformers")}
-    given = {name: value for name, value in (("kv", kv), ("dtype", dtype)) if value}
-    return {"device": device.partition(":")[0], "qtool": qtool.__version__} | versions | given
+    given = {"kv": kv, "dtype": dtype, "engine": engine and engine_version()}
+    return (
+        {"device": kind, "qtool": qtool.__version__}
+        | versions
+        | {name: value for name, value in given.items() if value}
+    )
 
 
 def read(directory: Path) -> list[SavedResult]:
@@ -86,7 +95,7 @@ def save(directory: Path, saved: SavedResult) -> None:
 def results(
     tasks: Sequence[LoadedTask],
     model: str,
-    load: Callable[[], PreTrainedModel],
+    load: Callable[[], Model],
     store: Path,
     environment: dict[str, str],
 ) -> Results:

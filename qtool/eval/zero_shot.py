@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from functools import cache, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,17 +23,18 @@ from lm_eval import evaluator
 from lm_eval.api import model as lm_eval_model
 from lm_eval.api import task as lm_eval_task
 from lm_eval.models import huggingface
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qtool import progress
 from qtool.data import corpora
 from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
 from qtool.eval.deterministic import arithmetic
+from qtool.eval.engine import Model, engine_name
 from qtool.eval.items import allow_infinite_perplexities, metrics_and_items
+from qtool.eval.language_model import language_model
 from qtool.eval.results import TaskResult
 from qtool.io import hub
 
@@ -96,7 +96,7 @@ def _leaves(tasks: list[Any]) -> Iterator[Any]:
 
 def zero_shot(
     tasks: list[Any],
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     *,
     origin: str,
@@ -120,9 +120,7 @@ def zero_shot(
         allow_infinite_perplexities(task.aggregation())
     with _quiet(label), hub.offline(), arithmetic(model, deterministic):
         found = evaluator.simple_evaluate(
-            model=_LanguageModel(
-                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"
-            ),
+            model=language_model(model, tokenizer, batch_size),
             tasks=tasks,
             limit=limit,
             bootstrap_iters=0 if limit == 1 else RESAMPLES,
@@ -140,29 +138,9 @@ def zero_shot(
             "items": items,
         }
         count = found["n-samples"].get(name, {}).get("effective", 0)
-        results.append(
-            TaskResult(name, "zero_shot", origin, count, metrics, details, deterministic)
-        )
+        how = deterministic, engine_name(model)
+        results.append(TaskResult(name, "zero_shot", origin, count, metrics, details, *how))
     return results
-
-
-class _LanguageModel(HFLM):
-    """lm-eval's own, which also scores a continuation that adds no token to its context.
-
-    lm-eval stops at an assertion where the two merge into no more tokens than the context has (a
-    tokenizer with tokens such as "into▁the▁"); the continuation then starts at the first token that
-    differs from the context's. Wherever lm-eval has a number, it is the same number.
-    """
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        head, tail = super()._encode_pair(context, continuation)
-        if tail:
-            return head, tail
-        whole = self.tok_encode(context + continuation)
-        shared = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, head, strict=False))
-        )
-        return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
 
 @cache

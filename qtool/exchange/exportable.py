@@ -14,7 +14,7 @@ from qtool.exchange.target import (
     size_text,
 )
 from qtool.format import CheckpointFormat, LinearFormat
-from qtool.models import Family, Heads, family_of
+from qtool.models import Family, family_of
 
 #: by full name; None stays in 16 bit
 ByLinear = dict[str, LinearFormat | None]
@@ -180,16 +180,7 @@ def _ranks(
         raise QtoolError(
             f"{target.name}: its loader runs on one GPU; --tensor-parallel {ranks} is impossible"
         )
-    heads = Heads.of(namespace)
-    if heads.query % ranks:
-        raise QtoolError(f"{heads.query} attention heads cannot be split over {ranks} GPUs")
-    split = {}
-    for group in family.groups:
-        for linear in group.linears:
-            split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
-    for linear in {family.attention.k, family.attention.v} & split.keys():
-        split[linear] = (min(ranks, heads.kv), 1)  # fewer kv heads than GPUs are replicated
-    return split
+    return family.tensor_parallel(namespace, ranks)
 
 
 def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:

@@ -162,6 +162,23 @@ class Family:
         for group in self.groups:
             yield from group.linears
 
+    def tensor_parallel(self, config: Any, ranks: int) -> dict[str, tuple[int, int]]:
+        """Into how many parts serving stacks cut N and K of each linear, over ``ranks`` GPUs.
+
+        Raises:
+            QtoolError: the attention heads do not divide.
+        """
+        heads = Heads.of(config)
+        if heads.query % ranks:
+            raise QtoolError(f"{heads.query} attention heads cannot be split over {ranks} GPUs")
+        split = {}
+        for group in self.groups:
+            for linear in group.linears:
+                split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
+        for linear in {self.attention.k, self.attention.v} & split.keys():
+            split[linear] = (min(ranks, heads.kv), 1)  # fewer kv heads than GPUs are replicated
+        return split
+
     def group_of(self, linear: str) -> LinearGroup:
         """The group that ``linear`` belongs to."""
         return next(group for group in self.groups if linear in group.linears)

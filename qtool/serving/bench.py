@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, suggest
+from qtool.serving.vllm.engine import require_vllm
 from qtool.table import render
 
 #: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
@@ -73,14 +74,14 @@ def bench_serve(
     input_tokens: int = 1024,
     output_tokens: int = 512,
     cache: str = "fp8",
-    **options: Any,
+    tensor_parallel: int = 1,
 ) -> Iterator[Served]:
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM; rows come as they
     are measured.
 
     Args:
         cache: dtype of every engine's KV cache, ``fp8`` or ``16``.
-        options: of ``vllm.LLM``.
+        tensor_parallel: GPUs that each engine splits its model over.
 
     Raises:
         QtoolError: for an unknown baseline, or if an engine stops.
@@ -90,8 +91,9 @@ def bench_serve(
             raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
     if cache not in CACHES:
         raise QtoolError(f"--cache {cache}: {suggest(cache, CACHES)}")
+    require_vllm(directory, tensor_parallel)
     config = json.loads((directory / "config.json").read_text())
-    common = {"kv_cache_dtype": CACHES[cache]} | options
+    common = {"kv_cache_dtype": CACHES[cache], "tensor_parallel_size": tensor_parallel}
     with tempfile.TemporaryDirectory() as folder:
         engines = {f"qtool {config['quantization_config']['scheme']}": (directory, common)}
         for name in against:

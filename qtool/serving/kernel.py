@@ -32,6 +32,7 @@ class Gemm:
     Attributes:
         names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M,
             k]`` of ``dtype``.
+        launches: GEMMs that it takes: several where the linears' inputs differ.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Gemm:
     dtype: torch.dtype
     multiply: Callable[[torch.Tensor], torch.Tensor]
     kernel: Kernel
+    launches: int = 1
 
 
 def serving_kernel(
@@ -52,23 +54,47 @@ def serving_kernel(
     """
     if kernel := kernel_for(linear_format, n, k, device, dtype):
         return kernel
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return require_kernel(name, linear_format, n, k, capability, dtype)
+
+
+def require_kernel(
+    name: str,
+    linear_format: LinearFormat,
+    n: int,
+    k: int,
+    capability: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Kernel:
+    """The first kernel that takes a weight ``[n, k]``.
+
+    Args:
+        capability: of the GPU; None: of any. dtype: of the activations; None: any.
+
+    Raises:
+        QtoolError: naming the layer, and what would be taken.
+    """
     known = KERNELS.get((linear_format.scheme, linear_format.layout), ())
     fitting = [
         kernel
         for kernel in known
-        if dtype in kernel.dtypes and n % kernel.n == 0 and k % kernel.k == 0
+        if dtype in (None, *kernel.dtypes) and n % kernel.n == 0 and k % kernel.k == 0
     ]
-    if fitting and device.type == "cpu":
-        return fitting[0]
-    what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}, {dtype}"
-    if fitting:
-        runs_on = sorted(
-            {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
+    what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}"
+    what += f", {dtype}" * (dtype is not None)
+    if not fitting:
+        raise QtoolError(
+            f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})"
         )
-        major, minor = torch.cuda.get_device_capability(device)
-        gpu = f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}"
-        raise QtoolError(f"{what}: {gpu}; its kernels run on {', '.join(runs_on)}")
-    raise QtoolError(f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})")
+    for kernel in fitting:
+        if capability in (None, *kernel.capabilities):
+            return kernel
+    listed = {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
+    assert capability is not None
+    raise QtoolError(
+        f"{what}: this GPU is sm_{capability[0]}{capability[1]}; its kernels run on "
+        f"{', '.join(sorted(listed))}"
+    )
 
 
 def _multiples(kernels: tuple[Kernel, ...]) -> str:

@@ -184,7 +184,8 @@ class PackedLinear:
     def gemms(self, layer: Any) -> Iterator[Gemm]:
         """What the layer multiplies, for who wants to check it."""
         multiply = partial(self.apply, layer, bias=layer.bias)
-        yield Gemm(self.name, self.names, _inputs(layer), self.dtype, multiply, self.kernel)
+        what = self.name, self.names, _inputs(layer), self.dtype
+        yield Gemm(*what, multiply, self.kernel, len(self.pieces))
 
     def _multiply(
         self, layer: nn.Module, piece: dict[str, str], x: Tensor, bias: Tensor | None

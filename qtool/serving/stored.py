@@ -77,6 +77,34 @@ class PackedLinears:
         n, k = self._block(block or 0).shape(f"{within}.weight", self.settings)
         return n, k
 
+    def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
+        """What one of ``ranks`` GPUs has of the linear ``name``.
+
+        Returns:
+            Output channels of each linear that is joined in it, input channels, and among how many
+            ranks these are cut.
+
+        Raises:
+            QtoolError: what does not divide.
+        """
+        block, within = self._place(name)
+        family, (n, k) = self._block(block or 0), self.shape(name)
+        split = family.tensor_parallel(self.settings, ranks)
+        rows, columns = split[within]
+        parts = {within: n}
+        if within in family.fused and not family.fused_by_head:
+            sizes = {part: family.rows(part, self.settings) for part in family.fused[within]}
+            parts = {part: s.stop - s.start for part, s in sizes.items() if isinstance(s, slice)}
+        kv = {family.attention.k, family.attention.v}
+        heads = Heads.of(self.settings).kv
+        cuts = {part: min(ranks, heads) if part in kv else rows for part in parts}
+        if k % columns or any(size % cuts[part] for part, size in parts.items()):
+            raise QtoolError(
+                f"{name}: a weight [{n}, {k}] cannot be split over {ranks} GPUs; use a smaller "
+                "tensor-parallel size"
+            )
+        return tuple(size // cuts[part] for part, size in parts.items()), k // columns, columns
+
     def _place(self, name: str) -> tuple[int | None, str]:
         prefix = f"{self.family.blocks}."
         block, _, within = name.removeprefix(prefix).partition(".")

@@ -1,8 +1,9 @@
 """``qtool verify --engine vllm``: what vLLM makes of a native checkpoint, beside our own runtime.
 
 For each multiplication of a layer that vLLM built from packed linears: the kernel, and the distance
-of its output from our runtime's on the same tokens. Then what the whole models say: the perplexity
-of prompts, and greedy continuations.
+of its output from our runtime's on the same tokens. Then what vLLM's steps launch
+(:mod:`qtool.serving.replay`), and what the whole models say: the perplexity of prompts, and greedy
+continuations.
 
 Two right stacks differ as much as one differs from itself in other roundings. So our runtime also
 scores the prompts in float32: its largest distance from that is the *noise*. Continuations may part
@@ -12,6 +13,7 @@ only where the two best logits are within twice the noise, perplexities by no mo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -24,8 +26,11 @@ from qtool.models import family_of
 from qtool.pipeline.verify import Verified
 from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
+from qtool.serving.replay import profiled, read_profiles, replays
 
 TOKENS = 8
+#: steps that are profiled after a prefill
+DECODED = 4
 #: of layers whose kernel sums floats: another tile adds in another order, and 16 bits round it
 TOLERANCE = 4e-3
 #: mean log-probabilities of tokens that are always taken as equal
@@ -54,7 +59,7 @@ def verify_in_vllm(
     prompts: list[list[int]] | None = None,
     tokens: int = 32,
     compiled: bool = True,
-    **options: Any,
+    tensor_parallel: int = 1,
 ) -> Iterator[Verified]:
     """Check what vLLM makes of the native checkpoint in ``directory``.
 
@@ -62,41 +67,58 @@ def verify_in_vllm(
         prompts: token ids, all of one length; 8 of 64 random ids by default. tokens: generated for
             each.
         compiled: as vLLM serves by default, with torch.compile and CUDA graphs; else eagerly.
-        options: of ``vllm.LLM``.
+        tensor_parallel: GPUs that vLLM splits the model over. A layer of several ranks is not a
+            layer of ours, so with more than one only kernels and answers are compared.
 
     Raises:
         QtoolError: if the checkpoint or vLLM cannot be loaded.
     """
-    from qtool.serving.vllm.engine import answers, engine, greedy
+    from qtool.serving.vllm.engine import answers, engine, greedy, prompt_scores, require_vllm
 
+    require_vllm(directory, tensor_parallel)
     checkpoint = Checkpoint(directory)
     native_format(checkpoint.config)
     prompts = prompts or random_prompts(int(checkpoint.config["vocab_size"]))
     ours = our_answer(directory, prompts, tokens)
-    fixed = {
-        "max_model_len": len(prompts[0]) + tokens + 1,
-        "max_num_seqs": len(prompts),
-        "enforce_eager": not compiled,
-        "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.02,  # asked for at the start only: the cache's size is given
-    }
-    settings = fixed | options
-    llm = engine(directory, **settings)
-    # with several ranks a layer of theirs is not a layer of ours
-    if settings.get("tensor_parallel_size", 1) == 1:
-        yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
+    with TemporaryDirectory(prefix="qtool-") as folder:
+        llm = engine(
+            directory,
+            max_model_len=len(prompts[0]) + tokens + 1,
+            max_num_seqs=len(prompts),
+            enforce_eager=not compiled,
+            kv_cache_memory_bytes=1 << 30,
+            gpu_memory_utilization=0.02,  # asked for at the start only: the cache's size is given
+            tensor_parallel_size=tensor_parallel,
+            **profiled(Path(folder)),
+        )
+        if tensor_parallel == 1:
+            yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
+        llm.start_profile()
+        answers(llm, prompts[:4], greedy(DECODED + 1))
+        llm.stop_profile()
+        each = llm.apply_model(multiplications)
+        yield from replays(read_profiles(Path(folder)), each, DECODED, graphs=compiled)
     found = answers(llm, prompts, greedy(tokens, prompt_scores=True))
-    yield perplexity(_scores(found), ours)
+    yield perplexity(torch.tensor([prompt_scores(answer) for answer in found]), ours)
     yield continuations([list(answer.outputs[0].token_ids) for answer in found], ours)
 
 
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
-    owners = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "gemms")]
-    gemms = [gemm for owner in owners for gemm in cast(Any, owner.quant_method).gemms(owner)]
-    if not gemms:
+    if not (gemms := packed_gemms(model)):
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
     yield from (_row(gemm, checkpoint) for gemm in gemms)
+
+
+def multiplications(model: nn.Module) -> int:
+    """How many packed GEMMs a step of vLLM's ``model`` has, on this rank."""
+    return sum(gemm.launches for gemm in packed_gemms(model))
+
+
+def packed_gemms(model: nn.Module) -> list[Gemm]:
+    """The multiplications of all layers that vLLM built from packed linears."""
+    owners = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "gemms")]
+    return [gemm for owner in owners for gemm in cast(Any, owner.quant_method).gemms(owner)]
 
 
 @torch.no_grad()
@@ -166,12 +188,6 @@ def continuations(tokens: list[list[int]], ours: Answer) -> Verified:
     problem = f"part where our runtime is sure: {', '.join(sure)}" if sure else ""
     ran = f"{equal} of {len(tokens)} continuations equal; noise {noise:.4f}"
     return Verified("greedy tokens", problem, ran)
-
-
-def _scores(found: list[Any]) -> Tensor:
-    """vLLM's log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first."""
-    pairs = [zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True) for a in found]
-    return torch.tensor([[at[token].logprob for at, token in row] for row in pairs])
 
 
 @torch.no_grad()

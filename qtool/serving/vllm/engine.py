@@ -1,36 +1,61 @@
-"""vLLM in this process: an ``LLM`` that is given token ids and greedily gives token ids back."""
+"""vLLM's ``LLM`` of a model directory: it is given token ids and gives ids and scores back."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError
+from qtool.serving.preflight import require_gpus, require_servable
 
 
-def engine(directory: str | Path, **options: Any) -> Any:
-    """vLLM's ``LLM`` of a model directory, in this process, without its tokenizer.
+def engine(directory: str | Path, *, in_process: bool = True, **options: Any) -> Any:
+    """vLLM's ``LLM`` of a model directory, without its tokenizer.
 
     Args:
+        in_process: the model is in this process (the first rank's share, with several), so that it
+            can be asked; else in a process of vLLM's, which takes its memory along when it ends.
         options: of ``vllm.LLM``; a directory of ours is recognized by its ``config.json``.
 
     Raises:
-        QtoolError: if vLLM is not installed.
+        QtoolError: vLLM is not installed or too old, the GPUs are too few, the checkpoint cannot
+            be served, or vLLM does not load it.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the model can be asked
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not in_process))
+    require_vllm(Path(directory), options.get("tensor_parallel_size", 1))
+    from vllm import LLM
+
+    fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
     try:
-        from vllm import LLM
-    except ImportError as error:
-        raise QtoolError(f"vLLM is needed: pip install 'qtool[vllm]' ({error})") from error
+        return LLM(str(directory), **(fixed | options))
+    except (RuntimeError, ValueError) as error:  # a failed start, options that do not go together
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise QtoolError(f"vLLM does not load {directory}: {last[0]}") from error
+
+
+def require_vllm(directory: Path, tensor_parallel: int) -> None:
+    """Refuse what cannot be served, before anything is loaded; the plugin is registered after it.
+
+    Raises:
+        QtoolError: vLLM is not installed or too old, or the GPUs are too few, or what
+            :func:`qtool.serving.preflight.require_servable` refuses.
+    """
     from qtool.serving.vllm.plugin import register
 
-    register()
-    fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
-    return LLM(str(directory), **(fixed | options))
+    try:
+        register()
+    except ImportError as error:
+        raise QtoolError(f"vLLM is needed: pip install 'qtool[vllm]' ({error})") from error
+    from vllm.platforms import current_platform  # asked without a context on the GPU
+
+    require_gpus(tensor_parallel)
+    found = current_platform.get_device_capability()
+    require_servable(directory, tensor_parallel, found and (found.major, found.minor))
 
 
 def greedy(tokens: int, *, prompt_scores: bool = False) -> Any:
-    """Sampling of exactly ``tokens`` greedy tokens; ``prompt_scores`` adds log-probabilities of
-    prompt and tokens.
+    """Sampling of exactly ``tokens`` greedy tokens.
+
+    ``prompt_scores`` adds log-probabilities of the prompt and of the tokens.
     """
     from vllm import SamplingParams
 
@@ -45,3 +70,9 @@ def answers(llm: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
     return list(
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     )
+
+
+def prompt_scores(answer: Any) -> list[float]:
+    """Log-probabilities of a prompt's tokens after the first."""
+    pairs = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
+    return [at[token].logprob for at, token in pairs]

@@ -1,0 +1,107 @@
+"""A model that a serving engine has loaded, as evaluations ask it.
+
+The windows and the requests are those of a model in this process; the engine only gives the
+log-likelihoods of their tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qtool import plugins
+from qtool.errors import QtoolError
+
+
+class Engine(ABC):
+    """A loaded model of a serving engine.
+
+    Attributes:
+        name: the engine and its version, for results.
+        vocabulary: token ids that the model embeds.
+        context_length: the longest window the model was made for, tokens; None if its config names
+            none.
+        at_once: windows that it is given at once.
+    """
+
+    name: str
+    vocabulary: int
+    context_length: int | None
+    at_once: int
+
+    @abstractmethod
+    def nll(self, windows: Tensor) -> list[float]:
+        """``[b, s]`` ids -> b sums of -log p(token | its window so far), nats."""
+
+    @abstractmethod
+    def lm_eval_model(self) -> Any:
+        """The same model as one of lm-eval's, a :class:`qtool.eval.language_model.MergedPairs`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the engine's memory back; nothing can be asked afterwards."""
+
+
+#: what tasks are evaluated on
+Model: TypeAlias = PreTrainedModel | Engine
+
+
+def engine_name(model: Model) -> str:
+    """The engine and version of ``model``; empty for a model in this process."""
+    return model.name if isinstance(model, Engine) else ""
+
+
+def require_engine(engine: str | None, tensor_parallel: int, **others: str | bool | None) -> None:
+    """Refuse an unknown engine, one that is not installed, and ``others`` that go without it."""
+    if engine is None:
+        if tensor_parallel != 1:
+            raise QtoolError(f"--tensor-parallel {tensor_parallel} is for --engine vllm")
+        return
+    if engine != "vllm":
+        raise QtoolError(f"--engine {engine!r}: vllm is expected")
+    for option, value in others.items():
+        if value:
+            raise QtoolError(
+                f"--engine vllm goes without --{option.replace('_', '-')}: the engine computes as "
+                "it serves"
+            )
+    engine_version()
+
+
+def engine_version() -> str:
+    """vLLM and its version.
+
+    Raises:
+        QtoolError: it is not installed.
+    """
+    found: str = _of_vllm("engine_version")()
+    return found
+
+
+def load_in_engine(
+    opened: ExitStack,
+    directory: Path,
+    facts: Sequence[dict[str, Any]],
+    dtype: str | None,
+    tensor_parallel: int,
+) -> Engine:
+    """The model of ``directory`` in vLLM, closed with ``opened``.
+
+    Args:
+        facts: of the tasks that it will be asked; one without ``seqlen`` has requests of any
+            length.
+    """
+    lengths = [fact["seqlen"] for fact in facts if "seqlen" in fact]
+    tokens = max(lengths) if len(lengths) == len(facts) else None
+    made: Engine = _of_vllm("VllmModel")(
+        directory, tokens=tokens, dtype=dtype, tensor_parallel=tensor_parallel
+    )
+    return opened.enter_context(closing(made))
+
+
+def _of_vllm(name: str) -> Any:
+    return plugins.optional("qtool.serving.evaluate", name, "eval --engine vllm")

@@ -1,0 +1,94 @@
+"""``qtool eval --engine vllm``: the windows and requests of an evaluation, scored by vLLM.
+
+Of a perplexity's windows vLLM gives the log-probability of every token (``prompt_logprobs``); for
+zero-shot tasks lm-eval's own class asks it. The model runs as vLLM serves it by default, with
+torch.compile, CUDA graphs and its own cache, on any number of GPUs.
+"""
+
+import math
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.eval.engine import Engine
+
+#: prompt tokens a step, each with the float32 logits of the whole vocabulary
+STEP_TOKENS = 2048
+
+
+def engine_version() -> str:
+    """vLLM and its version.
+
+    Raises:
+        QtoolError: it is not installed.
+    """
+    try:
+        return f"vllm {version('vllm')}"
+    except PackageNotFoundError:
+        raise QtoolError("eval --engine vllm: vLLM is needed: pip install 'qtool[vllm]'") from None
+
+
+class VllmModel(Engine):
+    """The model of a directory, native or not, in vLLM.
+
+    Args:
+        tokens: of the longest window; None for requests of any length, which need the tokenizer
+            too. The engine has room for one token more, since it always generates one.
+        dtype: its name; by default the checkpoint's own.
+
+    Raises:
+        QtoolError: as :func:`qtool.serving.vllm.engine.engine`.
+    """
+
+    at_once = 256
+
+    def __init__(
+        self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
+    ) -> None:
+        from transformers import AutoConfig
+
+        from qtool.serving.vllm.engine import engine
+
+        self.name, self.directory = engine_version(), directory
+        text = AutoConfig.from_pretrained(directory).get_text_config()
+        self.vocabulary = text.vocab_size
+        self.context_length = getattr(text, "max_position_embeddings", None)
+        lengths = [length for length in (tokens, self.context_length) if length is not None]
+        room = {"max_model_len": min(lengths) + 1} if lengths else {}
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token more
+        self.llm = engine(
+            directory,
+            in_process=False,
+            dtype=dtype or "auto",
+            tensor_parallel_size=tensor_parallel,
+            max_num_batched_tokens=STEP_TOKENS,
+            gpu_memory_utilization=0.85,
+            skip_tokenizer_init=tokens is not None,
+            **room,
+        )
+
+    def nll(self, windows: Tensor) -> list[float]:
+        from qtool.serving.vllm.engine import answers, greedy, prompt_scores
+
+        found = answers(self.llm, windows.tolist(), greedy(1, prompt_scores=True))
+        return [-math.fsum(prompt_scores(answer)) for answer in found]
+
+    def lm_eval_model(self) -> Any:
+        from lm_eval.models import vllm_causallms
+
+        from qtool.eval.language_model import MergedPairs
+
+        class LanguageModel(MergedPairs, vllm_causallms.VLLM):  # type: ignore[misc]
+            """lm-eval's own class of vLLM's models."""
+
+        with patch.object(vllm_causallms, "LLM", lambda **_: self.llm):
+            # a number: with "auto" vLLM shows bars of its own
+            return LanguageModel(pretrained=str(self.directory), batch_size=1 << 16)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()

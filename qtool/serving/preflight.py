@@ -1,0 +1,68 @@
+"""Whether an engine can serve a checkpoint on these GPUs, decided before it loads anything."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from qtool.errors import QtoolError
+from qtool.format import QUANT_METHOD, native_format
+from qtool.io.source import Checkpoint, read_config
+from qtool.serving.kernel import require_kernel
+from qtool.serving.partition import require_shares
+from qtool.serving.stored import PackedLinears, require_stored
+
+
+def require_gpus(count: int) -> None:
+    """Refuse a machine with fewer NVIDIA GPUs.
+
+    Raises:
+        QtoolError: saying how many there are.
+    """
+    if (there := torch.cuda.device_count()) < count:
+        raise QtoolError(
+            f"vLLM would run on {count} NVIDIA GPU{'s' * (count > 1)}; "
+            f"this machine has {there or 'none'}"
+        )
+
+
+def require_servable(
+    directory: Path, tensor_parallel: int, capability: tuple[int, int] | None
+) -> None:
+    """Refuse a damaged checkpoint, shares that are no tiles, a GPU without a kernel.
+
+    Args:
+        capability: of the GPUs, as far as it is known. A model that is not native can be served.
+
+    Raises:
+        QtoolError: naming what does not fit; one sentence.
+    """
+    config = read_config(directory)
+    if config.get("quantization_config", {}).get("quant_method") != QUANT_METHOD:
+        return
+    text = AutoConfig.from_pretrained(directory).get_text_config()
+    linears = PackedLinears(text.to_dict(), native_format(config))
+    require_stored(Checkpoint(directory), linears)
+    require_shares_and_kernels(linears, tensor_parallel, capability)
+
+
+def require_shares_and_kernels(
+    linears: PackedLinears, tensor_parallel: int, capability: tuple[int, int] | None
+) -> None:
+    """Refuse what ``tensor_parallel`` GPUs of ``capability`` cannot share or multiply.
+
+    Raises:
+        QtoolError: naming the first such linear.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    for name in linears.names():
+        linear_format = linears.of(name)
+        assert linear_format is not None
+        outputs, k, ranks = linears.share(name, tensor_parallel)
+        permuted = linears.format.is_permuted(name)
+        case = linear_format, outputs, k, ranks, permuted
+        if case not in seen:
+            require_shares(name, linear_format, outputs, k, ranks, permuted=permuted)
+            require_kernel(name, linear_format, sum(outputs), k, capability)
+            seen.add(case)

@@ -1,0 +1,76 @@
+"""What cannot be served is refused in a sentence before an engine loads anything."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool.errors import QtoolError
+from qtool.format import native_format
+from qtool.io.source import Checkpoint
+from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
+from qtool.serving.stored import PackedLinears
+from tests.serving.conftest import FORMATS, Native, rewritten
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+def test_shares_and_kernels_of_every_format(native: Native) -> None:
+    for scheme, layout in FORMATS:
+        checkpoint = Checkpoint(native(scheme, layout))
+        linears = PackedLinears(checkpoint.config, native_format(checkpoint.config))
+        require_shares_and_kernels(linears, 1, None)
+        with pytest.raises(QtoolError, match=r"this GPU is sm_100; its kernels run on sm_"):
+            require_shares_and_kernels(linears, 1, BLACKWELL)
+
+
+@pytest.mark.parametrize("variant", ["llama", "phi3", "falcon-new", "opt", "mixtral", "qwen2_moe"])
+def test_what_ranks_can_share(native: Native, variant: str) -> None:
+    require_servable(native(variant=variant), 2, HOPPER)
+    with pytest.raises(QtoolError, match=r"8 attention heads cannot be split over 3 GPUs"):
+        require_servable(native(variant=variant), 3, HOPPER)
+
+
+def test_shares_that_are_no_tiles_name_the_linear(native: Native) -> None:
+    directory = native("w4a16", "marlin")
+    require_servable(directory, 2, HOPPER)
+    with pytest.raises(QtoolError, match=r"^model.layers.0.\S+: .*tensor-parallel size"):
+        require_servable(directory, 4, HOPPER)
+    with pytest.raises(QtoolError, match=r"o_proj: layout compute-aware cannot be cut"):
+        require_servable(native("w4a8-qoq-g128", "compute-aware"), 2, (8, 0))
+    with pytest.raises(QtoolError, match=r"this GPU is sm_80; its kernels run on sm_90"):
+        require_servable(native(), 1, (8, 0))
+
+
+def test_a_damaged_checkpoint_names_the_tensor(native: Native, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.s2"
+    directory = rewritten(native(), tmp_path / "damaged", {}, drop=name)
+    with pytest.raises(QtoolError, match=name.replace(".", r"\.")):
+        require_servable(directory, 1, HOPPER)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu() -> None:
+    with pytest.raises(QtoolError, match="vLLM would run on 1 NVIDIA GPU; this machine has none"):
+        require_gpus(1)
+    with pytest.raises(QtoolError, match="on 2 NVIDIA GPUs; this machine has none"):
+        require_gpus(2)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None or torch.cuda.is_available(),
+    reason="vLLM is installed",
+)
+def test_a_machine_without_vllm(native: Native) -> None:
+    import qtool
+
+    directory = native()
+    calls: list[Callable[[], object]] = [
+        lambda: qtool.verify(directory, engine="vllm"),
+        lambda: qtool.evaluate(["demo"], directory, engine="vllm"),
+    ]
+    for call in calls:
+        with pytest.raises(QtoolError, match=r"vLLM is needed: pip install 'qtool\[vllm\]'"):
+            call()
