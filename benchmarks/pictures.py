@@ -3,6 +3,7 @@
 The picture of quality against speed is made of stored results; the others explain.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,11 @@ def kv_page() -> None:
 
 
 def main() -> None:
+    global IMAGES
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=IMAGES, help="the folder that they go to")
+    IMAGES = parser.parse_args().out
+    IMAGES.mkdir(parents=True, exist_ok=True)
     for draw in (quality_speed, block_loop, pipeline, bits, dual_mma, kv_page):
         draw()
 

@@ -60,13 +60,15 @@ def main() -> None:
         "--kv", default="none", help="KV-cache quantizers with commas, each for every row"
     )
     parser.add_argument("--windows", type=int, default=96, help="evaluated")
+    parser.add_argument("--calibration", type=int, default=64, help="windows calibrated on")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     source = resolve(arguments.model)
     base = load(source, dtype=torch.float32, device=arguments.device)
     calibration, windows = (
-        sample(base, 64, 512, seed=0),
-        sample(base, arguments.windows, 512, seed=1),
+        sample(base, arguments.calibration, arguments.length, seed=0),
+        sample(base, arguments.windows, arguments.length, seed=1),
     )
     full = measured(base, windows)
     print(f"full precision: perplexity {full['perplexity']:.3f}\n")

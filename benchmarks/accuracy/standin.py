@@ -12,6 +12,7 @@ be judged by it.
 import argparse
 import lzma
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def main() -> None:
         "--text", type=Path, action="append", default=[], help="UTF-8, plain or .xz; more than once"
     )
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("standin.py: a CUDA device is needed")
     tokenizer = AutoTokenizer.from_pretrained(Path(qtool.__file__).parent / "demo")
     arguments.out.mkdir(parents=True, exist_ok=True)
     kept = arguments.out / "train.npy"

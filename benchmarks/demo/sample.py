@@ -61,8 +61,8 @@ class NextTo:
 def draw(
     p: torch.Tensor, previous: list[int], next_to: NextTo, random: torch.Generator
 ) -> tuple[torch.Tensor, int]:
-    """One token a row of p [BATCH, vocabulary], drawn again while it cannot follow; the tokens and
-    the redraws.
+    """One token a row of p [windows, vocabulary], drawn again while it cannot follow; the tokens
+    and the redraws.
     """
     tokens = torch.multinomial(p, 1, generator=random)
     redraws = 0
@@ -75,14 +75,19 @@ def draw(
 
 @torch.no_grad()
 def sample(
-    model: PreTrainedModel, first: int, next_to: NextTo, random: torch.Generator
+    model: PreTrainedModel,
+    first: int,
+    next_to: NextTo,
+    random: torch.Generator,
+    windows: int,
+    length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tokens [BATCH, CONTEXT], the surprisal in nats of each but the first [BATCH, CONTEXT - 1],
+    """Tokens [windows, length], the surprisal in nats of each but the first [windows, length - 1],
     and the redraws.
     """
-    tokens = [torch.full((BATCH, 1), first)]
+    tokens = [torch.full((windows, 1), first)]
     surprisal, cache, redraws = [], None, 0
-    for _ in range(CONTEXT - 1):
+    for _ in range(length - 1):
         output = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         log_p = output.logits[:, -1].log_softmax(-1)
@@ -117,6 +122,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a window")
+    parser.add_argument("--at-once", type=int, default=BATCH, help="windows sampled side by side")
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -129,7 +136,9 @@ def main() -> None:
     surprisals: list[float] = []
     rejected = redraws = batches = 0
     while len(kept) < arguments.windows:
-        tokens, surprisal, redrawn = sample(model, first, next_to, random)
+        tokens, surprisal, redrawn = sample(
+            model, first, next_to, random, arguments.at_once, arguments.tokens
+        )
         batches += 1
         redraws += redrawn
         for ids, nats in zip(tokens.tolist(), surprisal.mean(1).tolist(), strict=True):
@@ -146,11 +155,12 @@ def main() -> None:
     if tokenizer(text)["input_ids"] != [token for ids in kept for token in ids]:
         raise SystemExit("the windows' concatenated text does not tokenize to the sampled tokens")
     arguments.out.write_text(text, encoding="utf-8", newline="")
+    redrawable = batches * arguments.at_once * (arguments.tokens - 1)
     record = {
         "windows": len(kept),
-        "tokens": len(kept) * CONTEXT,
+        "tokens": len(kept) * arguments.tokens,
         "seed": arguments.seed,
-        "redrawn_share": round(redraws / (batches * BATCH * (CONTEXT - 1)), 5),
+        "redrawn_share": round(redraws / redrawable, 5),
         "rejected_share": round(rejected / (rejected + len(kept)), 4),
         "nats_per_token": mean_and_error(surprisals),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

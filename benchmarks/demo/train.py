@@ -195,6 +195,8 @@ def main() -> None:
         "--seconds", type=float, default=600, help="start nothing new after this long"
     )
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("train.py: a CUDA device is needed")
 
     deadline = time.monotonic() + arguments.seconds
     train_tokens, valid_tokens = (

@@ -7,8 +7,11 @@ Other kernels than the W4A8 ones are kept in benchmarks/results/kernels-others.j
 """
 
 import argparse
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import torch
 
 from qtool.bench.gemm import MODELS, TOKENS, gemm_table, markdown, summed
 from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS, Source
@@ -32,6 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="keep the sums here")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.py: a CUDA device is needed")
     names, models, sizes = (
         args.columns.split(","),
         args.models.split(","),

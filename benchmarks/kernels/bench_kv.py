@@ -7,7 +7,10 @@ A shape is B x T x Hkv x Hq x D.
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+import torch
 
 from qtool.bench.kv import HEAD, SHAPES, kv_rows, kv_table
 from qtool.bench.stored import machine, store
@@ -20,6 +23,8 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--json", type=Path, help="keep the table here")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_kv.py: a CUDA device is needed")
     rows = kv_rows(arguments.shapes.split(","))
     print(kv_table(rows))
     print(machine("cuda"))

@@ -2,6 +2,7 @@
 last place, on a CPU.
 
     python benchmarks/kernels/chance.py DIR [--text demo] [--draws 2] [--dtype float32]
+    [--limit 16]
 
 The float32 output of every linear with quantized activations is multiplied by 1 + u, u uniform
 within 2^-23, before it is rounded to the model's dtype: what another order of sums does, on any
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--text", default="demo", help="as of qtool eval")
     parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--limit", type=int, help="windows evaluated; all by default")
     parser.add_argument("--dtype", default="bfloat16", help="of what is not quantized")
     args = parser.parse_args()
     text = corpora.load(args.text, split=corpora.TEST).text
@@ -44,7 +46,7 @@ def main() -> None:
     for draw in range(args.draws + 1):
         torch.manual_seed(draw)
         with mock.patch.object(QuantLinear, "reference", noisy if draw else exact):
-            found = perplexity(text, model, tokenizer, batch_size=8)
+            found = perplexity(text, model, tokenizer, batch_size=8, limit=args.limit)
         windows = torch.tensor(found.window_nll, dtype=torch.float64)
         first = windows if draw == 0 else first
         difference = windows - first

@@ -308,6 +308,8 @@ def main() -> int:
         "--small", action="store_true", help="one tiny shape a tile, for compute-sanitizer"
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check.py: a CUDA device is needed")
     torch.manual_seed(0)
     random.seed(0)
     if args.small:

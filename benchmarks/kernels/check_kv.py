@@ -328,6 +328,8 @@ def main() -> int:
         "--small", action="store_true", help="a few tiny shapes, for compute-sanitizer"
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check_kv.py: a CUDA device is needed")
     failures = count = 0
     for name, wrong in checks(0 if args.small else args.fuzz, args.small):
         count += 1

@@ -354,6 +354,8 @@ def main() -> int:
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check_mma.py: a CUDA device is needed")
     random.seed(0)
     torch.manual_seed(0)
     failures = 0

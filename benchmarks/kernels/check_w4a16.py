@@ -241,6 +241,8 @@ def main() -> int:
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check_w4a16.py: a CUDA device is needed")
     torch.manual_seed(0)
     results = list(checks(args.fuzz, args.small))
     failures = [(name, wrong) for name, wrong in results if wrong]

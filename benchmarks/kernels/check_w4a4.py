@@ -295,6 +295,8 @@ def main() -> int:
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--small", action="store_true", help="few launches, for compute-sanitizer")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("check_w4a4.py: a CUDA device is needed")
     torch.manual_seed(0)
     random.seed(0)
     failures = total = 0

@@ -109,6 +109,8 @@ def main() -> int:
         "--given", type=Path, help="checkpoints and the CPU's evaluations of the text"
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("end_to_end.py: a CUDA device is needed")
     schemes, wrong = args.schemes.split(","), 0
     how = ["--kv", args.kv]
     if args.kv == "kv8":

@@ -6,6 +6,7 @@ python benchmarks/kernels/sweep.py [--models llama-3-8b] [--tokens 16,64] [--jso
 import argparse
 import itertools
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--both", action="store_true", help="also without overlapping launches")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("sweep.py: a CUDA device is needed")
     sizes = [int(m) for m in args.tokens.split(",")]
     s4_groups = args.scheme in S4_LAYOUTS and args.group is not None
     wanted = sorted({t for m in sizes for t in tiles(m, s4_groups)}, key=str)

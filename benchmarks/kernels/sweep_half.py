@@ -6,6 +6,7 @@ python benchmarks/kernels/sweep_half.py [--model llama-3-8b] [--tokens 16,64] [-
 
 import argparse
 import itertools
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -59,6 +60,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="8,16,32,64,128")
     parser.add_argument("--sparse", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("sweep_half.py: a CUDA device is needed")
     bf16 = torch.bfloat16
     column = HalfColumn(args.sparse, 128, 3.125 if args.sparse else 4.125)
     variant = Variant(args.sparse, 128, bf16, bf16, bf16)

@@ -15,8 +15,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from ranks import differences
@@ -50,8 +52,8 @@ NAMED = (
 made: list[PhaseTimer] = []
 
 
-def named(owner: Any, attribute: str) -> None:
-    """Let ``owner.attribute`` be a phase of its own.
+def named(owner: Any, attribute: str) -> AbstractContextManager[Any]:
+    """A context in which ``owner.attribute`` is a phase of its own.
 
     A function of ``ranks`` is one for each function that asks for it.
     """
@@ -63,7 +65,7 @@ def named(owner: Any, attribute: str) -> None:
         with phase(f"{label} of {asking()}" if owner is ranks else label):
             return function(*arguments, **options)
 
-    setattr(owner, attribute, staged)
+    return mock.patch.object(owner, attribute, staged)
 
 
 def asking() -> str:
@@ -94,10 +96,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     chosen = parser.parse_args()
     recipe = recipes.load("w4a8-lqq", str(Path(__file__).with_name("paper-gptq.yaml")))
-    for owner, attribute in NAMED:
-        named(owner, attribute)
-    setattr(shards, "PhaseTimer", Kept)  # noqa: B010
-    with ranks.process_group(chosen.device) as own:
+    with ExitStack() as measured, ranks.process_group(chosen.device) as own:
+        for owner, attribute in NAMED:
+            measured.enter_context(named(owner, attribute))
+        measured.enter_context(mock.patch.object(shards, "PhaseTimer", Kept))
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
             source, out = (
                 chosen.directory / f"source-{layers}",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill]
+# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill] [tiny]
 # Each run is a fresh process and leaves its JSON in WORK; random checkpoints are made in WORK and kept (8B: 16 GB, 70B:
 # 7.4 and 14.2 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
 set -e
@@ -10,7 +10,7 @@ bench() { # bench TITLE MODEL [OPTION ...]
     title=$1
     shift
     echo "$title"
-    python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device cuda --work "$work" --json \
+    python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device "${DEVICE:-cuda}" --work "$work" --json \
         >"$work/$title.json" 2>"$work/log" && cat "$work/$title.json" || tail "$work/log"
 }
 mkdir -p "$work"
@@ -22,6 +22,7 @@ for what in "${@:-8b}"; do
     70b) for layers in 8 4; do # the first compiles the kernels
             bench "llama-2-70b, $layers blocks, paper-gptq" llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
+    tiny) bench "llama-tiny" llama-tiny --samples 1 --seqlen 16 ;; # to try the script
     distill)
         bench "llama-3-8b, 1 block, distill" llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
     esac

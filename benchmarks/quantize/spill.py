@@ -9,7 +9,10 @@ kernels' compilation.
 
 import argparse
 import json
+import sys
 from pathlib import Path
+
+import torch
 
 from qtool import recipes
 from qtool.bench import quantize as bench
@@ -23,6 +26,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=2)
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("spill.py: a CUDA device is needed")
     source = chosen.directory / f"source-{chosen.layers}"
     if not source.exists():
         make(config_of("llama-3-8b", chosen.layers), source)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,16 +39,24 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 320,
+}
 UNTOUCHED = {"scheme": "none", "layers": [{"match": ".*", "scheme": None}]}
 
 
-def make(directory: Path, gigabytes: float) -> None:
+def make(directory: Path, gigabytes: float, config: dict[str, Any]) -> None:
     """A checkpoint of about ``gigabytes``, one shard a block."""
     family = family_of("llama")
-    one = Job.of(CONFIG | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
+    one = Job.of(config | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
     block = sum(t.nbytes for t in one.block_tensors(0).values())
-    layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / block))
-    job = Job.of(CONFIG | {"num_hidden_layers": layers}, parse(UNTOUCHED, "none"))
+    outside = 4 * config["vocab_size"] * config["hidden_size"]
+    layers = max(1, round((gigabytes * 1e9 - outside) / block))
+    job = Job.of(config | {"num_hidden_layers": layers}, parse(UNTOUCHED, "none"))
     directory.mkdir(parents=True)
     weight_map = {}
     for number, spec in enumerate(job.shards()):
@@ -87,10 +96,12 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--scheme", default="w4a8-lqq")
+    parser.add_argument("--tiny", action="store_true", help="one small block, to try the script")
     arguments = parser.parse_args()
     source = arguments.directory / "source"
     if not source.exists():
-        make(source, arguments.gigabytes)
+        gigabytes = 0.0 if arguments.tiny else arguments.gigabytes
+        make(source, gigabytes, CONFIG | (TINY if arguments.tiny else {}))
     for name in ("copy", "quantized", "quantized.partial"):
         shutil.rmtree(arguments.directory / name, ignore_errors=True)
     copied = copy(source, arguments.directory / "copy")

@@ -8,6 +8,7 @@ The last line says how many rows are wrong; so does the exit status.
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     options = parser.parse_args()
+    if find_spec("vllm") is None:
+        sys.exit("check_vllm.py: vLLM is not installed; make test-serving installs it")
     prompts = None
     if options.text:
         ids = load_tokenizer(options.directory)(options.text.read_text())["input_ids"]

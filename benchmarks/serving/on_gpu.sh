@@ -26,6 +26,8 @@ step() { # step NAME SECONDS COMMAND ...: run it, log it, say how it ended
     return $status
 }
 
+ls .vllm/*.tar.xz > /dev/null 2>&1 || { echo "no archives in .vllm: see benchmarks/serving/on_gpu.md"; exit 1; }
+
 unpack() {
     for archive in .vllm/*.tar.xz; do
         done=$SITE/.$(basename "$archive")

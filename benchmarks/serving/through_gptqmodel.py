@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from gptqmodel import BACKEND, GPTQModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,6 +28,11 @@ from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
+
+try:
+    from gptqmodel import BACKEND, GPTQModel
+except ImportError:
+    sys.exit("through_gptqmodel.py: GPTQModel is not installed: pip install gptqmodel")
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
 SIZES = {

@@ -12,6 +12,7 @@ weights. The printed kernel is the one vLLM would take on an H200.
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,5 +218,7 @@ def kernel_of(module: Any) -> str:
 
 
 if __name__ == "__main__":
+    if find_spec("vllm") is None:
+        sys.exit("through_vllm.py: vLLM is not installed; make test-serving installs it")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
