@@ -242,7 +242,7 @@ def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.Mon
     whole, killed, put = (
         imported(gptq, gptq.with_name("whole")),
         gptq.with_name("killed"),
-        Output.put,
+        Output.write_shard,
     )
 
     def once(self: Output, shard: int, *rest: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.Mon
             raise end
         put(self, shard, *rest)
 
-    monkeypatch.setattr(Output, "put", once)
+    monkeypatch.setattr(Output, "write_shard", once)
     with pytest.raises((KeyboardInterrupt, NoSpace)):
         imported(gptq, killed)
     monkeypatch.undo()
