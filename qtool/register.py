@@ -53,7 +53,8 @@ def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None
         QtoolError: a recipe that does not read, or a scheme that has one already.
     """
     data = recipes.read(Path(recipe)) if isinstance(recipe, str | Path) else recipe
-    recipes.parse(data, scheme)
+    for variant in data.get("variants") or [None]:
+        recipes.parse(data, scheme, variant)
     if scheme in recipes.built_in():
         raise QtoolError(f"the recipe {scheme!r} is built in; choose another name")
     plugins.add(added.ADDED, scheme, data, "recipe")

@@ -37,6 +37,10 @@ class Architecture:
         """The config as an object, for code that reads attributes."""
         return self.family.settings(self.config)
 
+    def window(self, seqlen: int) -> int:
+        """Tokens of a window where ``seqlen`` are asked for: at most the model's context."""
+        return min(seqlen, self.config.get("max_position_embeddings") or seqlen)
+
     def block_family(self, block: int) -> Family:
         """The family as it is in block ``block``."""
         return self.family.at(self.namespace, block)

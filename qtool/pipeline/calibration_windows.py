@@ -31,6 +31,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import BATCH_TOKENS, continuation_memory
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.streaming.activations import DEVICE_SHARE, HOST_SHARE, available_host_bytes
+from qtool.pipeline.units import bytes_text
 from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
 
@@ -86,7 +87,7 @@ class Windows(Calibration):
     ) -> None:
         self.source, self.job, self.given, self.device = source, job, given, torch.device(device)
         self.samples, self.requested_seqlen, self.seed = samples, seqlen, seed
-        lengths = [seqlen, source.config.get("max_position_embeddings") or seqlen]
+        lengths = [job.window(seqlen)]
         if isinstance(given, TokenIds) and given.ids.dim() == 2:
             lengths.append(given.ids.shape[1])
         self.seqlen = min(lengths)
@@ -170,7 +171,7 @@ class Windows(Calibration):
         if not need.fits(free, HOST_SHARE * available_host_bytes()):
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "
-                f"whole model, {need.bytes / 1e9:.1f} GB with its cache, where {free / 1e9:.1f} GB "
+                f"whole model, {bytes_text(need.bytes)} with its cache, where {bytes_text(free)} "
                 f"of {self.device.type} memory are free for it: pass --windows given for windows "
                 "that are all of the text"
             )

@@ -52,7 +52,7 @@ class RecipeOverrides:
 
         Raises:
             QtoolError: an unknown scheme, variant, GPU or KV quantizer, a recipe that does not
-                read, or a group size that is no number.
+                read or quantizes nothing, or a group size that is no number.
         """
         reason = ""
         if self.target is not None:
@@ -77,6 +77,11 @@ class RecipeOverrides:
             chosen = replace(chosen, kv=self.kv)
             if require_kv(self.kv) is KV4 and chosen.variant in ("paper", "best"):
                 chosen = chosen.for_kv4()
+        if chosen.kv is None and all(rule.scheme is None for rule in chosen.layers):
+            raise QtoolError(
+                f"{chosen.scheme}: nothing would be quantized: no layer rule has a scheme, and "
+                "there is no kv"
+            )
         return chosen
 
 

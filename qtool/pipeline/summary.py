@@ -10,7 +10,7 @@ from typing import Any
 from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline.planning.plan import duration
+from qtool.pipeline.units import bytes_text, duration
 
 #: rounding that notes an error of each linear: what of, and the note's key
 NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
@@ -48,9 +48,9 @@ class Quantized:
         return self.source_bytes / self.nbytes
 
     def __str__(self) -> str:
-        size = f"{self.directory}: {size_text(self.nbytes)}"
+        size = f"{self.directory}: {bytes_text(self.nbytes)}"
         if not self.imported:
-            size += f", {self.ratio:.2f} times smaller than {size_text(self.source_bytes)}"
+            size += f", {self.ratio:.2f} times smaller than {bytes_text(self.source_bytes)}"
         if self.seconds is not None:
             size += f", in {duration(self.seconds)}"
         if self.errors:
@@ -102,12 +102,7 @@ def shard_facts(notes: Mapping[str, Any]) -> str:
     """A progress line on a shard: peak memory of this process, the block's largest error."""
     errors = [error for _, _, error in noted_errors(notes)]
     worst = f", largest error {max(errors):.4f}" if errors else ""
-    return f"peak {peak_host_bytes() / 1e9:.2f} GB{worst}"
-
-
-def size_text(nbytes: float) -> str:
-    """``812.3 MB``, ``4.70 GB``."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+    return f"peak {bytes_text(peak_host_bytes())}{worst}"
 
 
 def _nbytes(checkpoint: Checkpoint) -> int:

@@ -18,7 +18,8 @@ A recipe is a YAML mapping::
         effect: lower KL on every scheme measured
 
 A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}``, each with its own
-``transforms``, ``rounding`` and ``departures``, in place of the last three keys.
+``transforms``, ``rounding`` and ``departures``, in place of the last three keys. So has one that a
+plugin registers; a file of one's own is one recipe.
 """
 
 import re
@@ -108,13 +109,21 @@ def _require_scheme(recipe: Recipe, named: bool, scheme: str, file: str) -> None
 
 
 def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Recipe:
-    """Check ``data`` against the schema and build the recipe; ``where`` names it in messages."""
+    """Check ``data`` against the schema and build the recipe.
+
+    Args:
+        where: what messages call it. variant: one of ``variants``; None where it has none.
+    """
     _require_known(data, KEYS, where)
     chosen: Mapping[str, Any] = data
     if "variants" in data:
         variants = data["variants"]
         _require_known(variants, frozenset(VARIANTS), f"{where}, variants")
-        variant = variant or "fast"
+        if variant is None:
+            raise QtoolError(
+                f"{where}: variants are for built-in recipes, and this is one recipe: keep one of "
+                f"{', '.join(variants)}, with its keys beside layers"
+            )
         if variant not in variants:
             raise QtoolError(f"{where}: no variant {variant!r}; it has {', '.join(variants)}")
         chosen = variants[variant] or {}

@@ -323,6 +323,13 @@ def test_where_activations_go_is_planned() -> None:
     full = plan(job, device_memory=16e9, host_memory=1e9)
     assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
     assert plan(job, samples=256, host_memory=64e9).activation_bytes == 2 * roomy.activation_bytes
+    assert roomy.resume_bytes == 2 * roomy.activation_bytes and "to continue from" in as_text(roomy)
+
+
+def test_windows_are_planned_up_to_the_context() -> None:
+    job = Job.of(config_of("llama-tiny") | {"max_position_embeddings": 512}, GPTQ)
+    assert plan(job, seqlen=4096).activation_bytes == plan(job, seqlen=512).activation_bytes
+    assert plan(job, seqlen=256).activation_bytes < plan(job, seqlen=512).activation_bytes
 
 
 def test_host_and_device_memory_do_not_grow_with_depth() -> None:

@@ -92,12 +92,20 @@ def test_a_file_of_another_scheme_is_refused(mine: Path) -> None:
         recipes.load(None)
 
 
+def test_a_file_with_variants_is_refused(mine: Path) -> None:
+    mine.write_text(f"{MINE}\nvariants: {{fast: {{}}, best: {{rounding: gptq}}}}")
+    with pytest.raises(QtoolError, match=r"mine.yaml: variants .* keep one of fast, best"):
+        recipes.load(None, str(mine))
+    with pytest.raises(QtoolError, match="variants are for built-in recipes"):
+        RecipeOverrides().recipe(None, recipes.read(mine))
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
         ([{"roles": ["foo_proj"], "scheme": "w4a16"}], r"rule 1 .*foo_proj.* matches no linear"),
         ([{"match": "lm_head", "scheme": "w8a8"}], r"lm_head.* matches no .*head stay in 16 bit"),
-        ([{"match": "lm_head", "scheme": None}], "matches no linear"),
+        ([*RULES, {"match": "lm_head", "scheme": None}], r"rule 4 .*lm_head.* matches no linear"),
         ([*RULES[1:], RULES[0], {"match": "q_proj", "scheme": "w8a8"}], r"rule 3 .*never holds"),
     ],
 )
@@ -107,6 +115,13 @@ def test_a_rule_that_changes_nothing_is_refused(rules: list[object], message: st
     if "never" not in message:
         assert "model.layers.0.self_attn.q_proj" in str(refused.value)
         assert "roles q_proj, k_proj" in str(refused.value)
+
+
+def test_a_recipe_that_quantizes_nothing_is_refused() -> None:
+    nothing = {"layers": [{"match": ".*", "scheme": None}]}
+    with pytest.raises(QtoolError, match="nothing would be quantized"):
+        RecipeOverrides().recipe(None, nothing)
+    assert RecipeOverrides(kv="kv8").recipe(None, nothing).kv == "kv8"
 
 
 def test_departures_are_mappings_of_what_and_effect() -> None:

@@ -92,11 +92,19 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that the run takes on disk beside the source.
+        """Bytes that the run needs on disk beside the source.
 
         That is the result, and activations that fit nowhere else.
         """
         return self.output_bytes + (self.activation_bytes if self.place == "disk" else 0)
+
+    @property
+    def resume_bytes(self) -> int:
+        """Bytes on disk that let a killed run continue at once, taken only where there is room.
+
+        They are the activations that enter the newest block, and those before until they are whole.
+        """
+        return 2 * self.activation_bytes
 
 
 def plan(
@@ -112,6 +120,7 @@ def plan(
     """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no weight.
 
     Args:
+        seqlen: at most the model's context.
         device_memory: free bytes of a GPU of a calibrated run.
         host_memory: free bytes of the host; by default this machine's.
         device: of a calibrated run, ``cuda`` (an H200's rates) or ``cpu`` (two cores').
@@ -136,7 +145,8 @@ def plan(
         return Plan(**sizes, host_bytes=_plain_host_bytes(job), seconds=took)
     host = activations.available_host_bytes() if host_memory is None else host_memory
     free = device_memory if where.type == "cuda" else host
-    return Plan(**sizes, **_calibrated(job, samples, seqlen, where, free, host, gpus))
+    window = job.window(seqlen)
+    return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus))
 
 
 def _calibrated(
@@ -261,6 +271,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "activations": planned.place,
         "windows": CONTINUED if planned.continued else GIVEN,
         "disk_bytes": planned.disk_bytes,
+        "resume_bytes": planned.resume_bytes,
     }
 
 
@@ -369,5 +380,6 @@ def _costs(planned: Plan) -> Iterator[str]:
         )
     yield (
         f"calibration activations: {bytes_text(planned.activation_bytes)}, kept "
-        f"{activations.PLACES[planned.place]}; disk {bytes_text(planned.disk_bytes)}"
+        f"{activations.PLACES[planned.place]}; disk {bytes_text(planned.disk_bytes)}, and where "
+        f"there is room {bytes_text(planned.resume_bytes)} to continue from if killed"
     )

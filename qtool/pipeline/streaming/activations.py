@@ -19,6 +19,7 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
+from qtool.pipeline.units import bytes_text
 
 #: and how a sentence about it ends
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}
@@ -44,8 +45,8 @@ def available_host_bytes() -> int:
 
 def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
     """One line for plans and logs."""
-    size = activation_bytes(job, tokens, device) / 1e9
-    return f"calibration activations: {size:.2f} GB, kept {PLACES[place]}"
+    size = bytes_text(activation_bytes(job, tokens, device))
+    return f"calibration activations: {size}, kept {PLACES[place]}"
 
 
 def choose(

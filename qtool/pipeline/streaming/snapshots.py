@@ -25,6 +25,7 @@ from qtool.errors import NoSpace
 from qtool.io.output import Output
 from qtool.io.safetensors import Entry
 from qtool.io.write_behind import WriteBehind
+from qtool.pipeline.units import bytes_text
 
 NAME = "activations"
 #: of a run's time that may be spent waiting for activations to be written, and seconds beside it
@@ -118,7 +119,7 @@ class Snapshots:
         if not all(ranks.all_gather(snapshot.nbytes + self.missing_bytes() < free)):
             if not self._full:
                 ranks.log(
-                    f"no room on the disk for the activations ({snapshot.nbytes / 1e9:.2f} GB): "
+                    f"no room on the disk for the activations ({bytes_text(snapshot.nbytes)}): "
                     "--resume would run the finished blocks again"
                 )
             self._full = True
