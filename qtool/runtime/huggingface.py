@@ -5,7 +5,8 @@ name of the weight file. A transformers without this module therefore refuses th
 that notice; with it the quantizer takes the notice away before the files are looked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
+from qtool.io.integrity import require_intact
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.runtime.linear import QuantLinear
@@ -40,7 +42,8 @@ class QtoolConfig(QuantizationConfigMixin):
 class QtoolQuantizer(HfQuantizer):
     """Replaces linears by :class:`QuantLinear` before weights load, where the format says so.
 
-    If the format quantizes the KV cache, the model's cache holds quantized keys and values.
+    If the format quantizes the KV cache, the model's cache holds quantized keys and values. Shards
+    whose hashes are not the recorded ones are refused.
     """
 
     requires_calibration = True
@@ -56,13 +59,16 @@ class QtoolQuantizer(HfQuantizer):
             quantize_kv,
         )  # it may be what imported transformers, and so this file
 
+        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
+        for directory in {Path(file).parent for file in files}:
+            require_intact(directory)
         separate_experts(model)
         self.experts = (
             family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
         )
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
-            for file in kwargs.get("checkpoint_files") or ():
+            for file in files:
                 with safe_open(file, "pt") as tensors:
                     names = list(tensors.keys())
                 self.stored.update(name for name in names if name.endswith(f".{IMPORTANCE}"))

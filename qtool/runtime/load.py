@@ -77,7 +77,6 @@ def load_as_stored(
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     where = require_device(device)
-    require_intact(path)
     loaded = _from_pretrained(path, dtype, device_map)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
@@ -94,7 +93,10 @@ def load_as_stored(
 def _from_pretrained(
     path: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None
 ) -> PreTrainedModel:
-    """transformers' own load, with a check that all tensors of the model are in the files."""
+    """transformers' own load, with a check that all tensors of the model are in the files.
+
+    The quantizer checks the shards' hashes.
+    """
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -104,6 +106,7 @@ def _from_pretrained(
             output_loading_info=True,
         )
     except UNLOADABLE as error:
+        require_intact(path)  # a damaged shard explains it better
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise QtoolError(f"{path}: transformers cannot load it ({reason})") from error
     model, info = found

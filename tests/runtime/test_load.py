@@ -88,8 +88,9 @@ def test_a_flipped_byte_is_found_before_loading(copy: Path) -> None:
     content = bytearray(shard(copy).read_bytes())
     content[-100] ^= 1
     shard(copy).write_bytes(content)
-    with pytest.raises(CheckFailed, match=rf"{shard(copy).name}: the file's sha256 is not"):
-        load(copy)
+    for loading in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckFailed, match=rf"{shard(copy).name}: the file's sha256 is not"):
+            loading(copy)
 
 
 def test_a_truncated_file_is_named(copy: Path) -> None:
