@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -10,7 +10,7 @@ DATA=${DATA:-/tmp/serving}
 mkdir -p "$OUT" "$SITE" "$DATA"
 export PYTHONPATH=$PWD:$SITE PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO} TOKENIZERS_PARALLELISM=false
-export OMP_NUM_THREADS=4
+export OMP_NUM_THREADS=4 TORCHINDUCTOR_COMPILE_THREADS=4
 summary=$OUT/summary.txt
 CHECK=${CHECK:-} # --eager
 : > "$summary"
@@ -31,8 +31,10 @@ ls .vllm/*.tar.xz > /dev/null 2>&1 || { echo "no archives in .vllm: see benchmar
 unpack() {
     for archive in .vllm/*.tar.xz; do
         done=$SITE/.$(basename "$archive")
-        [ -e "$done" ] || { tar -C "$SITE" -xJf "$archive" && touch "$done"; } || return 1
+        [ -e "$done" ] || { tar -C "$SITE" -xJf "$archive" && touch "$done"; } &
     done
+    wait
+    for archive in .vllm/*.tar.xz; do [ -e "$SITE/.$(basename "$archive")" ] || return 1; done
     # an entry point, for the processes that vLLM starts
     mkdir -p "$SITE/qtool-0.dist-info"
     printf 'Metadata-Version: 2.1\nName: qtool\nVersion: 0\n' > "$SITE/qtool-0.dist-info/METADATA"
@@ -79,6 +81,18 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
+fp8_code='
+import json, sys, tempfile
+from pathlib import Path
+from qtool.serving.bench import BASELINES, measure
+config = json.loads(Path(sys.argv[1], "config.json").read_text())
+del config["quantization_config"]
+shape = tempfile.mkdtemp()
+Path(shape, "config.json").write_text(json.dumps(config))
+options = BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
+measure(shape, options, list(map(int, sys.argv[2].split(","))), 1024, 512)
+'
+
 mixture_code='
 import sys
 import torch
@@ -91,8 +105,36 @@ model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes
 model.to(torch.bfloat16).save_pretrained(sys.argv[1])
 '
 
+evaluate() { # evaluate FILE OPTION ...: JSON of the demo's perplexity
+    python3 -m qtool eval demo --json "${@:2}" > "$1"
+}
+export -f evaluate
+
+compare_code='
+import json, sys
+from pathlib import Path
+wrong = 0
+for file in sorted(Path(sys.argv[1]).glob("*-vllm*.json")):
+    scheme = file.stem.partition("-vllm")[0]
+    try:
+        there, here = (json.loads(path.read_text())["tasks"][0]
+                       for path in (file, file.with_name(f"{scheme}-ours.json")))
+    except (OSError, ValueError) as error:
+        print(f"{file.stem}: WRONG: {error}")
+        wrong += 1
+        continue
+    logs = [task["details"]["nll"] / task["details"]["tokens"] for task in (there, here)]
+    values = [task["metrics"]["perplexity"]["value"] for task in (there, here)]
+    away = abs(logs[0] - logs[1])
+    wrong += away > 1e-3
+    print(f"{file.stem}: perplexity {values[0]:.4f} in", there["engine"],
+          f"and {values[1]:.4f} ours, {away:.1e} nats apart", "WRONG" * (away > 1e-3))
+print("RESULT", wrong, "wrong")
+sys.exit(wrong > 0)
+'
+
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
-step smoke 120 python3 -c "$smoke_code" || exit 1
+[ "${1:-check}" = both ] || step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
 check) # every scheme at once, on the demo and on a model that is sure of every token
     schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
@@ -116,6 +158,41 @@ two) # two GPUs
     for name in demo sure; do
         step "two-$name" 240 bash -c "check $name ${2:-w4a8-lqq} --tensor-parallel 2 $CHECK"
     done
+    ;;
+both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
+    LIMIT=${LIMIT:-320}
+    schemes="w4a8-lqq w8a8 w4a16 w4a8-qoq-g128"
+    CUDA_VISIBLE_DEVICES=1 step random-8b 150 \
+        python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq "$DATA/8b" &
+    waiting=()
+    step mixture-model 60 bash -c 'python3 -c "$0" "$DATA/mixtral" && quantize mixtral w4a8-lqq' "$mixture_code" &
+    waiting+=($!)
+    for scheme in $schemes; do
+        step "quantize-$scheme" 60 bash -c "quantize demo $scheme" &
+        waiting+=($!)
+    done
+    wait "${waiting[@]}"
+    lqq=$DATA/demo-w4a8-lqq
+    step two-verify 180 python3 -m qtool verify "$lqq" --engine vllm --tensor-parallel 2 &
+    step two-eval 180 bash -c "evaluate $OUT/w4a8-lqq-vllm-two.json --model $lqq --engine vllm --tensor-parallel 2" &
+    export CUDA_VISIBLE_DEVICES=0
+    step verify 180 python3 -m qtool verify "$lqq" --engine vllm -v &
+    for scheme in $schemes; do
+        model=$DATA/demo-$scheme
+        step "vllm-$scheme" 180 bash -c "evaluate $OUT/$scheme-vllm.json --model $model --engine vllm" &
+        step "ours-$scheme" 100 bash -c "evaluate $OUT/$scheme-ours.json --model $model --device cuda" &
+        export CUDA_VISIBLE_DEVICES=$((1 - CUDA_VISIBLE_DEVICES))
+    done
+    CUDA_VISIBLE_DEVICES=1 step mixture 180 python3 -m qtool verify "$DATA/mixtral-w4a8-lqq" --engine vllm &
+    wait
+    step compare 20 python3 -c "$compare_code" "$OUT"
+    tail -n 25 "$OUT"/{two-verify,verify,mixture,compare}.log
+    rest=$((LIMIT - SECONDS))
+    CUDA_VISIBLE_DEVICES=0 step bench-w4a8-lqq $rest python3 -m qtool bench serve "$DATA/8b" --against "" \
+        --batches 1,16,64,256 --json &
+    CUDA_VISIBLE_DEVICES=1 step bench-fp8 $rest python3 -c "$fp8_code" "$DATA/8b" 1,16,64,256 &
+    wait
+    grep -h '"batch"' "$OUT"/bench-*.log
     ;;
 bench)
     scheme=${2:-w4a8-lqq}

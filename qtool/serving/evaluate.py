@@ -16,9 +16,12 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.eval.engine import Engine
+from qtool.models import Heads
 
 #: prompt tokens a step, each with the float32 logits of the whole vocabulary
 STEP_TOKENS = 2048
+#: windows whose keys and values fit the cache, in float32: each is gone when it has been read
+CACHED_WINDOWS = 8
 
 
 def engine_version() -> str:
@@ -30,7 +33,14 @@ def engine_version() -> str:
     try:
         return f"vllm {version('vllm')}"
     except PackageNotFoundError:
-        raise QtoolError("eval --engine vllm: vLLM is needed: pip install 'qtool[vllm]'") from None
+        raise QtoolError("vLLM is needed: pip install 'qtool[vllm]'") from None
+
+
+def cache_bytes(config: Any, tokens: int) -> int:
+    """A size of the KV cache for :data:`CACHED_WINDOWS` of ``tokens``, a GiB at least."""
+    heads = Heads.of(config)
+    token = 2 * config.num_hidden_layers * heads.kv * heads.dim * 4
+    return max(1 << 30, CACHED_WINDOWS * tokens * token)
 
 
 class VllmModel(Engine):
@@ -52,14 +62,18 @@ class VllmModel(Engine):
     ) -> None:
         from transformers import AutoConfig
 
-        from qtool.serving.vllm.engine import engine
+        from qtool.serving.vllm.engine import FIXED_CACHE, engine
 
         self.name, self.directory = engine_version(), directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
         self.vocabulary = text.vocab_size
         self.context_length = getattr(text, "max_position_embeddings", None)
         lengths = [length for length in (tokens, self.context_length) if length is not None]
-        room = {"max_model_len": min(lengths) + 1} if lengths else {}
+        room: dict[str, Any] = {"max_model_len": min(lengths) + 1} if lengths else {}
+        if tokens is None:
+            room |= {"skip_tokenizer_init": False, "gpu_memory_utilization": 0.85}
+        else:
+            room |= FIXED_CACHE | {"kv_cache_memory_bytes": cache_bytes(text, min(lengths) + 1)}
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token more
         self.llm = engine(
             directory,
@@ -67,8 +81,6 @@ class VllmModel(Engine):
             dtype=dtype or "auto",
             tensor_parallel_size=tensor_parallel,
             max_num_batched_tokens=STEP_TOKENS,
-            gpu_memory_utilization=0.85,
-            skip_tokenizer_init=tokens is not None,
             **room,
         )
 

@@ -73,7 +73,14 @@ def verify_in_vllm(
     Raises:
         QtoolError: if the checkpoint or vLLM cannot be loaded.
     """
-    from qtool.serving.vllm.engine import answers, engine, greedy, prompt_scores, require_vllm
+    from qtool.serving.vllm.engine import (
+        FIXED_CACHE,
+        answers,
+        engine,
+        greedy,
+        prompt_scores,
+        require_vllm,
+    )
 
     require_vllm(directory, tensor_parallel)
     checkpoint = Checkpoint(directory)
@@ -87,8 +94,8 @@ def verify_in_vllm(
             max_num_seqs=len(prompts),
             enforce_eager=not compiled,
             kv_cache_memory_bytes=1 << 30,
-            gpu_memory_utilization=0.02,  # asked for at the start only: the cache's size is given
             tensor_parallel_size=tensor_parallel,
+            **FIXED_CACHE,
             **profiled(Path(folder)),
         )
         if tensor_parallel == 1:

@@ -52,9 +52,8 @@ torch._ops._OpNamespace.__getattr__ = _absent  # type: ignore[method-assign]
 
 def configured(directory: Path, **options: Any) -> VllmConfig:
     """vLLM's configuration of the model in ``directory``."""
-    config = EngineArgs(
-        model=str(directory), enforce_eager=True, max_model_len=64, **options
-    ).create_engine_config()
+    given = {"enforce_eager": True, "max_model_len": 64} | options
+    config = EngineArgs(model=str(directory), **given).create_engine_config()
     if not torch.distributed.is_initialized():
         with set_current_vllm_config(config):
             init_distributed_environment(

@@ -7,6 +7,9 @@ from typing import Any
 from qtool.errors import QtoolError
 from qtool.serving.preflight import require_gpus, require_servable
 
+#: beside ``kv_cache_memory_bytes``: vLLM asks for this share of the memory at the start only
+FIXED_CACHE: dict[str, Any] = {"gpu_memory_utilization": 0.02}
+
 
 def engine(directory: str | Path, *, in_process: bool = True, **options: Any) -> Any:
     """vLLM's ``LLM`` of a model directory, without its tokenizer.
@@ -41,6 +44,9 @@ def require_vllm(directory: Path, tensor_parallel: int) -> None:
     """
     from qtool.serving.vllm.plugin import register
 
+    # stdout is for results; vLLM's own voice is heard where something is wrong
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         register()
     except ImportError as error:
