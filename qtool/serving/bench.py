@@ -1,5 +1,4 @@
-"""``qtool bench serve``: decode and prefill of a checkpoint in vLLM, beside vLLM's own formats of
-the same shape.
+"""``qtool bench serve``: a checkpoint in vLLM beside vLLM's own formats of the same shape.
 
 Each engine runs in a process of its own, one after another. A decode step is the difference of two
 generations of different lengths over the same prompts, so prefill and start-up cancel. Prompts are
@@ -76,8 +75,7 @@ def bench_serve(
     cache: str = "fp8",
     tensor_parallel: int = 1,
 ) -> Iterator[Served]:
-    """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM; rows come as they
-    are measured.
+    """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
     Args:
         cache: dtype of every engine's KV cache, ``fp8`` or ``16``.

@@ -27,8 +27,10 @@ _COMPILED: set[tuple[Any, ...]] = set()
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """An engine's parameter classes: cut along the input channels, along the output channels, along
-    both; and one tensor for each joined linear.
+    """An engine's parameter classes, by what a rank has of a tensor.
+
+    They are cut along the input channels, along the output channels, along both; the last is one
+    tensor for each joined linear.
     """
 
     row: Callable[..., Any]
@@ -148,9 +150,7 @@ class PackedLinear:
             _COMPILED.add(key)
 
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each GEMM reads: one for all linears where they gather and quantize their input
-        alike.
-        """
+        """What each GEMM reads: one for all linears that gather and quantize their input alike."""
         own = [name for name, axis in self.axes.items() if axis.output is None]
         if len(self.names) == 1 or all(
             torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
@@ -201,8 +201,9 @@ def _inputs(layer: Any) -> int:
 
 
 class OnePerLinear:
-    """A parameter ``[linears, ...]`` of what each joined linear has of its own, whatever rows a
-    rank has; beside an engine's parameter class.
+    """A parameter ``[linears, ...]`` of what each joined linear has of its own.
+
+    Every rank has all of it. It stands beside an engine's parameter class.
     """
 
     data: Tensor
@@ -217,8 +218,9 @@ class OnePerLinear:
 
 
 class Recorded:
-    """A weight loader that knows which linears of a layer it has loaded: vLLM asks nobody for a
-    quantized model.
+    """A weight loader that knows which linears of a layer it has loaded.
+
+    vLLM does not check that a quantized model was loaded whole.
     """
 
     def __init__(self, loader: Callable[..., None]) -> None:
@@ -235,5 +237,6 @@ class Recorded:
         """Refuse a tensor of which some linears, or all, were not in the checkpoint."""
         if None not in self.shards and len(self.shards) < linears:
             raise QtoolError(
-                f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint lacks the rest"
+                f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint "
+                "lacks the rest"
             )

@@ -1,5 +1,4 @@
-"""How the stored tensors of a linear are cut among ranks and joined in a fused layer; no engine in
-it.
+"""How the stored tensors of a linear are cut among ranks and joined in a fused layer.
 
 A layout puts tiles of output channels one after another along one dimension of a stored tensor,
 tiles of input channels along another. So the tensors of a fused layer (q, k and v; gate and up) are
@@ -23,10 +22,9 @@ TRIED_ROWS = 256
 
 @dataclass(frozen=True)
 class Axes:
-    """The dimensions of one stored tensor that grow with the output and the input channels, None if
-    none does.
+    """The dimensions of one stored tensor that grow with the output and the input channels.
 
-    ``per_output`` is how many output channels one step along ``output`` covers.
+    None if none does. ``per_output`` is how many output channels one step along ``output`` covers.
     """
 
     output: int | None
@@ -96,8 +94,9 @@ def require_shares(
 @cache
 @torch.no_grad()
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
-    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight: tried
-    on one.
+    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight.
+
+    It is tried on a random weight.
     """
     scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
     weight = torch.randn(
@@ -121,8 +120,9 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
 
 
 def _share(param: Tensor, shared: bool, rank: int, ranks: int) -> Tensor:
-    """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``; all of one that has a
-    value a channel.
+    """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``.
+
+    A parameter that has a value a channel is every rank's.
     """
     by_group = shared or (param.dim() == 2 and param.shape[1] > 1)
     return param.chunk(ranks, -1)[rank].contiguous() if by_group else param

@@ -128,8 +128,7 @@ def _words(linear_format: LinearFormat | None) -> str:
 
 
 def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
-    """Check names, shapes and dtypes of everything that belongs to a packed linear, by the files'
-    headers alone.
+    """Check names, shapes and dtypes of all that belongs to a packed linear, by headers alone.
 
     Raises:
         QtoolError: for the first tensor that is missing, left over, or not what the format

@@ -1,4 +1,4 @@
-"""The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each of its processes."""
+"""The entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in each process."""
 
 from qtool.format import QUANT_METHOD
 

@@ -49,7 +49,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input:
             raise QtoolError(
-                f"{name}: only experts that are SiLU(gate) * up, weighted at their outputs, are served"
+                f"{name}: only experts that are SiLU(gate) * up, weighted at their outputs, are "
+                "served"
             )
         self.name, self.formats, self.names = name, formats, names
 

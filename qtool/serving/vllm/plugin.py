@@ -1,6 +1,4 @@
-"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` once in each of its
-processes.
-"""
+"""The entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each process."""
 
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD
