@@ -162,13 +162,11 @@ class PackedTokens:
             return
         unit = math.lcm(ROOM, self.quantizer.tokens)
         capacity = -(-max(tokens, self.capacity * 3 // 2) // unit) * unit
-        shape = (*like.shape[:2], capacity, like.shape[3])
-        old = self.packed
+        groups, old = capacity // self.quantizer.tokens, self.packed
+        one_group = self.quantizer.quantize(like[:, :, : self.quantizer.tokens])
         self._room = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device=like.device)
-            for name, spec in self.quantizer.quantize(
-                torch.empty(shape, dtype=like.dtype, device="meta")
-            ).items()
+            name: t.new_empty(*t.shape[:2], t.shape[2] * groups, *t.shape[3:])
+            for name, t in one_group.items()
         }
         for name, tensor in old.items():
             self._room[name][:, :, : tensor.shape[2]] = tensor
