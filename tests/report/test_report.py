@@ -7,6 +7,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,16 +23,18 @@ from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
+from qtool.io.run_record import record_path
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
+from qtool.report import build, glossary
 from qtool.report import commands as report_commands
-from qtool.report import glossary
 from qtool.report.build import collect, report, weight_errors
 from qtool.report.data import gains, quality, recorded_errors
 from qtool.report.page import render
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
+from tests.conftest import save_model
 
 RECIPE = {
     "scheme": "w4a8-lqq",
@@ -71,27 +74,45 @@ class Page(HTMLParser):
         self.words += data
 
 
-@pytest.fixture
-def base(make_model) -> Path:
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
     """A tiny random Llama that speaks the demo's tokens."""
-    directory = make_model(hidden_size=256, intermediate_size=256, head_dim=64, vocab_size=4096)
+    directory = tmp_path_factory.mktemp("base") / "llama"
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 4096}
+    save_model(directory, **sizes)
     for path in DEMO.glob("tokenizer*"):
         shutil.copy(path, directory)
     return directory
 
 
+@pytest.fixture(scope="module")
+def made(base, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "quantized"
+    return quantize(Checkpoint(base), recipes.parse(RECIPE, "test"), out)
+
+
 @pytest.fixture
-def quantized(base, tmp_path) -> Path:
-    return quantize(Checkpoint(base), recipes.parse(RECIPE, "test"), tmp_path / "quantized")
+def quantized(made, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    for path in (made, record_path(made)):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / made.name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_short_window():
+    """Ranges and errors are measured on as little as shows them."""
+    with mock.patch.multiple(build, WINDOWS=1, TOKENS=32):
+        yield
 
 
 def page_of(directory: Path) -> Page:
     return Page(render(collect(directory, None, "cpu")))
 
 
-@pytest.fixture
-def page(quantized) -> Page:
-    return page_of(quantized)
+@pytest.fixture(scope="module")
+def page(made) -> Page:
+    return page_of(made)
 
 
 def test_it_is_one_file_that_loads_nothing_and_runs_nothing(page):
@@ -100,8 +121,8 @@ def test_it_is_one_file_that_loads_nothing_and_runs_nothing(page):
     assert "url(" not in page.words and "@import" not in page.words
 
 
-def test_missing_parts_name_the_command_that_fills_them(page, quantized):
-    directory = quantized
+def test_missing_parts_name_the_command_that_fills_them(page, made):
+    directory = made
     assert f"qtool eval wikitext2 piqa --model {directory} --compare BASE --save" in page.words
     assert page.words.count(f"qtool report {directory} --compare BASE") >= 1
     assert "12 of 12" in page.words and "All checks passed." in page.words
