@@ -27,7 +27,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.network_utils import get_open_port
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qtool.serving.vllm import register
 
@@ -81,14 +80,14 @@ def loaded(directory: Path, rank: int = 0, ranks: int = 1, **options: Any) -> nn
     """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and
     processed.
     """
-    config = configured(directory, **options)
-    with (
-        set_current_vllm_config(config),
-        as_rank(rank, ranks),
-        set_default_torch_dtype(config.model_config.dtype),
-    ):
-        model = initialize_model(config)
-        loader: Any = get_model_loader(config.load_config)
-        loader.load_weights(model, config.model_config)
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    config, before = configured(directory, **options), torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with set_current_vllm_config(config), as_rank(rank, ranks):
+            model = initialize_model(config)
+            loader: Any = get_model_loader(config.load_config)
+            loader.load_weights(model, config.model_config)
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    finally:  # vLLM's own context leaves its dtype behind after an error
+        torch.set_default_dtype(before)
     return model.eval()

@@ -1,8 +1,10 @@
 """What cannot be served is refused in a sentence before an engine loads anything."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -74,3 +76,17 @@ def test_a_machine_without_vllm(native: Native) -> None:
     for call in calls:
         with pytest.raises(QtoolError, match=r"vLLM is needed: pip install 'qtool\[vllm\]'"):
             call()
+
+
+def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interfaces of 0.23 and 0.26 differ: the plugin says so itself."""
+    from qtool.serving.vllm import register
+
+    old, layers = ModuleType("vllm"), "vllm.model_executor.layers.quantization"
+    old.__version__ = "0.23.1"  # type: ignore[attr-defined]
+    stub = ModuleType(layers)
+    stub.register_quantization_config = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", old)
+    monkeypatch.setitem(sys.modules, layers, stub)
+    with pytest.raises(QtoolError, match=r"vLLM 0.23.1 is installed; .* needs 0.26 or newer"):
+        register()

@@ -1,0 +1,61 @@
+"""What ``qtool bench serve`` asks each engine, and how its rows read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from qtool.cli import cli
+from qtool.errors import QtoolError
+from qtool.serving import bench
+from tests.serving.conftest import Native
+
+ROW = {"step_ms": 4.0, "prefill": 1000.0, "request": 50.0}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What engines were asked, each with its model's config.json; they answer at once."""
+    seen: list[dict[str, Any]] = []
+
+    def measure(name: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        config = json.loads(Path(request["model"], "config.json").read_text())
+        seen.append({"name": name, "config": config} | request)
+        return [{"batch": batch} | ROW | {"step_ms": 2.0 * len(seen)} for batch in (1, 16)]
+
+    monkeypatch.setattr(bench, "_measure_elsewhere", measure)
+    monkeypatch.setattr(bench, "require_vllm", lambda directory, count: None)
+    return seen
+
+
+def test_every_engine_has_the_same_shape(native: Native, asked: list[dict[str, Any]]) -> None:
+    directory = native()
+    command = ["bench", "serve", str(directory), "--batches", "1,16", "--tensor-parallel", "2"]
+    done = CliRunner().invoke(cli, [*command, "--json"])
+    rows = json.loads(done.output)
+    ours, *baselines = asked
+    assert ours["model"] == str(directory) and ours["batches"] == [1, 16]
+    assert [engine["name"] for engine in baselines] == ["fp8", "bf16", "w4a16"]
+    stored = ours["config"].pop("quantization_config")
+    for engine in baselines:
+        method = engine["config"].pop("quantization_config", {}).get("quant_method")
+        assert method == ("compressed-tensors" if engine["name"] == "w4a16" else None)
+        assert engine["config"] == ours["config"]
+        assert engine["options"]["load_format"] == "dummy"
+    assert all(engine["options"]["tensor_parallel_size"] == 2 for engine in asked)
+    assert {row["engine"] for row in rows} == {f"qtool {stored['scheme']}", "fp8", "bf16", "w4a16"}
+    text = CliRunner().invoke(cli, [*command, "--against", "fp8"]).output
+    assert "over qtool w4a8-lqq" in text and "bf16" not in text
+
+
+def test_wrong_names_are_refused(native: Native) -> None:
+    for wrong in ({"against": ["fp9"]}, {"cache": "4"}):
+        with pytest.raises(QtoolError, match=r"--(against fp9|cache 4): "):
+            list(bench.bench_serve(native(), **wrong))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_stops_is_named() -> None:
+    with pytest.raises(QtoolError, match=r"^fp8: vLLM stopped with status 1"):
+        bench._measure_elsewhere("fp8", {"model": "nowhere"})
