@@ -14,7 +14,7 @@ quickstart: install
 	$(BIN)/qtool verify $(DEMO)-w4a8-lqq
 	$(BIN)/qtool eval demo demo_choice --model $(DEMO)-w4a8-lqq --compare demo
 
-test: install lint
+test: install lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: install

@@ -51,6 +51,11 @@ def made_by(found: dict[str, Any]) -> str:
     return f"\nMeasured by `{found['command']}` {where}.\n"
 
 
+def quickstart() -> str:
+    """What ``make quickstart`` says."""
+    return f"```text\n{(RESULTS / 'quickstart.txt').read_text()}```\n"
+
+
 def schemes() -> str:
     """The schemes, with perplexity by recipe and bits a weight."""
     found = results("accuracy")
@@ -185,6 +190,7 @@ def printed(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "quickstart": quickstart,
     "schemes": schemes,
     "methods": methods,
     "departures": departures,

@@ -23,7 +23,7 @@ import qtool
 from qtool import api
 from qtool.bench.stored import store
 from qtool.data import corpora
-from qtool.eval.perplexity import context_length, cut_windows
+from qtool.eval.perplexity import cut_windows
 from qtool.eval.results import standard_error
 from qtool.pipeline.inspect import total
 
@@ -116,7 +116,8 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     if base is not None:
         text = corpora.load(arguments.text, split=corpora.TEST).text
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
-        windows = cut_windows(ids, min(arguments.seqlen, context_length(base) or arguments.seqlen))
+        context = base.config.get_text_config().max_position_embeddings
+        windows = cut_windows(ids, min(arguments.seqlen, context))
         found["kl"] = divergence(model, base, windows[: arguments.limit].to(model.device))
     return found
 

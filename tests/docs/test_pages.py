@@ -1,0 +1,56 @@
+"""README and docs as texts: links, anchors, length, and what a reader should not meet."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import FENCE, PAGES, ROOT, name_of
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TABLE = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+#: history and placeholders
+UNWANTED = re.compile(r"\bissue #?\d|\basked\b|\bso far\b|\bTODO\b|QUICKSTART")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings make."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text()))
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {re.sub(r"[\s]+", "-", heading.strip()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """mkdocs checks the pages under docs/ too, but not README, CONTRIBUTING and CHANGELOG."""
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for name in re.findall(r"`((?:qtool|tests|benchmarks|docs|examples)/[\w./-]+)`", text):
+        assert (ROOT / name).exists() or re.search("FLOOR|NAME", name), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_says_what_is_so(page: Path) -> None:
+    assert not UNWANTED.search(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_filled(page: Path) -> None:
+    """``benchmarks/tables.py --check`` compares them with the stored results."""
+    for name, text in TABLE.findall(page.read_text()):
+        assert text.strip(), f"{name}: run python benchmarks/tables.py"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
