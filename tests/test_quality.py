@@ -29,21 +29,23 @@ def tokens(split: str, samples: int) -> torch.Tensor:
     return windows(documents, load_tokenizer(DEMO), samples=samples, seqlen=512, vocabulary=4096)
 
 
-@cache
-def full_precision() -> PreTrainedModel:
-    return load(DEMO, dtype=torch.float32)
-
-
 @torch.no_grad()
-def divergence(directory: Path) -> float:
-    model, ids = load(directory), tokens("test", 6)
-    p, q = (m(input_ids=ids).logits.float().log_softmax(-1) for m in (full_precision(), model))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+def log_probabilities(model: PreTrainedModel) -> torch.Tensor:
+    ids = tokens("test", 2)
+    return model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+
+
+@cache
+def full_precision() -> torch.Tensor:
+    return log_probabilities(load(DEMO, dtype=torch.float32))
 
 
 def run(recipe: Recipe, out: Path) -> float:
-    calibration = Calibration(list(tokens("train", 8).split(4)))
-    return divergence(quantize(Checkpoint(DEMO), recipe, out, calibration=calibration))
+    """The divergence of the demo quantized by ``recipe``."""
+    calibration = Calibration(list(tokens("train", 4).split(4)))
+    made = quantize(Checkpoint(DEMO), recipe, out, calibration=calibration)
+    p, q = full_precision(), log_probabilities(load(made))
+    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def test_schemes_order_by_their_bits(tmp_path: Path) -> None:

@@ -111,7 +111,15 @@ def test_act_order_that_is_said_but_not_so(gptq: Path) -> None:
     assert not any(name.endswith("permutation") for name in Checkpoint(back).entries)
 
 
-@pytest.mark.parametrize("change", [lambda t: t.clamp(max=3), lambda t: t - 1, lambda t: t[:-1]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.clamp(max=3),
+        lambda t: t - 1,
+        lambda t: t[:-1],
+        lambda t: torch.cat([t[-1:], t[1:]]),  # one channel in another group
+    ],
+)
 def test_groups_of_unequal_size(change: Any, gptq: Path) -> None:
     change_tensor(gptq, f"{DOWN}.g_idx", change)
     assert f"{DOWN}: its group index does not give each of 12 groups 32 of 384" in refusal(gptq)

@@ -24,6 +24,7 @@ from qtool.models import Heads
 from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
+from qtool.schemes.kv import KV4
 
 HEADS, DIM, LAYERS, CONTEXT = 2, 16, 2, 256
 NAMES = ("kv8", "kv4", "kv4-channel")
@@ -85,6 +86,14 @@ def test_generation_without_a_cache_reads_all_tokens_again(name: str) -> None:
         for c in (True, False)
     )
     assert torch.equal(cached, uncached)
+
+
+def test_repeated_heads_come_back_as_they_came() -> None:
+    x = torch.randn(1, HEADS, 5, DIM, generator=torch.Generator().manual_seed(0))
+    keys, values = x.repeat_interleave(3, 1), -x.repeat_interleave(3, 1)
+    found = QuantCacheLayer(KV4(), KV4(), heads=HEADS).update(keys, values)
+    for seen, given in zip(found, (keys, values), strict=True):
+        assert (seen - given).norm() < 0.15 * given.norm()
 
 
 @pytest.mark.parametrize("name", NAMES)

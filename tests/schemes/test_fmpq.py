@@ -58,6 +58,14 @@ def test_ratio_zero_fills_the_share_exactly() -> None:
     assert plan.eight_bit.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("blocks", range(1, 41))
+def test_a_share_of_whole_blocks_is_met_exactly(blocks: int) -> None:
+    """``blocks * (1 - share)`` falls below the whole number that it stands for now and then."""
+    for eight_bit in range(blocks + 1):
+        share = (blocks - eight_bit) / blocks
+        assert fmpq_blocks.block_cap(128 * blocks, None, share) == eight_bit
+
+
 def test_share_weighs_layers_by_their_work() -> None:
     one, none = torch.tensor([1, 0]), torch.tensor([0, 0, 0, 0])
     assert fmpq_blocks.w4a4_share([(one, 100), (none, 300)]) == 1 - 100 / (200 + 1200)

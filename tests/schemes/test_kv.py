@@ -101,6 +101,8 @@ def test_static_8_bit_values_are_within_half_a_step_of_the_calibrated_range() ->
     packed = kv.quantize(x)
     assert packed["codes"].dtype == torch.int8
     assert ((kv.dequantize(packed) - x).abs() <= 0.501 * kv.scale[:, None]).all()
+    silent = KV8(torch.zeros(2, 64))  # a channel that calibration never saw has steps of 1
+    assert torch.equal(silent.dequantize(silent.quantize(x.round())), x.round().clamp(-127, 127))
     beyond = kv.dequantize(kv.quantize(2 * x))
     assert (beyond.abs() <= 127.01 * kv.scale[:, None]).all()
 

@@ -1,0 +1,50 @@
+"""``verify`` sees what each of its checks is for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool import recipes
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.verify import verify
+from qtool.runtime.linear import QuantLinear
+from tests.conftest import MakeModel
+
+
+@pytest.fixture
+def problems(make_model: MakeModel, tmp_path: Path) -> Callable[[], set[str]]:
+    """The problems of a whole checkpoint's linears."""
+    source = make_model(num_hidden_layers=1)
+    native = quantize(Checkpoint(source), recipes.load("w4a8-lqq"), tmp_path / "native")
+    return lambda: {row.problem for row in verify(native)}
+
+
+def test_a_whole_checkpoint_has_none(problems: Callable[[], set[str]]) -> None:
+    assert problems() == {""}
+
+
+def test_a_wrong_output(problems: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = QuantLinear.reference
+
+    def wrong(self: QuantLinear, x: Tensor) -> Tensor:
+        return right(self, x) * 1.001
+
+    monkeypatch.setattr(QuantLinear, "reference", wrong)
+    assert problems() == {"output differs from the float64 reference by 1.0e-03"}
+
+
+def test_other_bytes_for_the_same_codes(
+    problems: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LinearFormat.pack
+
+    def wrong(self: LinearFormat, *given: object) -> dict[str, Tensor]:
+        return right(self, *given) | {"s2": torch.zeros(1)}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LinearFormat, "pack", wrong)
+    assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
