@@ -114,10 +114,11 @@ class PackedLinears:
         return self.family.at(self.settings, block)
 
     @cached_property
-    def _linears(self) -> list[frozenset[str]]:
-        each: dict[Family, frozenset[str]] = {}  # blocks alike are the same object
+    def _linears(self) -> list[dict[str, None]]:
+        """The linears of each block, in the family's order."""
+        each: dict[Family, dict[str, None]] = {}  # blocks alike are the same object
         blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
-        return [each.setdefault(block, frozenset(block.linears())) for block in blocks]
+        return [each.setdefault(block, dict.fromkeys(block.linears())) for block in blocks]
 
 
 def _words(linear_format: LinearFormat | None) -> str:
