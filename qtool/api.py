@@ -143,9 +143,11 @@ def quantize(
     from qtool.distributed import ranks
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.run import default_out, run
+    from qtool.runtime.device import require_device
 
     settings = QuantizeOptions.of({**options, "kv": kv})
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
+    require_device(device)
     common: dict[str, Any] = {
         "text": calibration,
         "export_format": export_format,
@@ -260,7 +262,7 @@ def verify(
 
 
 def evaluate(
-    tasks: Iterable[str],
+    tasks: str | Iterable[str],
     model: Model = "demo",
     compare: Name | None = None,
     *,
@@ -270,8 +272,9 @@ def evaluate(
     """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
 
     Args:
-        tasks: ``wikitext2``, ``c4``, ``pile``, ``demo`` or a text file mean perplexity (of the
-            text, not in nats), every other name a zero-shot task of lm-eval (0 to 1).
+        tasks: one or several; ``wikitext2``, ``c4``, ``pile``, ``demo`` or a text file mean
+            perplexity (of the text, not in nats), every other name a zero-shot task of lm-eval (0
+            to 1).
         model: a directory, a hub id or ``demo``, quantized or not, or a model in memory with its
             ``tokenizer``.
         compare: the baseline: a directory, a hub id or ``demo``.
@@ -291,15 +294,16 @@ def evaluate(
 
         results, baseline = qtool.evaluate(["wikitext2"], "demo-lqq", "demo", limit=8)
     """
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
     if isinstance(model, str | os.PathLike):
         from qtool.eval.checkpoints import evaluate_checkpoints
 
-        return evaluate_checkpoints(list(tasks), model, compare, **options)
+        return evaluate_checkpoints(names, model, compare, **options)
     from qtool.eval.evaluate import evaluate as evaluate_loaded
 
     if tokenizer is None or compare is not None:
         raise QtoolError("a model in memory is evaluated with its tokenizer, without a baseline")
-    return evaluate_loaded(tasks, model, tokenizer, **options), None
+    return evaluate_loaded(names, model, tokenizer, **options), None
 
 
 def all_tasks(data_dir: Name | None = None) -> list[str]:
@@ -433,7 +437,7 @@ def write_report(
 def load(
     model: Name,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,

@@ -24,3 +24,13 @@ def suggest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Check that ``value`` is a whole number of at least ``least``.
+
+    Raises:
+        QtoolError: naming it.
+    """
+    if type(value) is not int or value < least:
+        raise QtoolError(f"{name} {value!r}: a whole number of at least {least} is expected")

@@ -42,6 +42,11 @@ def render(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in plain.getvalue().splitlines())
 
 
+def decimal(value: float, digits: int = 4) -> str:
+    """``12.3457``, with ``digits`` behind the point; ``6.6732e+18`` from a million on."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
+
+
 def _is_number(cell: str) -> bool:
     bare = cell.lstrip("+-").replace(".", "").replace(",", "").rstrip("%x")
     return cell in ("", "-") or bare.isdigit()

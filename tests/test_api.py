@@ -5,7 +5,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +187,38 @@ def test_keywords_are_the_fields_of_the_options() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(QuantizeOptions)}
     del fields["kv"]
     assert QuantizeKeywords.__annotations__ == fields
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (qtool.quantize, {"samples": -1}, "--samples -1: a whole number of at least 1"),
+        (qtool.quantize, {"samples": "8"}, "--samples '8': a whole number"),
+        (qtool.quantize, {"seqlen": 1}, "--seqlen 1: a whole number of at least 2"),
+        (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
+        (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
+        (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),
+        (qtool.quantize, {"calibration": torch.zeros(0, 4).long()}, r"token ids of shape \[0, 4\]"),
+        (qtool.plan, {"gpus": 0}, "--gpus 0: a whole number of at least 1"),
+        (qtool.plan, {"device": "tpu"}, "a plan is of cuda or cpu"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have(
+    function: Callable[..., object], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if function is qtool.quantize:
+        options = options | {"out": tmp_path / "out"}
+    with pytest.raises(QtoolError, match=message):
+        function("demo", "w4a16", recipe="paper", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match="unknown task 'dmeo'"):
+        qtool.evaluate("dmeo", "demo")
+    with pytest.raises(QtoolError, match="batch_size 0: a whole number"):
+        qtool.evaluate("demo", "demo", batch_size=0)
+    with pytest.raises(QtoolError, match="--dtype 'bf16'"):
+        qtool.evaluate("demo", "demo", dtype="bf16")
+    with pytest.raises(QtoolError, match="transformers model is expected"):
+        qtool.quantize(3, "w4a16", out=tmp_path / "out")

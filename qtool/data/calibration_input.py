@@ -122,7 +122,8 @@ def _stack(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _token_ids(ids: Tensor) -> TokenIds:
-    if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
+    floats = ids.is_floating_point() or ids.dtype == torch.bool
+    if ids.dim() not in (1, 2) or floats or not ids.numel():
         raise QtoolError(
             f"calibration data: token ids of shape {list(ids.shape)} and {ids.dtype} found; "
             "whole numbers [tokens] or [windows, tokens] are expected"

@@ -6,15 +6,14 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-import torch
-
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.eval import saved
 from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.source import DEMO
+from qtool.models.architecture import DTYPES
 from qtool.pipeline.run import directory_of
 from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
@@ -50,10 +49,12 @@ def evaluate_checkpoints(
         options: of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
-        QtoolError: an unknown KV quantizer, format or engine, or one that the model cannot have; a
-            format with ``kv`` or ``save``; an engine with what it does not do.
+        QtoolError: an unknown KV quantizer, dtype, format or engine, or one that the model cannot
+            have; a format with ``kv`` or ``save``; an engine with what it does not do.
     """
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
+    if dtype is not None and dtype not in DTYPES:
+        raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     store = directory_of(model)
     if save and store == DEMO:
         raise QtoolError(
@@ -79,7 +80,7 @@ def evaluate_checkpoints(
         )
         where: dict[str, Any] = {
             "device": device,
-            "dtype": getattr(torch, dtype) if dtype else None,
+            "dtype": DTYPES[dtype] if dtype else None,
         }
         made: Callable[[], Model] = partial(load, directory, kv=kv, **where)
         if as_export is not None:

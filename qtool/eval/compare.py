@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from qtool.errors import QtoolError
 from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, finite, standard_error
-from qtool.table import render
+from qtool.table import decimal, render
 
 SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
 
@@ -119,20 +119,20 @@ def table(results: Results, baseline: Results | None = None) -> str:
 
 
 def _number(metric: Metric) -> str:
-    return f"{metric.value:.4f}" + _plus_minus(metric.interval)
+    return decimal(metric.value) + _plus_minus(metric.interval)
 
 
 def _against(delta: Delta | None) -> list[str]:
     if delta is None:
         return ["-", "-"]
     change = f"{delta.change:+.4f}" + _plus_minus(delta.interval)
-    change += f" nats (x{delta.ratio:.4f})" if delta.is_log else ""
+    change += f" nats (x{decimal(delta.ratio)})" if delta.is_log else ""
     unpaired = "" if delta.paired or delta.stderr is None else ", unpaired"
-    return [f"{delta.baseline:.4f}", change + unpaired]
+    return [decimal(delta.baseline), change + unpaired]
 
 
 def _plus_minus(interval: float | None) -> str:
-    return "" if interval is None else f" ± {interval:.4f}"
+    return "" if interval is None else f" ± {decimal(interval)}"
 
 
 def as_json(results: Results, baseline: Results | None = None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qtool.data import corpora
+from qtool.errors import require_count
 from qtool.eval.engine import Model, engine_name
 from qtool.eval.perplexity import SEQLEN, perplexity
 from qtool.eval.results import Metric, Results, TaskResult
@@ -67,6 +68,7 @@ def load_tasks(
     Raises:
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
     """
+    require_count("batch_size", batch_size)
     found = []
     how: dict[str, Any] = {
         "tokenizer": tokenizer,

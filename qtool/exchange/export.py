@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from qtool.errors import CheckFailed
+from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import exported_formats
@@ -84,6 +84,7 @@ def export(
         QtoolError: an unknown format, or a linear the format cannot express (before any work).
         CheckFailed: a damaged file, or a scale that the format's dtype cannot hold.
     """
+    require_count("--tensor-parallel", tensor_parallel)
     checkpoint = Checkpoint(directory)
     work = _Export(checkpoint, targets.get(name), tensor_parallel)
     shards = convert(work, out, progress)

@@ -19,7 +19,14 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
     Args:
         tokenizer: by default that of the directory or hub id the model was loaded from, where it
             is on this machine.
+
+    Raises:
+        QtoolError: it is no model of transformers.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise QtoolError(
+            f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
+        )
     with TemporaryDirectory(prefix="qtool-") as directory:
         source = Path(directory) / "source"
         model.save_pretrained(source)

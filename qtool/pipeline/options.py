@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from qtool import recipes
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_count, suggest
 from qtool.recipes import Recipe
+from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, require_kv
 
 SAMPLES, SEQLEN = 128, 2048
 WHOLE_CHANNEL = "channel"
+ACTIVATIONS = ("auto", "device", "host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class RecipeOverrides:
         if self.max_8bit_blocks is not None:
             chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
         if self.windows is not None:
+            if self.windows not in (GIVEN, CONTINUED):
+                raise QtoolError(f"--windows {self.windows!r}: {GIVEN} or {CONTINUED} is expected")
             chosen = replace(chosen, windows=self.windows)
         if self.kv is not None:
             chosen = replace(chosen, kv=self.kv)
@@ -110,12 +114,20 @@ class QuantizeOptions(RecipeOverrides):
     dtype: str | None = None
     keep_unknown: bool = False
 
+    def __post_init__(self) -> None:
+        require_count("--samples", self.samples)
+        require_count("--seqlen", self.seqlen, 2)
+        if self.activations not in ACTIVATIONS:
+            raise QtoolError(
+                f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"
+            )
+
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "QuantizeOptions":
         """Options by name.
 
         Raises:
-            QtoolError: an unknown name, with a suggestion.
+            QtoolError: an unknown name, with a suggestion, or a value that it cannot have.
         """
         known = [field.name for field in fields(cls)]
         for name in options:

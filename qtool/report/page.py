@@ -17,6 +17,7 @@ from qtool.eval.channel_range import ChannelRange, outlier
 from qtool.eval.results import INTERVAL
 from qtool.report import commands, glossary, plots
 from qtool.report.data import Quality, Report, Size, gains
+from qtool.table import decimal
 
 #: bytes a second that a decode step of one token can read at most, on an NVIDIA H200
 BANDWIDTH = 4.8e12
@@ -89,7 +90,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
             found.append((f"{100 * q.change.change:+.1f} points {q.result.task}", True))
     bad = sum(len(check.problems) for check in report.checks)
     if bad:
-        return [(f"{bad} checks FAILED", False), *found]
+        return [(f"{bad} check{'s' * (bad > 1)} FAILED", False), *found]
     return [*found, ("all checks passed", True)]
 
 
@@ -110,8 +111,8 @@ def numbers(q: Quality) -> tuple[str, str, str, str]:
     scale, digits, unit = (100, 2, " %") if q.metric.startswith("acc") else (1, 3, "")
 
     def value(number: float, stderr: float | None, unit: str = unit) -> str:
-        interval = "" if stderr is None else f" ± {scale * INTERVAL * stderr:.{digits}f}"
-        return f"{scale * number:.{digits}f}{interval}{unit}"
+        interval = "" if stderr is None else f" ± {decimal(scale * INTERVAL * stderr, digits)}"
+        return f"{decimal(scale * number, digits)}{interval}{unit}"
 
     own = value(q.value.value, q.value.stderr)
     if not q.baseline or not q.change:
@@ -121,7 +122,7 @@ def numbers(q: Quality) -> tuple[str, str, str, str]:
     if q.change.is_log:
         interval = "" if q.change.stderr is None else f" ± {INTERVAL * q.change.stderr:.4f}"
         change = f"{sign}{abs(q.change.change):.4f}{interval} nats{unpaired}"
-        return own, base, change, f"× {q.change.ratio:.4f}"
+        return own, base, change, f"× {decimal(q.change.ratio)}"
     points = " points" if unit else ""
     return own, base, sign + value(abs(q.change.change), q.change.stderr, points) + unpaired, ""
 

@@ -30,7 +30,7 @@ UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safetens
 def load(
     model: str | Path,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,
@@ -67,7 +67,7 @@ def load(
 def load_as_stored(
     model: str | Path,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,

@@ -110,6 +110,7 @@ def test_the_table_says_what_its_errors_are():
     beside = table(answered(0.5, 0.1), answered(0.75, 0.4)).splitlines()
     assert "value ± 95 %" in beside[0] and "change ± 95 %" in beside[0]
     assert "0.5000 ± 0.1960" in beside[2]
+    assert "2.5000e+18 ± 1.9600e+06" in table(answered(2.5e18, 1e6)).splitlines()[2]
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
     raw[-1] ^= 1
     shard.write_bytes(raw)
     words = page_of(quantized).words
-    assert "All checks passed" not in words and "1 checks FAILED" in words
+    assert "All checks passed" not in words and "1 check FAILED" in words
     assert words.index("FAILED") < words.index("smaller")  # what failed is told first
     assert f"{shard.name}: the file's sha256 is not the one recorded" in words
     with pytest.raises(CheckFailed, match=rf"{shard.name}: the file's sha256 is not"):

@@ -102,6 +102,12 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
         load(copy)
 
 
+def test_a_device_may_be_torch_s(native: Path) -> None:
+    assert load(native, device=torch.device("cpu")).device.type == "cpu"
+    with pytest.raises(QtoolError, match="device 'None': cpu, cuda or cuda:N"):
+        load(native, device=None)
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x"])
 def test_a_device_that_is_not_there(device: str, native: Path) -> None:
     for use in (lambda: load(native, device=device), lambda: list(verify(native, device=device))):

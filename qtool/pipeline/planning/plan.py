@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_count
 from qtool.exchange.exportable import formats_that_take
 from qtool.models.architecture import dtype_name
 from qtool.pipeline.job import Job
@@ -127,8 +127,11 @@ def plan(
         gpus: that share a calibrated run.
 
     Raises:
-        QtoolError: several GPUs on a CPU.
+        QtoolError: no number of GPUs, several on a CPU, or a device that has no rates.
     """
+    require_count("--gpus", gpus)
+    if device not in ("cuda", "cpu"):
+        raise QtoolError(f"--device {device!r}: a plan is of cuda or cpu")
     where = torch.device(device)
     if gpus > 1 and where.type != "cuda":
         raise QtoolError(f"--gpus {gpus} and --device {device}: GPUs are counted with cuda")
