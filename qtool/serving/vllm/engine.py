@@ -24,6 +24,8 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
             be served, or vLLM does not load it.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not in_process))
+    # ranks of vLLM open each other's memory, which cannot be had of expandable segments
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
     require_vllm(Path(directory), options.get("tensor_parallel_size", 1))
     from vllm import LLM
 
