@@ -237,8 +237,6 @@ def test_it_runs(
     needed = [module for what, module in NEEDED.items() if any(what in line for line in case.says)]
     if any(find_spec(module) for module in needed):
         pytest.skip(f"{needed[0]} is here")
-    if name in ("pictures.py", "tables.py") and not (BENCHMARKS / "results/accuracy.json").exists():
-        pytest.skip("not all results are stored yet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(subprocess, "run", in_this_process)

@@ -47,7 +47,7 @@ def launch(count: int, *arguments: object, by: tuple[str, ...] = TORCHRUN) -> su
 def errors_of(process: subprocess.Popen[str]) -> str:
     """What it printed to stderr until it ended."""
     try:
-        return process.communicate(timeout=240)[1]
+        return process.communicate(timeout=1800)[1]
     except subprocess.TimeoutExpired:
         process.kill()
         raise

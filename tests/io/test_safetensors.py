@@ -23,7 +23,7 @@ def tensors_of(spec: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str
     return {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in spec.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spec=specs)
 def test_the_library_reads_what_we_write(spec, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("write") / "x.safetensors"
@@ -39,7 +39,7 @@ def test_the_library_reads_what_we_write(spec, tmp_path_factory) -> None:  # typ
     assert not list(path.parent.glob("*.tmp"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spec=specs)
 def test_we_read_what_the_library_writes(spec, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("read") / "x.safetensors"

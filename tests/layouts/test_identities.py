@@ -38,7 +38,7 @@ def random_codes(layout: Layout, n: int, k: int, seed: int, *, signed: bool) -> 
 
 
 @every_layout
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(tiles=tiles, seed=seeds, signed=st.booleans())
 def test_unpack_inverts_pack(
     layout: Layout, tiles: tuple[int, int], seed: int, signed: bool
@@ -63,7 +63,7 @@ def test_the_packed_bytes_are_the_codes_bits(layout: Layout) -> None:
 
 
 @every_digit_layout
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(tiles=tiles)
 def test_every_address_is_hit_exactly_once(layout: DigitLayout, tiles: tuple[int, int]) -> None:
     n, k = (count * size for count, size in zip(tiles, layout.tile, strict=True))
@@ -74,7 +74,7 @@ def test_every_address_is_hit_exactly_once(layout: DigitLayout, tiles: tuple[int
 
 
 @every_digit_layout
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(tiles=tiles, seed=seeds)
 def test_pack_puts_each_code_at_its_address(
     layout: DigitLayout, tiles: tuple[int, int], seed: int
@@ -87,7 +87,7 @@ def test_pack_puts_each_code_at_its_address(
 
 
 @every_layout
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(tiles=st.integers(1, 3), groups=st.integers(1, 4))
 def test_parameters_return(layout: Layout, tiles: int, groups: int) -> None:
     n = tiles * layout.tile[0]

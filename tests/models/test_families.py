@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from qtool import models, recipes
@@ -92,7 +94,10 @@ def test_an_unsupported_architecture_is_told_what_it_is(model_type: str, what: s
 
 def test_types_that_are_named_here_exist() -> None:
     known = set(CONFIG_MAPPING_NAMES)
-    assert set(STATE_SPACE) | set(HYBRID) | set(NEEDED) <= known
+    missing = (set(STATE_SPACE) | set(HYBRID) | set(NEEDED)) - known
+    if missing and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} is older than {sorted(missing)}")
+    assert not missing
     assert not known.isdisjoint(t for family in FAMILIES for t in family.model_types)
 
 

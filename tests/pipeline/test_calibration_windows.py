@@ -207,9 +207,8 @@ def test_of_several_ranks_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_done_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    qtool.quantize(
-        "demo", "w4a16", out=out, recipe="best", calibration="demo", samples=2, seqlen=16
-    )
+    few: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 16}
+    qtool.quantize("demo", "w8a8", out=out, recipe="paper", windows="continued", **few)
     facts = json.loads((out / "qtool.json").read_text())["calibration"]
     assert facts["windows"] == "continued" and facts["samples"] == 2
     assert "--windows continued --out" in report_commands.commands(collect(out, None, "cpu"))[0]

@@ -32,7 +32,7 @@ def quantizers() -> dict[str, KVQuantizer]:
     return {"kv8": KV8(torch.full((HEADS, DIM), 4.0)), "kv4": KV4(), "kv4-channel": KV4Channel(8)}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_any_chunking_stores_the_same_bytes_and_reads_the_same(chunks: list[int]) -> None:
     x = tokens(sum(chunks))

@@ -35,7 +35,7 @@ def test_no_outlier_moves_nothing() -> None:
     assert not plan.permuted and plan.eight_bit.sum() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1024), st.integers(0, 99), st.none() | st.integers(0, 9), st.floats(0, 1))
 def test_outliers_fill_as_few_blocks_as_possible(
     count: int, seed: int, cap: int | None, share: float

@@ -28,7 +28,7 @@ def heads(
     return torch.randn(2, 2, tokens, 64, generator=g) * spread + channel_shift
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.floats(0, 20), st.integers(-12, 10))
 def test_4_bit_values_are_within_about_a_step(seed: int, shift: float, exponent: int) -> None:
     x = heads(seed, shift=shift) * 2.0**exponent

@@ -141,7 +141,7 @@ def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme:
         scheme.check(legal_codes(scheme, params, torch.rand_like(weight)), params)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**31),
     st.floats(-12, 12),

@@ -313,3 +313,22 @@ def test_zero_points_are_learned_and_never_for_the_worse(
 def test_unknown_choices_are_refused_with_a_suggestion(option: str, value: str) -> None:
     with pytest.raises(QtoolError, match="did you mean"):
         Distill(**{option: value})
+
+
+def test_what_was_pruned_does_not_learn() -> None:
+    scheme, linear = get("w4a16-24", 128), nn.Linear(128, 8, bias=False)
+    params = scheme.fit(linear.weight.detach())
+    start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
+    learned = LearnedLinear(linear, scheme, start, None)
+    learned(torch.randn(16, 128)).square().sum().backward()
+    assert learned.keep is not None and learned.weight.grad is not None
+    assert learned.weight.grad[learned.keep].any() and not learned.weight.grad[~learned.keep].any()
+
+
+def test_a_learned_linear_gathers_its_input() -> None:
+    scheme, linear = get("w8a8"), nn.Linear(64, 8, bias=False)
+    params = scheme.fit(linear.weight.detach())
+    start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
+    order, x = torch.randperm(64, generator=torch.Generator().manual_seed(0)), torch.randn(5, 64)
+    gathered = LearnedLinear(linear, scheme, start, order)(x)
+    assert torch.equal(gathered, LearnedLinear(linear, scheme, start, None)(x[:, order]))

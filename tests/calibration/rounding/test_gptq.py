@@ -311,3 +311,24 @@ def test_candidates_tried_together_are_those_tried_one_by_one(
         monkeypatch.setattr(group_fit, "AT_ONCE", at_once)
         found = fit_groups(*options, **clips)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-24"])
+def test_columns_are_visited_by_falling_importance_and_those_pruned_together_stay_so(
+    name: str,
+) -> None:
+    scheme = get(name, 128)
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(0))
+    size = scheme.sparsity[1] if scheme.sparsity else 1
+    order = gptq.visiting_order(importance, scheme, act_order=True)
+    together = order.view(-1, size)
+    assert torch.equal(order.sort().values, torch.arange(256))
+    assert (together == together[:, :1] + torch.arange(size)).all()
+    assert (importance[together].sum(1).diff() <= 0).all()
+
+
+def test_the_search_goes_on_from_the_clips_it_is_given() -> None:
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    scheme, clip = get("w4a16", 128), torch.rand(8, 2) * 0.5 + 0.5
+    found = fit_groups(scheme, weight, torch.ones(256), [1.0], group_clip=clip)
+    assert torch.equal(found["scale"], scheme.fit(weight, group_clip=clip)["scale"])

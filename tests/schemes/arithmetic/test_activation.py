@@ -9,7 +9,7 @@ from qtool.errors import QtoolError
 from qtool.schemes.arithmetic.activation import UNQUANTIZED, Activation
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([4, 8]),
     st.sampled_from([None, 32, 128]),
