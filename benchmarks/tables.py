@@ -38,7 +38,7 @@ def results(name: str) -> Any:
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; columns of numbers are right-aligned."""
-    number = re.compile(r"[-+±\d.,%x/() ]*")
+    number = re.compile(r"[-+±\d.,%x/() e]*")
     numeric = [all(number.fullmatch(row[i]) for row in rows) for i in range(len(head))]
     rule = ["---:" if right else "---" for right in numeric]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
@@ -204,6 +204,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         name: printed(name)
         for name in (
+            "agreement",
             "kv",
             "peers",
             "peers-c4",

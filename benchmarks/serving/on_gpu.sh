@@ -113,9 +113,11 @@ export -f evaluate
 compare_code='
 import json, sys
 from pathlib import Path
-wrong = 0
-for file in sorted(Path(sys.argv[1]).glob("*-vllm*.json")):
-    scheme = file.stem.partition("-vllm")[0]
+import torch
+from qtool.bench.stored import store
+folder, rows, wrong = Path(sys.argv[1]), [], 0
+for file in sorted(folder.glob("*-vllm*.json")):
+    scheme, _, ranks = file.stem.partition("-vllm")
     try:
         there, here = (json.loads(path.read_text())["tasks"][0]
                        for path in (file, file.with_name(f"{scheme}-ours.json")))
@@ -127,8 +129,11 @@ for file in sorted(Path(sys.argv[1]).glob("*-vllm*.json")):
     values = [task["metrics"]["perplexity"]["value"] for task in (there, here)]
     away = abs(logs[0] - logs[1])
     wrong += away > 1e-3
-    print(f"{file.stem}: perplexity {values[0]:.4f} in", there["engine"],
-          f"and {values[1]:.4f} ours, {away:.1e} nats apart", "WRONG" * (away > 1e-3))
+    rows.append([f"`{scheme}`", "2" if ranks else "1", *(f"{v:.4f}" for v in values), f"{away:.1e}"])
+    print(*rows[-1], there["engine"], "WRONG" * (away > 1e-3))
+head = ["scheme", "GPUs", "perplexity in vLLM", "in our runtime", "nats a token apart"]
+store(folder / "agreement.json", {"head": head, "rows": rows},
+      device="cuda" if torch.cuda.is_available() else "cpu")
 print("RESULT", wrong, "wrong")
 sys.exit(wrong > 0)
 '
