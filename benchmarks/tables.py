@@ -120,7 +120,7 @@ def kernels(name: str = "kernels", others: Sequence[str] = ("bf16", "fp8", "int8
     found = results(name)
     columns = list(found["rows"][0]["floor_us"])
     head = ["model", "tokens", "floor", *(f"`{column}`" for column in columns)]
-    head += [*(f"torch {kind}" for kind in others), "fp8 / first"]
+    head += [*(f"torch {kind}" for kind in others), f"fp8 over `{columns[0]}`"]
     rows = []
     for row in found["rows"]:
         us = row["us"]

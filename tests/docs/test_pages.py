@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
@@ -38,6 +39,15 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for name in re.findall(r"`((?:qtool|tests|benchmarks|docs|examples)/[\w./-]+)`", text):
         assert (ROOT / name).exists() or re.search("FLOOR|NAME", name), name
+
+
+def test_ops_that_are_named_exist() -> None:
+    from qtool.kernels import compiled  # noqa: F401  (these register the ops)
+    from qtool.kernels.attention import kv_attention  # noqa: F401
+
+    text = "".join(page.read_text() for page in PAGES)
+    names = set(re.findall(r"`qtool::(\w+)`", text))
+    assert len(names) > 5 and all(hasattr(torch.ops.qtool, name) for name in names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
