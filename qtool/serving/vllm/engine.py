@@ -24,6 +24,8 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
             be served, or vLLM does not load it.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not in_process))
+    # vLLM's processes start afresh: a fork would wait for OpenMP's threads, which it does not have
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     # ranks of vLLM open each other's memory, which cannot be had of expandable segments
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
     require_vllm(Path(directory), options.get("tensor_parallel_size", 1))
