@@ -36,7 +36,9 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
         return LLM(str(directory), **(fixed | options))
     except (RuntimeError, ValueError) as error:  # a failed start, options that do not go together
         last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise QtoolError(f"vLLM does not load {directory}: {last[0]}") from error
+        raise QtoolError(
+            f"vLLM does not load {directory}: {last[0]} (its messages above say more)"
+        ) from error
 
 
 def require_vllm(directory: Path, tensor_parallel: int) -> None:
