@@ -25,6 +25,7 @@ from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
+from qtool.models.architecture import DTYPES
 from qtool.progress import Progress
 
 Tensors = Iterator[tuple[str, Tensor]]
@@ -59,7 +60,8 @@ class Conversion(ABC):
     def specs(self, owner: str) -> Tensors:
         """Names and tensors converted from ``owner``, on ``meta``; by default itself."""
         entry = self.source.entry(owner)
-        yield owner, torch.empty(entry.shape, dtype=self.dtype or entry.dtype, device="meta")
+        dtype = self._dtype_of(entry.dtype)
+        yield owner, torch.empty(entry.shape, dtype=dtype, device="meta")
 
     def tensors(self, owner: str, notes: Json) -> Tensors:
         """The same with their content; ``notes`` of the shard may be added to.
@@ -68,7 +70,12 @@ class Conversion(ABC):
             QtoolError: the content cannot be converted.
         """
         tensor = finite(owner, self.source.read(owner))
-        yield owner, tensor if self.dtype is None else as_dtype(tensor, self.dtype, owner)
+        dtype = self._dtype_of(tensor.dtype)
+        yield owner, tensor if dtype == tensor.dtype else as_dtype(tensor, dtype, owner)
+
+    def _dtype_of(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype that a ``stored`` one becomes; what is no weight (ids, masks, fp8) keeps it."""
+        return self.dtype if self.dtype and stored in DTYPES.values() else stored
 
     @abstractmethod
     def metadata(self) -> Metadata:

@@ -42,7 +42,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
         QtoolError: naming it and how many there are.
     """
     if not only_finite(tensor):
-        bad = int((~torch.isfinite(tensor)).sum())
+        bad = int((~torch.isfinite(tensor.float())).sum())
         raise QtoolError(f"{name}: holds {bad} NaN or Inf values; the checkpoint is damaged")
     return tensor
 
@@ -52,5 +52,7 @@ def only_finite(tensor: Tensor) -> Tensor:
 
     A CPU looks at the extremes, which show both in a fraction of the time.
     """
+    if tensor.is_floating_point() and tensor.itemsize == 1:  # fp8, for which torch has neither
+        tensor = tensor.float()
     on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
     return torch.isfinite(torch.stack(torch.aminmax(tensor)) if on_cpu else tensor).all()

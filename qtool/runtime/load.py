@@ -26,6 +26,9 @@ from qtool.schemes.kv import KV_QUANTIZERS
 #: what transformers raises for a model that it cannot load
 UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
+#: files of which each tokenizer has one
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
 
 def load(
     model: str | Path,
@@ -123,11 +126,17 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         QtoolError: if there is none.
     """
     directory = _directory(model)
+    if not any(any(directory.glob(name)) for name in TOKENIZERS):
+        raise QtoolError(
+            f"{directory}: there is no tokenizer (no {', no '.join(TOKENIZERS)}): copy that of the "
+            "model there, or in Python pass token ids as calibration data"
+        )
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file: tokenizers raises Exception itself
+        reason = (str(error).splitlines() or [""])[0]
         raise QtoolError(
-            f"{directory}: no usable tokenizer ({str(error).splitlines()[0]})"
+            f"{directory}: no usable tokenizer ({type(error).__name__}: {reason})"
         ) from error
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.verify import verify
@@ -53,6 +54,18 @@ def test_every_tensor_is_there(recipe, make_model: MakeModel, tmp_path: Path) ->
     recorded = json.loads((made.directory / "qtool.json").read_text())
     assert sorted(recorded["unknown_tensors"]) == sorted([EXTRA, ROTARY])
     assert load(made.directory)(TOKENS).logits.isfinite().all()
+
+
+def test_an_export_keeps_what_is_no_weight(make_model: MakeModel, tmp_path: Path) -> None:
+    """Exports to marlin are float16 throughout, but ids and fp8 tensors are copied as they are."""
+    model = make_model(dtype=torch.bfloat16)
+    ids, fp8 = torch.tensor([1, 2, 70001]), torch.ones(3).to(torch.float8_e4m3fn)
+    add(model, ids=ids, fp8=fp8)
+    recipe = {"layers": [{"match": ".*", "scheme": "w4a16", "group_size": "channel"}]}
+    made = run(model, recipe, tmp_path / "out", keep_unknown=True)
+    exported = Checkpoint(export(made.directory, "marlin", tmp_path / "marlin").directory)
+    assert torch.equal(exported.read("ids"), ids) and exported.entry("fp8").dtype == fp8.dtype
+    assert exported.entry("model.norm.weight").dtype == torch.float16
 
 
 def test_an_unknown_tensor_is_refused_with_a_way_on(make_model: MakeModel, tmp_path: Path) -> None:

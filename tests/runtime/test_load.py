@@ -102,6 +102,16 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
         load(copy)
 
 
+def test_a_model_without_a_tokenizer_is_told_so(native: Path, copy: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink(missing_ok=True)
+    with pytest.raises(QtoolError, match=r"there is no tokenizer \(no tokenizer\*, .*copy that"):
+        load_tokenizer(copy)
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(QtoolError, match="no usable tokenizer"):
+        load_tokenizer(copy)
+
+
 def test_a_device_may_be_torch_s(native: Path) -> None:
     assert load(native, device=torch.device("cpu")).device.type == "cpu"
     with pytest.raises(QtoolError, match="device 'None': cpu, cuda or cuda:N"):
