@@ -62,11 +62,7 @@ def test_lqq_equals_the_scheme_over_every_code_scale_and_offset() -> None:
     assert torch.equal(got, scheme.level2(codes, params))
     assert torch.equal(got.long(), codes.long() * s2 + offset - 128)
     # every legal triple was there
-    seen = (
-        torch.stack((codes.long(), s2.expand(-1, K), offset.expand(-1, K)), -1)
-        .reshape(-1, 3)
-        .unique(dim=0)
-    )
+    seen = (codes.long() + 16 * (s2 + 32 * offset)).unique()
     assert len(seen) == int((highest + 1).sum())
 
 

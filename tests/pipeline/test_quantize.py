@@ -161,7 +161,7 @@ def test_transformers_loads_it_after_one_import(make_model: MakeModel, tmp_path:
 CALIBRATED = {
     "scheme": "calibrated",
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
-    "transforms": ["norm-fusion", "rotate", {"smooth": {}}],
+    "transforms": ["norm-fusion", "rotate", {"smooth": {"steps": 2}}],
     "rounding": "rtn",
 }
 
