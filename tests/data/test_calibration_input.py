@@ -129,3 +129,13 @@ def test_ids_that_the_model_does_not_have() -> None:
     for ids in (torch.tensor([0, 9]), torch.tensor([-1, 2])):
         with pytest.raises(QtoolError, match="the model has 0 to 7"):
             cut(ids, samples=1, seqlen=2, vocabulary=8)
+
+
+def test_windows_are_drawn_by_a_seed_and_stay_in_order() -> None:
+    ids = torch.arange(400)
+    drawn = [cut(ids, samples=5, seqlen=8, vocabulary=400, seed=seed) for seed in range(4)]
+    assert all((windows[:, 0].diff() > 0).all() for windows in drawn)
+    assert all(torch.equal(w, w[:, :1] + torch.arange(8)) for w in drawn)
+    assert len({tuple(windows[:, 0].tolist()) for windows in drawn}) == 4
+    again = cut(ids, samples=5, seqlen=8, vocabulary=400, seed=2)
+    assert torch.equal(again, drawn[2])

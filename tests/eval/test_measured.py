@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from qtool import recipes
 from qtool.eval.channel_range import channel_amax, outlier, role, worst
 from qtool.eval.kv_error import kv_errors
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
+from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.load import load
 
 
@@ -52,3 +54,17 @@ def test_kv_error_is_small_positive_and_absent_without_a_quantizer(quantized):
     errors = kv_errors(load(quantized[1]), windows)
     assert len(errors) == 2 and all(0 < e < 0.2 for one in errors for e in (one.keys, one.values))
     assert kv_errors(load(quantized[0]), windows) == []
+
+
+def test_kv_errors_are_relative(quantized):
+    """Of the first block, whose keys and values no quantized cache has changed yet."""
+    windows = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    model, cache = load(quantized[1]), DynamicCache()
+    first = kv_errors(model, windows)[0]
+    with torch.no_grad():
+        load(quantized[0])(windows, past_key_values=cache)
+    quantizers = QuantCache.of(model).layers[0].quantizers
+    exact = cache.layers[0].keys, cache.layers[0].values
+    for found, x, quantizer in zip((first.keys, first.values), exact, quantizers, strict=True):
+        read = quantizer.dequantize(quantizer.quantize(x))
+        assert found == pytest.approx(float((read - x).norm() / x.norm()), rel=1e-3)

@@ -117,3 +117,13 @@ def test_nothing_read_is_trusted(content: bytes, message: str, tmp_path: Path) -
     path.write_bytes(content)
     with pytest.raises(QtoolError, match=message.replace("?", r"\?")):
         read_header(path)
+
+
+def test_a_file_ends_where_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, {"w": torch.zeros(4)}, [("w", torch.zeros(4))])
+    whole = path.read_bytes()
+    for content in (whole + b"\0", whole[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(QtoolError, match=f"{len(content)} bytes found, {len(whole)} expected"):
+            read_header(path)

@@ -17,14 +17,21 @@ TINY = 'extern "C" __global__ void tiny(int* p) { *p = VALUE; }'
 
 
 BUILDS = list(builds())
+#: one of the builds of a source that differ in sizes alone: to disassemble takes longer than to
+#: compile
+DISASSEMBLED = {
+    (case.definition[0], case.arch, case.instructions, case.calls): case for case in BUILDS
+}
 
 
 @pytest.mark.parametrize("case", BUILDS, ids=lambda case: f"{case.name} {case.arch}")
 def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Path) -> None:
     compiled = build.compile_source(*case.definition, case.arch)
-    assert compiled.local_bytes == 0, compiled.log
+    assert compiled.local_bytes == 0, compiled.log  # nothing is spilled
     assert not compiled.serialized, compiled.log
     assert compiled.registers * case.threads <= REGISTERS_PER_SM
+    if case not in DISASSEMBLED.values():
+        return
     sass = disassemble(compiled.cubin, tmp_path)
     assert [i for i in case.instructions if i not in sass] == []
     assert not re.search(r"\b(LDL|STL)\b", sass)

@@ -25,3 +25,13 @@ def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch
             assert torch.equal(edges.table_rows(source, job, EMBEDDING, wanted), table[wanted])
         pieces = [piece for _, piece in edges.tables(source, job)]
         assert len(pieces) == -(-len(table) // rows) and torch.equal(torch.cat(pieces), table)
+
+
+def test_the_head_takes_the_gain_of_the_norm_that_is_made_plain(make_model: MakeModel) -> None:
+    source = Checkpoint(make_model())
+    layers = [{"match": ".*", "scheme": None}]
+    fused = recipes.parse({"layers": layers, "transforms": ["norm-fusion"]}, "fused")
+    stored = dict(edges.head(source, Job.of(source.config, fused)))
+    gain, head = source.read("model.norm.weight"), source.read("lm_head.weight")
+    assert torch.equal(stored["model.norm.weight"], torch.ones_like(gain))
+    torch.testing.assert_close(stored["lm_head.weight"], head * gain)

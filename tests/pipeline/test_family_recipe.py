@@ -11,10 +11,11 @@ import torch
 import qtool
 from qtool import recipes
 from qtool.io.source import DEMO, Checkpoint
-from qtool.models import Fold
+from qtool.models import Fold, family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import as_dict, as_text
 from qtool.pipeline.quantize import quantize
+from qtool.pipeline.recipe_fit.family_recipe import for_tied_head
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
 
@@ -137,3 +138,12 @@ def test_a_model_whose_tie_is_kept_is_the_same_in_floats(
     assert "lm_head.weight" not in Checkpoint(out)
     ids = torch.arange(24)[None] * 5
     torch.testing.assert_close(load(out)(ids).logits, load(model)(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.04, False), (0.06, True)])
+def test_best_keeps_a_tie_that_would_cost_a_twentieth(share: float, kept: bool) -> None:
+    best = recipes.load("w4a8-lqq", "best")
+    head = round(share * 1e6)
+    adapted = for_tied_head(best, family_of("llama"), head, 1_000_000 + head)
+    assert (adapted.transforms != best.transforms) == kept
+    assert ("would have to be" in adapted.adaptations[-1]) == kept

@@ -470,3 +470,13 @@ def test_sizes_that_no_model_has_are_refused_at_once() -> None:
 )
 def test_byte_counts_have_three_digits(nbytes: float, text: str) -> None:
     assert bytes_text(nbytes) == text
+
+
+def test_the_bytes_of_a_linear_are_those_of_its_tensors(make_model: MakeModel) -> None:
+    """Input permutations too."""
+    job = Job.of(Checkpoint(make_model()).config, recipes.load("w4ax-fmpq", "best"))
+    stored = job.block_tensors(0)
+    assert any(name.endswith(".permutation") for name in stored)
+    for linear in plan(job).linears:
+        own = [t for name, t in stored.items() if name.startswith(job.full(0, linear.name) + ".")]
+        assert own and linear.nbytes == sum(t.numel() * t.dtype.itemsize for t in own)

@@ -71,3 +71,24 @@ def test_a_resumed_run_finds_it_again(make_model: MakeModel, tmp_path: Path) -> 
         assert {p.name: p.read_bytes() for p in cut.iterdir()} == {
             p.name: p.read_bytes() for p in whole.iterdir()
         }
+
+
+def test_a_block_is_calibrated_on_what_the_quantized_ones_before_compute(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their caches: the inputs are those of the finished model, not of the float one."""
+    source, seen = make_model(num_hidden_layers=3), []
+
+    def spy(self, block, batches):  # type: ignore[no-untyped-def]
+        seen.append(torch.cat([batch.hidden for batch in batches]).clone())
+        return rounded(self, block, batches)
+
+    rounded = Gptq.round
+    monkeypatch.setattr(Gptq, "round", spy)
+    out = run(source, tmp_path / "out", "kv4")
+    with torch.no_grad():
+        exact, made = (load(m)(TOKENS, output_hidden_states=True) for m in (source, out))
+    for inputs, float_inputs, own in list(
+        zip(seen, exact.hidden_states, made.hidden_states, strict=False)
+    )[1:]:
+        assert (inputs - own).norm() < 0.2 * (float_inputs - own).norm()
