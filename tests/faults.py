@@ -1,0 +1,928 @@
+"""Injects faults into a copy of the tree, one at a time, and counts those that the tests catch.
+
+A fault is a slip that a colleague might make: a swapped digit of a layout, a check that is gone, a
+scale that is off by one step. Each one names the narrowest tests that should notice it. A fault
+that they miss asks for a better test, not for another fault::
+
+    python tests/faults.py                  # all of them, some fifteen minutes on one core
+    python tests/faults.py qtool/schemes    # those in these files or folders
+    python tests/faults.py --sample 3       # some, the same for the same --seed
+    python tests/faults.py --write          # and store the counts in tests/faults.json
+
+The exit code is 0 where all are caught, 1 where one is missed, 2 where one cannot be judged: its
+old text is not in its file exactly once, or its tests cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+STORED = ROOT / "tests" / "faults.json"
+#: what tests read, beside the package
+FOLDERS = ("qtool", "tests", "benchmarks", "docs", "examples")
+FILES = ("README.md", "pyproject.toml", "Makefile")
+#: seconds after which tests that a fault keeps from ending are stopped
+LONGEST = 300
+
+
+class Fault(NamedTuple):
+    """``old`` becomes ``new`` in ``file``; ``tests`` are pytest's arguments, apart by spaces."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()!r} -> {self.new.strip()!r}"
+
+
+FAULTS = [
+    Fault(*fault)
+    for fault in (
+        # schemes: what the numbers mean
+        (
+            "qtool/schemes/base.py",
+            "2.0**-24 if dtype",
+            "torch.finfo(dtype).tiny if dtype",
+            "tests/schemes/test_protocol.py",
+        ),
+        (
+            "qtool/schemes/base.py",
+            "require((low >= grid.low) & (high <= grid.high)",
+            "require((low >= grid.low) & (high <= grid.high + 1)",
+            "tests/schemes/test_protocol.py",
+        ),
+        (
+            "qtool/schemes/qoq.py",
+            "torch.where(width > 0, width, 1.0)",
+            "width",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/qoq.py",
+            "torch.round(-low / scale.float())",
+            "torch.floor(-low / scale.float())",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/qoq.py",
+            "- token_sum * params",
+            "+ token_sum * params",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/qoq_group.py",
+            "torch.div(128, s2",
+            "torch.div(127, s2",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/qoq_group.py",
+            "((high - low) / 15).clamp(1, 16)",
+            "((high - low) / 15).clamp(1, 15)",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/lqq.py",
+            "torch.div(127 - low, s2",
+            "torch.div(128 - low, s2",
+            "tests/schemes/test_lqq.py tests/schemes/test_protocol.py",
+        ),
+        (
+            "qtool/schemes/lqq.py",
+            "(bounds[1] - low) / 15",
+            "(bounds[1] - low) / 16",
+            "tests/schemes/test_lqq.py",
+        ),
+        (
+            "qtool/schemes/lqq.py",
+            "require((offset - 128).abs() <= PROTECTIVE_MAX",
+            "require((offset - 128).abs() <= PROTECTIVE_MAX + 1",
+            "tests/schemes/test_lqq.py",
+        ),
+        (
+            "qtool/schemes/arithmetic/level1.py",
+            "PROTECTIVE_MAX = 119",
+            "PROTECTIVE_MAX = 127",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
+            "qtool/schemes/arithmetic/symmetric.py",
+            "torch.where(amax < 0, -scale, scale)",
+            "scale",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/schemes/w4a16.py",
+            "low, high = 7.5, 8",
+            "low, high = 7.0, 8",
+            "tests/schemes/arithmetic/test_symmetric.py",
+        ),
+        (
+            "qtool/schemes/w8a8.py",
+            "= 127, -127, 127",
+            "= 127, -128, 127",
+            "tests/schemes/arithmetic/test_symmetric.py tests/schemes/test_protocol.py",
+        ),
+        (
+            "qtool/schemes/w4a16_24.py",
+            "= a >= b, a >= c,",
+            "= a > b, a >= c,",
+            "tests/schemes/arithmetic/test_symmetric.py",
+        ),
+        (
+            "qtool/schemes/arithmetic/activation.py",
+            "amax / top, 1.0).clamp_min(torch.finfo(torch.float32).tiny)",
+            "amax / top, 1.0)",
+            "tests/schemes/arithmetic/test_activation.py",
+        ),
+        (
+            "qtool/schemes/arithmetic/products.py",
+            "step = min(group_size, MAIN_LOOP_CHANNELS)",
+            "step = group_size",
+            "tests/schemes/arithmetic/test_products.py",
+        ),
+        (
+            "qtool/schemes/arithmetic/products.py",
+            "EXACT_PRODUCTS = 1024",
+            "EXACT_PRODUCTS = 65536",
+            "tests/schemes/arithmetic/test_products.py",
+        ),
+        (
+            "qtool/schemes/fmpq.py",
+            "torch.where(eight_bit, 127, 7)",
+            "torch.where(eight_bit, 7, 127)",
+            "tests/schemes/test_fmpq.py",
+        ),
+        (
+            "qtool/schemes/fmpq_blocks.py",
+            "torch.argsort(amax, descending=True, stable=True)",
+            "torch.argsort(amax, stable=True)",
+            "tests/schemes/test_fmpq.py",
+        ),
+        (
+            "qtool/schemes/fmpq_blocks.py",
+            "(1 - min_w4a4_share) + 1e-9",
+            "(1 - min_w4a4_share)",
+            "tests/schemes/test_fmpq.py",
+        ),
+        (
+            "qtool/schemes/hardware.py",
+            "if target.rho <= GROUP_RATIO:",
+            "if target.rho < GROUP_RATIO:",
+            "tests/schemes/test_hardware.py",
+        ),
+        # the KV cache
+        (
+            "qtool/schemes/kv.py",
+            "torch.where(amax > 0, amax.float() / 127, 1.0)",
+            "amax.float() / 127",
+            "tests/schemes/test_kv.py",
+        ),
+        (
+            "qtool/schemes/kv.py",
+            "return codes[..., 0::2] | (codes[..., 1::2] << 4)",
+            "return codes[..., 1::2] | (codes[..., 0::2] << 4)",
+            "tests/schemes/test_kv.py",
+        ),
+        ("qtool/schemes/kv.py", "RANGE = 0.95", "RANGE = 1.0", "tests/schemes/test_kv.py"),
+        (
+            "qtool/schemes/kv.py",
+            "lane_sum(w * left_again.square()) < lane_sum(w * left.square())",
+            "lane_sum(left_again.square()) < lane_sum(left.square())",
+            "tests/schemes/test_kv.py",
+        ),
+        (
+            "qtool/schemes/kv.py",
+            "return x.float() - self._offset(x)",
+            "return x.float()",
+            "tests/schemes/test_kv.py",
+        ),
+        (
+            "qtool/runtime/packed_kv.py",
+            "kept = min(self._grouped, tokens // self.quantizer.tokens * self.quantizer.tokens)",
+            "kept = min(self._grouped, tokens)",
+            "tests/runtime/test_packed_kv.py",
+        ),
+        (
+            "qtool/runtime/packed_kv.py",
+            "return KV4(stored(OFFSET), stored(IMPORTANCE)), KV4()",
+            "return KV4(), KV4()",
+            "tests/runtime/test_kv_cache.py",
+        ),
+        (
+            "qtool/runtime/kv_cache.py",
+            "values.store(value_states[:, ::repeats])",
+            "values.store(value_states[:, : value_states.shape[1] // repeats])",
+            "tests/runtime/test_kv_cache.py -k heads",
+        ),
+        (
+            "qtool/calibration/kv/cache.py",
+            "seen.mean.cpu()",
+            "seen.amax.cpu()",
+            "tests/calibration/test_kv.py",
+        ),
+        (
+            "qtool/calibration/kv/cache.py",
+            "(block.with_cache(simulated) if own is None else {})",
+            "block.with_cache(simulated)",
+            "tests/calibration/test_kv.py",
+        ),
+        # layouts: where the numbers lie
+        (
+            "qtool/layouts/w4ax_interleaved.py",
+            'group_order="g, nt row"',
+            'group_order="g, row nt"',
+            "tests/layouts/test_checkpoint_orders.py tests/layouts/test_identities.py",
+        ),
+        (
+            "qtool/layouts/w4ax_interleaved.py",
+            'order="nt row, kt q c j p"',
+            'order="row nt, kt q c j p"',
+            "tests/layouts/test_checkpoint_orders.py tests/layouts/test_identities.py",
+        ),
+        (
+            "qtool/layouts/dual_mma.py",
+            "w q c j h b",
+            "w q c h j b",
+            "tests/layouts/test_checkpoint_orders.py qtool/layouts/dual_mma.py",
+        ),
+        (
+            "qtool/layouts/compute_aware.py",
+            'group_order="g, nt l hi h"',
+            'group_order="g, nt l h hi"',
+            "tests/layouts/test_checkpoint_orders.py qtool/layouts/compute_aware.py",
+        ),
+        (
+            "qtool/layouts/marlin.py",
+            '"nt j1 cq j0 b cl"',
+            '"nt j1 cq b j0 cl"',
+            "tests/layouts/test_checkpoint_orders.py qtool/layouts/marlin.py",
+        ),
+        (
+            "qtool/layouts/marlin_24.py",
+            'group_order="g, nt co c1 j blk"',
+            'group_order="g, nt co c1 blk j"',
+            "tests/layouts/test_marlin_24.py tests/layouts/test_checkpoint_orders.py",
+        ),
+        (
+            "qtool/layouts/qqq.py",
+            "low=1,",
+            "low=0,",
+            "tests/layouts/test_checkpoint_orders.py qtool/layouts/qqq.py",
+        ),
+        (
+            "qtool/layouts/apex4.py",
+            'order="kt, nt c, q b"',
+            'order="kt, nt c, b q"',
+            "tests/layouts/test_checkpoint_orders.py qtool/layouts/apex4.py",
+        ),
+        (
+            "qtool/layouts/digit_layout.py",
+            "digit[self.nibble] ^ self.low if",
+            "digit[self.nibble] if",
+            "tests/layouts/test_identities.py",
+        ),
+        (
+            "qtool/layouts/words.py",
+            "((high & mask) << 4)",
+            "(high << 4)",
+            "tests/layouts/test_identities.py",
+        ),
+        (
+            "qtool/kernels/activation/arrangement.py",
+            "torch.argsort(16 * nibble + byte % 16)",
+            "torch.argsort(byte % 16 * 2 + nibble)",
+            "tests/kernels/test_registers.py qtool/kernels/activation/arrangement.py",
+        ),
+        # exchange: other loaders' files
+        (
+            "qtool/exchange/formats/affine.py",
+            '"w4a16-24": (32, 64, 128, None)',
+            '"w4a16-24": (32, 128, None)',
+            "tests/exchange/test_affine.py",
+        ),
+        (
+            "qtool/exchange/formats/affine.py",
+            '"w4a4": (32, 64, 128, None)',
+            '"w4a4": (64, 128, None)',
+            "tests/exchange/test_affine.py",
+        ),
+        (
+            "qtool/exchange/formats/affine.py",
+            '"w4a8-qoq": (None,), "w4a8-qoq-g128": (32, 64, 128)}',
+            '"w4a8-qoq": (None,), "w4a8-qoq-g128": (32, 128)}',
+            "tests/exchange/test_affine.py",
+        ),
+        (
+            "qtool/exchange/formats/affine.py",
+            'torch.empty_like(codes).index_copy_(1, params["permutation"].long(), codes)',
+            'codes[:, params["permutation"].long()]',
+            "tests/exchange/test_export.py -k reordered",
+        ),
+        (
+            "qtool/exchange/formats/qqq.py",
+            "leaves_16_bit: ClassVar[bool] = False",
+            "leaves_16_bit: ClassVar[bool] = True",
+            "tests/exchange/test_export.py -k 16_bit",
+        ),
+        (
+            "qtool/exchange/formats/qserve.py",
+            "leaves_16_bit: ClassVar[bool] = False",
+            "leaves_16_bit: ClassVar[bool] = True",
+            "tests/exchange/test_export.py -k 16_bit",
+        ),
+        (
+            "qtool/exchange/formats/qserve.py",
+            'zeros = -(params["zero"]',
+            'zeros = (params["zero"]',
+            "tests/exchange/test_qserve.py",
+        ),
+        (
+            "qtool/exchange/target.py",
+            "uniform: ClassVar[bool] = True",
+            "uniform: ClassVar[bool] = False",
+            "tests/exchange/test_export.py -k group_size",
+        ),
+        (
+            "qtool/exchange/target.py",
+            "bool((cast != 0).all())",
+            "bool((cast == cast).all())",
+            "tests/exchange/test_export.py -k fp16",
+        ),
+        (
+            "qtool/exchange/formats/gptq.py",
+            '{"gptq": 1, "gptq_v2": 0}',
+            '{"gptq": 0, "gptq_v2": 0}',
+            "tests/exchange/test_gptq.py",
+        ),
+        (
+            "qtool/exchange/formats/awq.py",
+            'order="k, w j0 j2"',
+            'order="k, w j2 j0"',
+            "tests/exchange/test_awq.py",
+        ),
+        (
+            "qtool/exchange/formats/compressed_tensors.py",
+            '"symmetric": stored.form is not asymmetric_4',
+            '"symmetric": True',
+            "tests/exchange/test_compressed_tensors.py",
+        ),
+        (
+            "qtool/exchange/formats/compressed_tensors.py",
+            "to_fp8 = 127 / E4M3_MAX",
+            "to_fp8 = 1 / E4M3_MAX",
+            "tests/exchange/test_export.py -k kv_scales",
+        ),
+        (
+            "qtool/exchange/formats/auto_round.py",
+            'int(config.get("act_bits") or 16) < 16',
+            'int(config.get("act_bits") or 16) < 8',
+            "tests/exchange/test_import.py -k configs",
+        ),
+        (
+            "qtool/exchange/source_format.py",
+            "(index.bincount(minlength=groups) != k // groups).any()",
+            "(index.bincount(minlength=groups) == 0).any()",
+            "tests/exchange/test_import_exact.py",
+        ),
+        (
+            "qtool/exchange/import_.py",
+            "codes = codes[:, grid.order]",
+            "codes = codes[:, grid.order.argsort()]",
+            "tests/exchange/test_import_exact.py",
+        ),
+        (
+            "qtool/exchange/convert.py",
+            "require_file_intact(path, recorded.get(path.name))",
+            "require_file_intact(path, None)",
+            "tests/exchange/test_exportable.py -k flipped",
+        ),
+        (
+            "qtool/exchange/as_export.py",
+            "keepdim=True) / 127.5",
+            "keepdim=True) / 127",
+            "tests/exchange/test_as_export.py -k every_scheme",
+        ),
+        # calibration: rounding
+        (
+            "qtool/calibration/rounding/gptq/hessian.py",
+            "total.add_(2 * (a.T.float() @ b.float()))",
+            "total.copy_(2 * (a.T.float() @ b.float()))",
+            "tests/calibration/rounding/test_hessian.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "diagonal += self.damping * mean - added",
+            "diagonal += self.damping * mean",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "weight + options.residual * missing",
+            "weight - options.residual * missing",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])",
+            "free[:, j + 1 :].add_(0)",
+            "tests/calibration/rounding/test_columns.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "enumerate(errors[k] - error[k])",
+            "enumerate(errors[k])",
+            "tests/calibration/rounding/test_columns.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "sum(1).argsort(descending=True, stable=True)",
+            "sum(1).argsort(stable=True)",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/group_fit.py",
+            "group_clip=group_clip * ratio)",
+            "group_clip=ratio)",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/scales.py",
+            "stored_scale(better.abs(), scale.dtype).copysign(scale)",
+            "stored_scale(better.abs(), scale.dtype)",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/rtn.py",
+            "(lost / power) ** 0.5",
+            "lost / power",
+            "tests/calibration/rounding/test_rtn.py",
+        ),
+        (
+            "qtool/calibration/rounding/distill/learned_linear.py",
+            "inside if keep is None else inside & keep",
+            "inside",
+            "tests/calibration/rounding/test_distill.py",
+        ),
+        (
+            "qtool/calibration/rounding/distill/learned_linear.py",
+            "x = x[..., self.permutation]",
+            "x = x[..., self.permutation.argsort()]",
+            "tests/calibration/rounding/test_distill.py",
+        ),
+        # calibration: transforms
+        (
+            "qtool/calibration/transforms/smooth.py",
+            "return total / sum(target.numel() for target in targets)",
+            "return total / len(targets)",
+            "tests/calibration/transforms/test_smooth.py",
+        ),
+        (
+            "qtool/calibration/transforms/smooth.py",
+            "alive = (x_amax > 0) & (w_amax > 0)",
+            "alive = x_amax > 0",
+            "tests/calibration/transforms/test_smooth.py",
+        ),
+        (
+            "qtool/calibration/transforms/folding.py",
+            "by_head.amax(1, keepdim=True)",
+            "by_head[:, :1]",
+            "tests/calibration/transforms",
+        ),
+        (
+            "qtool/calibration/transforms/norm_fusion.py",
+            "gain = stored.double() + offset",
+            "gain = stored.double()",
+            "tests/calibration/transforms/test_norm_fusion.py",
+        ),
+        (
+            "qtool/calibration/transforms/rotate.py",
+            "bias.copy_(_by_parts(bias.double(), q))",
+            "bias.copy_(bias)",
+            "tests/calibration/transforms/test_rotate.py",
+        ),
+        (
+            "qtool/calibration/transforms/hadamard.py",
+            "* (2 / (normal @ normal))",
+            "* (1 / (normal @ normal))",
+            "tests/calibration/transforms/test_hadamard.py",
+        ),
+        (
+            "qtool/calibration/transforms/reorder.py",
+            "rows = by_head + heads.dim * torch.arange(heads.kv",
+            "rows = by_head + heads.kv * torch.arange(heads.kv",
+            "tests/calibration/transforms/test_reorder.py",
+        ),
+        (
+            "qtool/calibration/transforms/key_transform.py",
+            "torch.maximum(amax[:, : rotary // 2], amax[:, rotary // 2 : rotary])",
+            "amax[:, : rotary // 2]",
+            "tests/calibration/transforms/test_smooth_attention.py",
+        ),
+        (
+            "qtool/calibration/transforms/value_basis.py",
+            "torch.where((after < before)[:, None, None], basis, kept)",
+            "basis",
+            "tests/calibration/transforms/test_value_basis.py",
+        ),
+        (
+            "qtool/calibration/transforms/clip.py",
+            "torch.where((error < best)[:, None], chosen, group_clip)",
+            "chosen",
+            "tests/calibration/transforms/test_clip.py",
+        ),
+        (
+            "qtool/calibration/statistics.py",
+            "self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)",
+            "self.amax = amax",
+            "tests/calibration/test_statistics.py",
+        ),
+        (
+            "qtool/calibration/statistics.py",
+            "tokens >= min(LEAST_TOKENS, total)",
+            "tokens > 0",
+            "tests/calibration/test_statistics.py",
+        ),
+        # data
+        (
+            "qtool/data/windows.py",
+            "[order[:samples].sort().values]",
+            "[:samples]",
+            "tests/data/test_calibration_input.py",
+        ),
+        (
+            "qtool/data/continuation.py",
+            "nan_to_num(0, 0, 0).softmax(-1)",
+            "nan_to_num(0, 0, 0).mul(2).softmax(-1)",
+            "tests/data/test_continuation.py",
+        ),
+        # the pipeline, and what a killed run leaves
+        (
+            "qtool/pipeline/quantize.py",
+            '"device": device.type,',
+            '"device": "",',
+            "tests/pipeline/test_quantize.py -k resume",
+        ),
+        (
+            "qtool/pipeline/quantize.py",
+            '"source model": source.fingerprint(),',
+            '"source model": "",',
+            "tests/pipeline/test_quantize.py -k resume",
+        ),
+        (
+            "qtool/pipeline/streaming/blocks.py",
+            "with quantized_kv(block, job.format.kv, parts):",
+            "with quantized_kv(block, None, parts):",
+            "tests/pipeline/test_reference.py",
+        ),
+        (
+            "qtool/pipeline/streaming/snapshots.py",
+            "mine = number <= block and owner",
+            "mine = owner",
+            "tests/pipeline/test_snapshots.py",
+        ),
+        (
+            "qtool/pipeline/streaming/snapshots.py",
+            "number != snapshot.block)",
+            "number > snapshot.block)",
+            "tests/pipeline/test_snapshots.py",
+        ),
+        (
+            "qtool/pipeline/streaming/embedding_and_head.py",
+            "zip(job.transforms, norms, strict=False)",
+            "zip(job.transforms, norms[1:], strict=False)",
+            "tests/pipeline/test_embedding_and_head.py",
+        ),
+        (
+            "qtool/pipeline/recipe_fit/layer_rules.py",
+            "if not shadowed:",
+            "if not unused:",
+            "tests/recipes/test_recipe.py",
+        ),
+        (
+            "qtool/pipeline/recipe_fit/family_recipe.py",
+            "HEAD_SHARE = 0.05",
+            "HEAD_SHARE = 0.5",
+            "tests/pipeline/test_family_recipe.py",
+        ),
+        (
+            "qtool/pipeline/planning/plan.py",
+            "(4 * k if job.format.is_permuted(full) else 0)",
+            "0",
+            "tests/pipeline/test_plan.py",
+        ),
+        (
+            "qtool/pipeline/verify.py",
+            "if not names and checkpoint_format.kv is None:",
+            "if not names and checkpoint_format.kv:",
+            "tests/test_bad_input.py -k packed_linears",
+        ),
+        (
+            "qtool/pipeline/verify.py",
+            "if error <= tolerance else",
+            "if tolerance else",
+            "tests/pipeline/test_verify.py",
+        ),
+        # input and output
+        (
+            "qtool/io/integrity.py",
+            "elif digest != expected:",
+            "elif not digest:",
+            "tests/io/test_integrity.py",
+        ),
+        (
+            "qtool/io/output.py",
+            'return record if found == record["sha256"] else None',
+            "return record",
+            "tests/pipeline/test_snapshots.py -k damaged",
+        ),
+        (
+            "qtool/io/output.py",
+            'if record["job"] != job_hash(self.identity):',
+            'if not record["job"]:',
+            "tests/pipeline/test_faults.py tests/io",
+        ),
+        (
+            "qtool/io/safetensors.py",
+            "if start != end:",
+            "if start < end:",
+            "tests/io/test_safetensors.py",
+        ),
+        (
+            "qtool/io/safetensors.py",
+            "if end != size:",
+            "if end > size:",
+            "tests/io/test_safetensors.py",
+        ),
+        (
+            "qtool/io/source.py",
+            "if Path(shard).name != shard or not",
+            "if not",
+            "tests/test_bad_input.py -k outside",
+        ),
+        (
+            "qtool/io/source_names.py",
+            "start=both.start + upper.nbytes",
+            "start=both.start",
+            "tests/io/test_source_names.py",
+        ),
+        (
+            "qtool/io/run_record.py",
+            'if before.get("job") == self.job else []',
+            "if before else []",
+            "tests/io/test_run_record.py",
+        ),
+        # evaluation
+        (
+            "qtool/eval/perplexity.py",
+            "targets = batch[:, 1:]",
+            "targets = batch[:, :-1]",
+            "tests/eval/test_perplexity.py",
+        ),
+        (
+            "qtool/eval/perplexity.py",
+            "scored = windows.shape[1] - 1",
+            "scored = windows.shape[1]",
+            "tests/eval/test_perplexity.py",
+        ),
+        (
+            "qtool/eval/compare.py",
+            "math.hypot(new.stderr, old.stderr)",
+            "new.stderr + old.stderr",
+            "tests/eval/test_evaluate.py",
+        ),
+        (
+            "qtool/eval/compare.py",
+            "if not same or len(mine) != len(other):",
+            "if len(mine) != len(other):",
+            "tests/eval/test_evaluate.py",
+        ),
+        (
+            "qtool/eval/items.py",
+            "[ratio + count * (t - ratio * w) / whole",
+            "[ratio + (t - ratio * w) / whole",
+            "tests/eval/test_items.py",
+        ),
+        (
+            "qtool/eval/kv_error.py",
+            "float((k / kk).sqrt())",
+            "float(k / kk)",
+            "tests/eval/test_measured.py",
+        ),
+        (
+            "qtool/eval/local_tasks.py",
+            '" " + row["continuation"]',
+            'row["continuation"]',
+            "tests/eval/test_zero_shot.py -k lambada",
+        ),
+        (
+            "qtool/eval/saved.py",
+            "(a.model, a.facts) == (model, facts)",
+            "a.model == model",
+            "tests/eval/test_saved.py",
+        ),
+        # the runtime, and what engines load
+        (
+            "qtool/runtime/linear.py",
+            "x = x[..., self.permutation.long()]",
+            "x = x[..., self.permutation.long().argsort()]",
+            "tests/runtime/test_linear.py",
+        ),
+        (
+            "qtool/runtime/huggingface.py",
+            "            require_intact(directory)\n",
+            "            pass\n",
+            "tests/runtime/test_load.py",
+        ),
+        (
+            "qtool/runtime/merge.py",
+            "if any(part.format != first.format or part.in_features != k for part in parts):",
+            "if any(part.in_features != k for part in parts):",
+            "tests/runtime/test_merge.py",
+        ),
+        (
+            "qtool/runtime/deterministic.py",
+            "dim**-0.5 if scale is None else scale",
+            "dim**-0.5",
+            "tests/runtime/test_deterministic.py",
+        ),
+        (
+            "qtool/format/checkpoint.py",
+            'config.get("format_version") != FORMAT_VERSION',
+            'not config.get("format_version")',
+            "tests/test_bad_input.py -k foreign",
+        ),
+        (
+            "qtool/serving/partition.py",
+            "by_group = shared or (param.dim() == 2 and param.shape[1] > 1)",
+            "by_group = param.dim() == 2",
+            "tests/serving/test_partition.py",
+        ),
+        (
+            "qtool/serving/stored.py",
+            "in packed and full not in expected:",
+            "in expected and full not in packed:",
+            "tests/serving/test_stored.py",
+        ),
+        (
+            "qtool/models/families/gemma.py",
+            "norm_offset=1.0",
+            "norm_offset=0.0",
+            "tests/calibration/transforms/test_norm_fusion.py",
+        ),
+        # recipes
+        (
+            "qtool/recipes/recipe.py",
+            "if schemes and scheme not in schemes:",
+            "if schemes and scheme is None:",
+            "tests/recipes/test_recipe.py",
+        ),
+        (
+            "qtool/recipes/schema.py",
+            "replace(rule, **changes) if rule.scheme else rule for",
+            "replace(rule, **changes) for",
+            "tests/recipes/test_recipe.py",
+        ),
+        (
+            "qtool/recipes/schema.py",
+            '["value-basis"] if self.variant == "best"',
+            '["value-basis"] if self.variant == "fast"',
+            "tests/recipes/test_recipe.py",
+        ),
+    )
+]
+
+
+def misplaced(fault: Fault, root: Path = ROOT) -> str:
+    """Why ``fault`` cannot be injected; empty if it can."""
+    count = (root / fault.file).read_text().count(fault.old)
+    if count != 1:
+        return f"{fault}: the old text is there {count} times"
+    missing = [name for name in _paths(fault) if not (root / name).exists()]
+    return f"{fault}: {missing[0]} does not exist" if missing else ""
+
+
+def _paths(fault: Fault) -> list[str]:
+    """The test files and folders of ``fault``."""
+    return [part for part in fault.tests.split() if "/" in part]
+
+
+def copy_of_the_tree(directory: Path) -> None:
+    """Lay out a tree in ``directory`` whose package can be changed."""
+    left_out = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, directory / name, ignore=left_out)
+    for name in FILES:
+        shutil.copyfile(ROOT / name, directory / name)
+    for weights in (ROOT / "qtool").rglob("*.safetensors"):  # of the demo
+        (directory / weights.relative_to(ROOT)).symlink_to(weights)
+
+
+def run(fault: Fault, tree: Path) -> str:
+    """Run the tests of ``fault`` in ``tree``, where it is injected: caught, missed, or an error."""
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        _run_tests(fault.tests.split(), tree)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return "caught" if os.WTERMSIG(status) == signal.SIGALRM else "error"
+    return {0: "missed", 1: "caught"}.get(os.WEXITSTATUS(status), "error")
+
+
+def _run_tests(arguments: Sequence[str], tree: Path) -> None:
+    """pytest in this process, which ends with its exit code."""
+    import pytest
+
+    code = 3
+    try:
+        signal.alarm(LONGEST)
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))
+        os.environ["PYTHONPATH"] = str(tree)
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(tree)]
+        code = int(pytest.main([*options, *arguments]))
+    finally:
+        os._exit(code)
+
+
+def inject(faults: Sequence[Fault]) -> dict[Fault, str]:
+    """The verdict on each of ``faults``: caught, missed or error; prints a line for each."""
+    # a file that changes twice a second would be taken from the cache of what it was before
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    import hypothesis
+    import torch
+    import transformers.models.llama.modeling_llama
+
+    assert hypothesis and transformers and "qtool" not in sys.modules
+    torch.set_num_threads(1)
+    verdicts = {}
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory)
+        copy_of_the_tree(tree)
+        for number, fault in enumerate(faults, 1):
+            path, began = tree / fault.file, time.monotonic()
+            text = path.read_text()
+            if not (problem := misplaced(fault, tree)):
+                path.write_text(text.replace(fault.old, fault.new))
+                verdicts[fault] = run(fault, tree)
+                path.write_text(text)
+            else:
+                verdicts[fault] = "error"
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"{number}/{len(faults)} {verdicts[fault]} ({took}) {problem or fault}")
+            if verdicts[fault] == "error" and not problem:
+                print((tree / "log").read_text()[-2000:])
+    return verdicts
+
+
+def counts(verdicts: dict[Fault, str]) -> dict[str, dict[str, int]]:
+    """Faults and those caught, by file."""
+    found: dict[str, dict[str, int]] = {}
+    for fault, verdict in verdicts.items():
+        entry = found.setdefault(fault.file, {"faults": 0, "caught": 0})
+        entry["faults"] += 1
+        entry["caught"] += verdict == "caught"
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", help="only faults in these files or folders")
+    parser.add_argument("--sample", type=int, help="only so many, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")
+    options = parser.parse_args(arguments)
+    paths = tuple(path.rstrip("/") for path in options.paths)
+    faults = [f for f in FAULTS if not paths or f.file.startswith(paths)]
+    if options.sample is not None:
+        faults = random.Random(options.seed).sample(faults, options.sample)
+    verdicts = inject(faults)
+    tally = {word: list(verdicts.values()).count(word) for word in ("caught", "missed", "error")}
+    print(", ".join(f"{count} {word}" for word, count in tally.items()))
+    if options.write:
+        stored = json.loads(STORED.read_text()) if STORED.exists() and (paths) else {}
+        stored |= counts(verdicts)
+        STORED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    return 2 if tally["error"] else 1 if tally["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
