@@ -484,6 +484,13 @@ def schemes() -> list[tuple[str, str, str]]:
     return recipes.overview()
 
 
+def departures() -> list[tuple[str, str, str, str]]:
+    """Where built-in recipes leave their papers: scheme, variant, what is done, its effect."""
+    from qtool import recipes
+
+    return [(scheme, variant, d.what, d.effect) for scheme, variant, d in recipes.departures()]
+
+
 def export_formats() -> list[tuple[str, str]]:
     """All formats that :func:`export` writes, plugins' included: name and description."""
     from qtool.exchange.targets import TARGETS

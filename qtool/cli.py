@@ -354,8 +354,13 @@ def schemes(as_json: bool) -> None:
 
     found, header = api.schemes(), ("scheme", "recipes", "what it is")
     if as_json:
+        left: dict[str, list[dict[str, str]]] = {}
+        for scheme, variant, what, effect in api.departures():
+            entry = {"recipe": variant, "what": what, "effect": effect}
+            left.setdefault(scheme, []).append(entry)
         keys = ("scheme", "recipes", "about")
-        print_json([dict(zip(keys, row, strict=True)) for row in found])
+        rows = [dict(zip(keys, row, strict=True)) for row in found]
+        print_json([row | {"departures": left.get(row["scheme"], [])} for row in rows])
     else:
         click.echo(render(header, found))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from qtool import progress
+from qtool import api, progress
 from qtool.cli import cli, main
 from qtool.cli_arguments import comma_separated
 from qtool.table import render
@@ -118,7 +118,12 @@ def test_json_of_every_command_that_makes_something(
         ).stdout
     )
     assert made["ratio"] > 1 and len(made["errors"]) == 14
-    assert "w8a8" in {row["scheme"] for row in json.loads(run("schemes", "--json").stdout)}
+    schemes = {row["scheme"]: row for row in json.loads(run("schemes", "--json").stdout)}
+    assert "w8a8" in schemes
+    for scheme, row in schemes.items():
+        listed = {(scheme, d["recipe"], d["what"], d["effect"]) for d in row["departures"]}
+        assert listed == {entry for entry in api.departures() if entry[0] == scheme}
+    assert schemes["w4a8-lqq"]["departures"][0]["recipe"] == "paper"
 
 
 def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> None:
