@@ -20,7 +20,7 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import blocks, snapshots
 from qtool.pipeline.streaming.shards import Shards
-from tests.conftest import MakeModel
+from tests.conftest import save_model
 from tests.pipeline.test_quantize import files
 
 TOKENS = torch.arange(6 * 32).view(6, 32) * 7 % 320
@@ -43,9 +43,16 @@ def run(source: Path, out: Path, rounding: str = "two-paths", **options: Any) ->
     )
 
 
-@pytest.fixture
-def source(make_model: MakeModel) -> Path:
-    return make_model(num_hidden_layers=BLOCKS, dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "llama"
+    return save_model(directory, num_hidden_layers=BLOCKS, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run that nothing stopped."""
+    return files(run(source, tmp_path_factory.mktemp("whole") / "out"))
 
 
 @pytest.fixture
@@ -108,9 +115,8 @@ def test_only_the_newest_are_kept(source: Path, tmp_path: Path, forwarded: list[
 
 @pytest.mark.parametrize("change", ["cut", "flip", "no record"])
 def test_damaged_activations_are_computed_again(
-    change: str, source: Path, tmp_path: Path, forwarded: list[int]
+    change: str, source: Path, whole: dict[str, bytes], tmp_path: Path, forwarded: list[int]
 ) -> None:
-    whole = files(run(source, tmp_path / "whole"))
     directory = stopped(source, tmp_path / "out", 5)
     for path in directory.glob("activations-*.safetensors"):
         data = bytearray(path.read_bytes())
@@ -124,18 +130,20 @@ def test_damaged_activations_are_computed_again(
 
 
 def test_a_damaged_shard_needs_earlier_activations(
-    source: Path, tmp_path: Path, forwarded: list[int]
+    source: Path, whole: dict[str, bytes], tmp_path: Path, forwarded: list[int]
 ) -> None:
-    whole = files(run(source, tmp_path / "whole"))
     stopped(source, tmp_path / "out", 5)
     next((tmp_path / "out.partial").glob("model-00002*")).unlink()
     assert files(run(source, tmp_path / "out", resume=True)) == whole
 
 
 def test_activations_of_other_ranks_are_computed_again(
-    source: Path, tmp_path: Path, forwarded: list[int], caplog: pytest.LogCaptureFixture
+    source: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    forwarded: list[int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = files(run(source, tmp_path / "whole"))
     directory = stopped(source, tmp_path / "out", 5)
     for path in directory.glob("activations-*"):
         path.rename(path.with_name(path.name.replace("0-of-1", "0-of-2")))
@@ -149,10 +157,9 @@ def test_activations_of_other_ranks_are_computed_again(
 
 
 def test_a_write_that_takes_too_long_is_given_up(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run does not wait for it, and what was not whole leaves nothing behind."""
-    whole = files(run(source, tmp_path / "whole"))
     monkeypatch.setattr(snapshots, "ALLOWANCE", float("-inf"))
     monkeypatch.setattr(snapshots.Future, "done", lambda self: False)
     given_up = snapshots.Snapshot.tensors
@@ -166,9 +173,12 @@ def test_a_write_that_takes_too_long_is_given_up(
 
 
 def test_a_full_disk_keeps_no_activations(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    source: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
-    whole = files(run(source, tmp_path / "whole"))
     monkeypatch.setattr(Shards, "missing_bytes", lambda self: 1 << 60)
     assert files(run(source, tmp_path / "out")) == whole
     (said,) = (r.message for r in caplog.records if "no room on the disk" in r.message)
