@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qtool.api import (
         evaluate,
         export,
+        family,
         import_,
         inspect,
         load,
@@ -38,6 +39,7 @@ __all__ = [
     "Recipe",
     "evaluate",
     "export",
+    "family",
     "import_",
     "inspect",
     "load",

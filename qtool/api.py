@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
+    from qtool.models import Family
     from qtool.pipeline.inspect import Row
     from qtool.pipeline.options import QuantizeKeywords
     from qtool.pipeline.planning.plan import Plan
@@ -196,23 +197,47 @@ def plan(
 
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
-    from qtool.io.source import read_config
-    from qtool.models.architecture import dtype_name
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
-    from qtool.pipeline.run import directory_of
 
     settings = QuantizeOptions.of({**options, "kv": kv})
-    if not isinstance(model, str | os.PathLike):
-        config = model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
-    elif Path(model).name == "config.json":
-        config = read_config(Path(model).parent)
-    else:
-        config = read_config(directory_of(model, weights=False))
-    job = Job.of(config, settings.recipe(scheme, recipe), planning=True)
+    job = Job.of(_config_of(model), settings.recipe(scheme, recipe), planning=True)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, settings.samples, settings.seqlen, **memory, device=device, gpus=gpus)
+
+
+def _config_of(model: Model) -> dict[str, Any]:
+    """The config.json of a directory, a hub id, ``demo`` or a file, or of a model in memory."""
+    from qtool.io.source import read_config
+    from qtool.models.architecture import dtype_name
+    from qtool.pipeline.run import directory_of
+
+    if not isinstance(model, str | os.PathLike):
+        return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
+    if Path(model).name == "config.json":
+        return read_config(Path(model).parent)
+    return read_config(directory_of(model, weights=False))
+
+
+def family(model: Model) -> tuple[Family, dict[str, Any]]:
+    """The family of ``model`` and its config: declared, or derived from transformers' own model.
+
+    Args:
+        model: as :func:`plan` takes it; no weight is read.
+
+    Raises:
+        QtoolError: there is none, and why.
+
+    Example::
+
+        family, config = qtool.family("demo")
+        print(list(family.linears()))
+    """
+    from qtool.models import family_of
+
+    config = _config_of(model)
+    return family_of(config), config
 
 
 def verify(

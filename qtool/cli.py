@@ -173,6 +173,22 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     print_json(as_dict(planned)) if as_json else click.echo(as_text(planned))
 
 
+@command(cli, "qtool family demo")
+@MODEL
+@JSON
+def family(model: str, as_json: bool) -> None:
+    """Print the structure of MODEL: what reads and writes what, and what is left out, and why.
+
+    MODEL is a directory, a hub id or a config.json; no weight is read. A structure that nobody
+    declared is derived from transformers' own model.
+    """
+    from qtool import api
+    from qtool.models.describe import as_dict, as_text
+
+    found = api.family(model)
+    print_json(as_dict(*found)) if as_json else click.echo(as_text(*found))
+
+
 @command(cli, "qtool eval wikitext2 piqa --model demo-lqq --compare demo", name="eval")
 @EVALUATE
 @QUIET

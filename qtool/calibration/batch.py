@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.models.family import Family
-from qtool.models.skeleton import recording
+from qtool.models.skeleton import block_arguments
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
     from transformers import PreTrainedModel
@@ -92,7 +92,5 @@ def first_inputs(
     """
     batches = []
     for ids in tokens:
-        with recording(model, family) as recorders:
-            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-            batches.append(keep(hidden, [r.kwargs for r in recorders]))
+        batches.append(keep(*block_arguments(model, family, ids)))
     return batches

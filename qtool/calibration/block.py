@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.models.family import Family
-from qtool.models.parts import Heads, SharedHeadCache
+from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.base import Clip, Params, Scheme
 
 if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
@@ -66,12 +66,18 @@ class Block:
     def heads(self) -> Heads:
         return Heads.of(self.config)
 
+    @property
+    def attention(self) -> Attention:
+        """The block's attention, for methods that the family does not refuse."""
+        assert self.family.attention is not None
+        return self.family.attention
+
     def with_cache(self, cache: Any) -> dict[str, Any]:
         """The keyword argument that puts ``cache`` where the KV cache is.
 
         It is one of :func:`.forwards.run`, or of the attention.
         """
-        return {self.family.attention.cache: SharedHeadCache(cache, self.heads.kv)}
+        return {self.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm)."""
@@ -104,9 +110,12 @@ class Block:
                 tensor[rows] = change(tensor[rows]).to(tensor.dtype)
 
     def parameters(self) -> dict[str, Tensor]:
-        """All parameters by name, detached; the exact one where there are two."""
+        """All stored tensors by name, detached; the exact one where there are two."""
+        buffers = dict(self.module.named_buffers())
+        stored = {**dict(self.module.named_parameters()), **buffers}
+        kept = self.module.state_dict().keys() | dict(self.module.named_parameters()).keys()
         return {
-            name: self.exact.get(name, p.detach()) for name, p in self.module.named_parameters()
+            name: self.exact.get(name, p.detach()) for name, p in stored.items() if name in kept
         }
 
     def free_exact(self, name: str) -> None:

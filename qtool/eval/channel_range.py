@@ -74,7 +74,7 @@ def role(name: str) -> str:
 @contextmanager
 def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None]:
     config = model.config.get_text_config()
-    family = family_of(config.model_type)
+    family = family_of(model.config)
     modules = dict(model.named_modules())
     handles = []
     for block in range(len(modules[family.blocks])):  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def load_as_export(
         model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
     if native.kv is not None:
         unquantize_kv(model)
-    if keeps_kv_scales(target, native.kv, family_of(config["model_type"])) and not dequantize:
+    if keeps_kv_scales(target, native.kv, family_of(config)) and not dequantize:
         for attention in [module for module in model.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
             scales = [scale.to(model.dtype) for scale in stored.values()]

@@ -102,7 +102,7 @@ class _Export(Conversion):
     def __init__(self, source: Checkpoint, target: Target, tensor_parallel: int) -> None:
         self.source, self.target, self.dtype = source, target, target.dtype
         native = native_format(source.config)
-        self.family = family_of(source.config["model_type"])
+        self.family = family_of(source.config)
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
         self.formats = {name: found for name, found in self.all_formats.items() if found}
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None

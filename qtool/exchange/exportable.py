@@ -68,7 +68,12 @@ def _takes(target: Target, *model: Any) -> bool:
 
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
     """Refuse models that no format can hold."""
-    family = family_of(config["model_type"])
+    family = family_of(config)
+    if family.derived:
+        raise QtoolError(
+            f"exports of {family.name} models are not worked out: their family is derived, and no "
+            "loader of another format was held against it"
+        )
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
         raise QtoolError(
@@ -92,7 +97,7 @@ def _formats(
     tensor_parallel: int,
 ) -> ByLinear:
     """:func:`exported_formats`, without the formats that can."""
-    model = family_of(config["model_type"])
+    model = family_of(config)
     namespace = model.settings(config)
     formats: ByLinear = {}
     for block in range(int(config["num_hidden_layers"])):
@@ -137,7 +142,7 @@ def _formats(
 def _fused(family: Family) -> list[list[str]]:
     """The linears of a block that loaders run as one: q, k and v; gate and up."""
     attention, linears = family.attention, set(family.linears())
-    together = [[attention.q, attention.k, attention.v]]
+    together = [[attention.q, attention.k, attention.v]] if attention else []
     together += [[group.gate, group.source] for group in family.groups if group.gate]
     return [names for names in together if linears.issuperset(names)]
 

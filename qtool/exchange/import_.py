@@ -170,7 +170,7 @@ class _Import(Conversion):
 
 def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
     """The quantized linears and their ``(N, K)``."""
-    model = family_of(source.config["model_type"])
+    model = family_of(source.config)
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)
     quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
@@ -204,7 +204,7 @@ def _plain(
     Raises:
         QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
     """
-    model = Architecture(source.config, family_of(source.config["model_type"]))
+    model = Architecture(source.config, family_of(source.config))
     shapes = check_source(source, model, linears)
     for name in source.entries:
         linear, _, part = name.rpartition(".")
@@ -222,7 +222,7 @@ def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
     They are those whose groups are scattered in some block, and all that read the same input,
     because serving stacks run these as one linear.
     """
-    model = family_of(source.config["model_type"])
+    model = family_of(source.config)
     settings = model.settings(source.config)
     permuted: dict[str, None] = {}
     for name in (name for name, grid in grids.items() if grid.order is not None):
@@ -253,7 +253,7 @@ def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> Lin
 
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
     """One rule if all linears have one format; else rules by name for the rarer formats."""
-    family = family_of(source.config["model_type"])
+    family = family_of(source.config)
     settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}
     for block in range(int(source.config["num_hidden_layers"])):

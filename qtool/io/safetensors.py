@@ -39,13 +39,27 @@ MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
+class Within:
+    """A tensor inside a stored matrix or vector of ``shape``: its rows ``start::step``.
+
+    Of a ``transposed`` matrix rows are what the file holds as columns.
+    """
+
+    shape: tuple[int, ...]
+    transposed: bool = False
+    start: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: position, dtype and shape."""
+    """One tensor of a file: position, dtype and shape, and what it is a part of."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # byte offset in the file
+    within: Within | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +131,12 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 
     ``pinned`` memory copies fast to a GPU.
     """
+    if (within := entry.within) is not None:
+        whole = read(Entry(entry.path, entry.dtype, within.shape, entry.start))
+        whole = whole.T if within.transposed else whole
+        part = whole[within.start :: within.step][: entry.shape[0]]
+        part = (part if rows is None else part[rows]).contiguous()
+        return part.pin_memory() if pinned else part
     shape, offset = entry.shape, entry.start
     if rows is not None:
         start, stop, _ = rows.indices(shape[0])

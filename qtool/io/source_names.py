@@ -6,14 +6,17 @@ Other names and forms that occur; none of them costs a copy:
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes
   them;
 - ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``, transformers 5's own
-  form of a mixture: each expert's gate, up and down are rows of the stacks;
+  form of a mixture: each expert's gate, up and down are rows of the stacks, or columns where these
+  are transposed, gate and up one after the other or in turn; likewise biases;
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from qtool.errors import QtoolError
-from qtool.io.safetensors import Entry
+from qtool.io.safetensors import Entry, Within
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import Architecture
 from qtool.models.parts import Experts
@@ -25,7 +28,10 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     Raises:
         QtoolError: stacked experts of another shape than config.json says.
     """
-    family, entries = model.family, source.entries
+    family = model.family
+    if family.disk_names:
+        source.entries = _renamed(source.entries, {d: o for o, d in family.disk_names.items()})
+    entries = source.entries
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:
@@ -41,44 +47,85 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             )
 
 
+def _renamed(entries: dict[str, Entry], own: Mapping[str, str]) -> dict[str, Entry]:
+    """``entries`` with names of tensors and modules replaced; what has its own name keeps it."""
+    found = {}
+    for name, entry in entries.items():
+        parts = name.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        prefix = next((p for p in prefixes if p in own), None)
+        found[name if prefix is None else own[prefix] + name[len(prefix) :]] = entry
+    return found
+
+
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:
     """Give one block's stacked experts, if it has them, one entry a linear.
 
     What lies beside them gets its name on disk.
     """
-    stacks = f"{attribute}.experts.gate_up_proj", f"{attribute}.experts.down_proj"
-    if not all(name in entries for name in stacks):
+    first = "gate_up_proj" if names.gate else "up_proj"
+    if not all(f"{attribute}.experts.{part}" in entries for part in (first, "down_proj")):
         return
-    gate_up, down = (entries.pop(name) for name in stacks)
-    if (
-        len(gate_up.shape) != 3
-        or len(down.shape) != 3
-        or gate_up.shape[::2] != down.shape[:2]
-        or gate_up.shape[1] % 2
-    ):
-        raise QtoolError(
-            f"{attribute}.experts: stacked weights {list(gate_up.shape)} and {list(down.shape)} "
-            "found; [experts, 2 * width, hidden] and [experts, hidden, width] are expected"
-        )
-    for number, (both, back) in enumerate(zip(_parts(gate_up), _parts(down), strict=True)):
-        gate, up = _halves(both)
-        for name, entry in ((names.gate, gate), (names.up, up), (names.down, back)):
-            entries[f"{moe}.experts.{number}.{name}.weight"] = entry
+    roles = {"gate": names.gate, "up": names.up, "down": names.down}
+    for part in ("weight", "bias"):
+        suffix = "" if part == "weight" else "_bias"
+        stacks = [f"{attribute}.experts.{stack}{suffix}" for stack in (first, "down_proj")]
+        if stacks[0] not in entries:
+            continue
+        both, down = (entries.pop(name) for name in stacks)
+        if part == "weight":
+            _require_stacks(attribute, both, down, names)
+        for number, (one, back) in enumerate(zip(_parts(both), _parts(down), strict=True)):
+            parts = _roles(one, names) | {"down": _rows(back, names, 0, 1, 1)}
+            for role, entry in parts.items():
+                entries[f"{moe}.experts.{number}.{roles[role]}.{part}"] = entry
     if moe != attribute:
         for name in [name for name in entries if name.startswith(f"{attribute}.")]:
             entries[moe + name.removeprefix(attribute)] = entries.pop(name)
 
 
+def _require_stacks(attribute: str, both: Entry, down: Entry, names: Experts) -> None:
+    """Check that two stacks are those of one mixture."""
+    turned = slice(None, None, -1) if names.transposed else slice(None)
+    if len(both.shape) == len(down.shape) == 3:
+        rows, hidden = tuple(both.shape[1:])[turned]
+        out, width = tuple(down.shape[1:])[turned]
+        halves = 2 if names.gate else 1
+        if both.shape[0] == down.shape[0] and hidden == out and rows == halves * width:
+            return
+    form = "[experts, 2 * width, hidden] and [experts, hidden, width]"
+    if names.transposed:
+        form = "[experts, hidden, 2 * width] and [experts, width, hidden]"
+    raise QtoolError(
+        f"{attribute}.experts: stacked weights {list(both.shape)} and {list(down.shape)} "
+        f"found; {form} are expected"
+    )
+
+
 def _parts(stack: Entry) -> list[Entry]:
-    """The matrices of a stack ``[E, N, K]``."""
+    """The matrices of a stack ``[E, N, K]``, or the vectors of ``[E, N]``."""
     one = replace(stack, shape=stack.shape[1:])
     return [
         replace(one, start=stack.start + number * one.nbytes) for number in range(stack.shape[0])
     ]
 
 
-def _halves(both: Entry) -> tuple[Entry, Entry]:
-    """The upper and lower half of the rows of a matrix."""
-    rows, columns = both.shape
-    upper = replace(both, shape=(rows // 2, columns))
-    return upper, replace(upper, start=both.start + upper.nbytes)
+def _roles(one: Entry, names: Experts) -> dict[str, Entry]:
+    """Gate and up of an expert's first matrix (or bias), or up alone."""
+    if not names.gate:
+        return {"up": _rows(one, names, 0, 1, 1)}
+    if names.interleaved:
+        return {"gate": _rows(one, names, 0, 2, 2), "up": _rows(one, names, 1, 2, 2)}
+    rows = one.shape[-1] if names.transposed else one.shape[0]
+    return {"gate": _rows(one, names, 0, 1, 2), "up": _rows(one, names, rows // 2, 1, 2)}
+
+
+def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entry:
+    """Every ``step``-th row from ``start``, a ``share``-th of all, of what the file holds."""
+    transposed = names.transposed and len(one.shape) == 2
+    shape = one.shape[::-1] if transposed else one.shape
+    part = (shape[0] // share, *shape[1:])
+    if transposed or step > 1:
+        return replace(one, shape=part, within=Within(one.shape, transposed, start, step))
+    row = prod(shape[1:]) * one.dtype.itemsize
+    return replace(one, shape=part, start=one.start + start * row)

@@ -5,6 +5,9 @@ A family of your own, here one that differs from Llama in nothing but its name::
     register_family(replace(LLAMA, name="Seed", model_types=("seed_oss",), biased=(Q, K, V)))
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.models.families.deepseek import DEEPSEEK
@@ -45,15 +48,19 @@ def register_family(family: Family) -> Family:
     return family
 
 
-def family_of(model_type: str, *, planning: bool = False) -> Family:
-    """The family that covers ``model_type`` (config.json).
+def family_of(model: str | Mapping[str, Any] | Any, *, planning: bool = False) -> Family:
+    """The family of a model: the declared one that covers it, else a derived one.
 
     Args:
+        model: a config.json, transformers' config object, or a ``model_type`` alone, for which only
+            a declared family is found.
         planning: one that can only be planned will do.
 
     Raises:
-        QtoolError: what the model is, why there is no family, and the supported types.
+        QtoolError: what the model is, and why there is no family.
     """
+    config = model if isinstance(model, (str, Mapping)) else model.to_dict()
+    model_type = config if isinstance(config, str) else str(config["model_type"])
     for load in (lambda: None, plugins.load):  # then in other packages
         load()
         for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
@@ -61,10 +68,18 @@ def family_of(model_type: str, *, planning: bool = False) -> Family:
                 return family
     from qtool.models.unsupported import why_unsupported  # asks transformers, which loads slowly
 
-    supported = ", ".join(t for family in FAMILIES for t in family.model_types)
+    reason = why_unsupported(model_type)
+    if not reason and not isinstance(config, str):
+        from qtool.models.derive import derive
+
+        try:
+            return derive(config)
+        except QtoolError as error:
+            reason = str(error)
+    declared = ", ".join(t for family in FAMILIES for t in family.model_types)
     raise QtoolError(
-        f"unsupported architecture {model_type!r}: {why_unsupported(model_type)}; "
-        f"supported: {supported}"
+        f"unsupported architecture {model_type!r}: {reason or 'no family declares it'}; declared "
+        f"are {declared}"
     )
 
 

@@ -25,7 +25,7 @@ class Architecture:
 
     @property
     def blocks(self) -> int:
-        return int(self.config["num_hidden_layers"])
+        return int(self.namespace.num_hidden_layers)
 
     @property
     def tied(self) -> bool:
@@ -71,10 +71,14 @@ class Architecture:
         first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
         if family.positions:
             first[f"{family.positions}.weight"] = (dims["positions"], dims["hidden"])
-        last: dict[str, tuple[int, ...]] = {f"{family.final_norm}.weight": (dims["hidden"],)}
-        if family.layer_norm:
+        last: dict[str, tuple[int, ...]] = {}
+        if family.final_norm:
+            last[f"{family.final_norm}.weight"] = (dims["hidden"],)
+        has_bias = family.layer_norm if family.final_bias is None else family.final_bias
+        if family.final_norm and has_bias:
             last[f"{family.final_norm}.bias"] = (dims["hidden"],)
-        return dict(first), last | {f"{family.head}.weight": (dims["vocab"], dims["hidden"])}
+        last[f"{family.head}.weight"] = (dims["vocab"], dims["hidden"])
+        return dict(first), last | dict(family.outside)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

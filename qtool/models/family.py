@@ -59,12 +59,21 @@ class Family:
         unsupported: what quantizing it would need, where it can only be planned.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
+        fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
+        kept: linears of a block that stay in 16 bit, and why.
+        outside: shapes of tensors beside blocks, tables, final norm and head, which stay as they
+            are.
+        final_bias: the final norm has a bias; None: where ``layer_norm`` says so.
+        streamed_only: why no method can be had that looks at activations.
+        whole_embedding: more than the embedding reads the token ids.
+        disk_names: names that checkpoints have for tensors and modules, by those used here.
+        derived: it is what transformers' own model does at one config's sizes.
     """
 
     name: str
     model_types: tuple[str, ...]
     groups: tuple[LinearGroup, ...]
-    attention: Attention
+    attention: Attention | None
     tensors: Mapping[str, str]
     biased: tuple[str, ...] = ()
     biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -87,6 +96,14 @@ class Family:
     returns_tuple: bool = False
     unsupported: str = ""
     always_tied: bool = False
+    fixed_stream: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    final_bias: bool | None = None
+    streamed_only: str = ""
+    whole_embedding: bool = False
+    disk_names: Mapping[str, str] = field(default_factory=dict)
+    derived: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
         """The family as it is in block ``block``; one object for equal blocks."""
@@ -109,12 +126,16 @@ class Family:
                 [group.of_expert(e) for e in range(count)] if "*" in group.linears[0] else [group]
             )
             groups.extend(each)
-        tensors = {
-            of_expert(n, e): s
-            for n, s in self.tensors.items()
-            for e in range(count if "*" in n else 1)
-        }
-        return replace(self, groups=tuple(groups), tensors=tensors, experts=None)
+        tensors = {of_expert(n, e): s for n, s in self.tensors.items() for e in _each(n, count)}
+        biased = tuple(of_expert(n, e) for n in self.biased for e in _each(n, count))
+        return replace(self, groups=tuple(groups), tensors=tensors, biased=biased, experts=None)
+
+    @property
+    def why_fixed(self) -> str:
+        """Why the residual stream cannot be rotated; empty where it can."""
+        if self.fixed_stream or not self.post_norms:
+            return self.fixed_stream
+        return f"{self.post_norms[0]} acts on what is written to it"
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -122,7 +143,12 @@ class Family:
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
-        """config.json as an object, with defaults for missing keys."""
+        """config.json as an object, with defaults for missing keys.
+
+        A derived family's are those of the model that was built.
+        """
+        if self.derived:
+            return SimpleNamespace(**{**config, **self.defaults})
         return SimpleNamespace(**{**self.defaults, **config})
 
     def require_sizes(self, settings: SimpleNamespace) -> None:
@@ -131,6 +157,8 @@ class Family:
         Raises:
             QtoolError: one is missing, no positive whole number, or larger than any model's.
         """
+        if self.derived:
+            return  # transformers built a model of them
         for key in (*REQUIRED, *OPTIONAL):
             value = getattr(settings, key, None)
             if (key in REQUIRED or value is not None) and not _positive(value):
@@ -175,7 +203,8 @@ class Family:
         for group in self.groups:
             for linear in group.linears:
                 split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
-        for linear in {self.attention.k, self.attention.v} & split.keys():
+        attention = self.attention
+        for linear in {attention.k, attention.v} & split.keys() if attention else ():
             split[linear] = (min(ranks, heads.kv), 1)  # fewer kv heads than GPUs are replicated
         return split
 
@@ -244,6 +273,11 @@ class Family:
             "vocab": config.vocab_size,
             **{name: size(config) for name, size in self.sizes.items()},
         }
+
+
+def _each(name: str, count: int) -> range:
+    """The experts that ``name`` is repeated for."""
+    return range(count if "*" in name else 1)
 
 
 def _positive(value: Any) -> bool:

@@ -82,13 +82,17 @@ class Experts:
     Args:
         moe: the module that holds router and experts, as checkpoints call it.
         attribute: what transformers calls it.
+        transposed: transformers' stacks hold inputs before outputs.
+        interleaved: gate and up take turns there.
     """
 
     moe: str = "mlp"
     attribute: str = "mlp"
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ The blocks of the skeleton are filled one at a time; the rest of the model (embe
 embedding, masks) is transformers' own code.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,29 +51,17 @@ def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) ->
 
 
 def release(module: nn.Module) -> None:
-    """Put ``module``'s parameters back on ``meta``; its memory is free."""
-    module.to("meta")
+    """Put what ``module`` loads back on ``meta``; its memory is free.
 
-
-class _Recorder(nn.Module):
-    """Takes the place of a block, records its arguments and passes the hidden states on."""
-
-    def __init__(self, block: nn.Module, in_tuple: bool) -> None:
-        super().__init__()
-        self.in_tuple = in_tuple
-        self.kwargs: dict[str, Any] = {}
-        # transformers reads per-layer facts (attention_type, ...) off the block itself
-        for name, value in vars(block).items():
-            if (
-                not name.startswith("_")
-                and isinstance(value, (str, int, bool))
-                and name != "training"
-            ):
-                setattr(self, name, value)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        self.kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
-        return (hidden,) if self.in_tuple else hidden
+    Buffers that no checkpoint holds (masks, frequencies) stay: nothing would bring them back.
+    """
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                child._buffers[name] = buffer.to("meta")
 
 
 #: block arguments that belong to generation, not to a calibration forward
@@ -81,16 +70,49 @@ CACHE_ARGUMENTS = frozenset(
 )
 
 
-@contextmanager
-def recording(model: "PreTrainedModel", family: Family) -> Iterator[list[_Recorder]]:
-    """Replace the blocks by recorders while open: one forward gives all blocks' arguments."""
+class _LastBlock(Exception):
+    """Ends a forward once all blocks were called."""
+
+
+@dataclass
+class Arguments:
+    """What one block was called with: hidden states, and the other arguments by name."""
+
+    hidden: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def block_arguments(
+    model: "PreTrainedModel", family: Family, ids: Tensor
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What enters the first block for ``ids [B, S]``, and all blocks' other arguments, by name.
+
+    No block is run: each gives what it was given.
+    """
     blocks: Any = model.get_submodule(family.blocks)
-    final_norm = model.get_submodule(family.final_norm)
-    recorders = nn.ModuleList([_Recorder(block, family.returns_tuple) for block in blocks])
-    model.set_submodule(family.blocks, recorders)
-    model.set_submodule(family.final_norm, nn.Identity())
+    seen = [Arguments() for _ in blocks]
+
+    def recorder(number: int, signature: inspect.Signature) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            bound |= bound.pop("kwargs", {})
+            first, *others = bound
+            kept = {name: bound[name] for name in others if name not in CACHE_ARGUMENTS}
+            seen[number] = Arguments(bound[first], kept)
+            if number == len(seen) - 1:
+                raise _LastBlock
+            return (bound[first],) if family.returns_tuple else bound[first]
+
+        return forward
+
+    for number, block in enumerate(blocks):
+        block.forward = recorder(number, inspect.signature(block.forward))
     try:
-        yield list(recorders)  # type: ignore[arg-type]
+        with suppress(_LastBlock):
+            model(input_ids=ids, use_cache=False)
     finally:
-        model.set_submodule(family.blocks, blocks)
-        model.set_submodule(family.final_norm, final_norm)
+        for block in blocks:
+            del block.forward
+    hidden = seen[0].hidden
+    assert hidden is not None, "a model runs its first block"
+    return hidden, [arguments.kwargs for arguments in seen]

@@ -80,7 +80,7 @@ class Job(Architecture):
         """
         if "quantization_config" in config:
             raise QtoolError(already_quantized(config))
-        family = family_of(config["model_type"], planning=planning)
+        family = family_of(config, planning=planning)
         family.require_sizes(family.settings(config))
         source_dtype = source_dtype or DTYPES.get(
             str(config.get("dtype") or config.get("torch_dtype")), torch.float32
@@ -90,6 +90,11 @@ class Job(Architecture):
         if job.unties:
             recipe = for_tied_head(recipe, family, job.head_bytes, sum(job.shard_bytes()))
             job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+        if job.needs_data and family.streamed_only:
+            raise QtoolError(
+                f"{recipe.scheme}/{recipe.variant} looks at activations, which a {family.name} "
+                f"model cannot give block by block: {family.streamed_only}; pass --recipe fast"
+            )
         _require_all_fit(job)
         return job
 
@@ -131,6 +136,24 @@ class Job(Architecture):
         checkpoint_format = CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv)
         return cls(
             config, family, dtype, source_dtype, recipe, checkpoint_format, transforms, rounding
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the model's structure and of changes to the recipe."""
+        family = self.family
+        if not family.derived:
+            return self.recipe.adaptations
+        kept = {
+            name: reason
+            for block in self.distinct_blocks
+            for name, reason in self.block_family(block).kept.items()
+        }
+        return (
+            f"no family declares {family.model_types[0]!r}: derived from transformers' own model "
+            "(`qtool family` prints it)",
+            *(f"in 16 bit: {name}, {reason}" for name, reason in kept.items()),
+            *self.recipe.adaptations,
         )
 
     @property

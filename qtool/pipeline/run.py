@@ -49,7 +49,7 @@ def run(
     if "quantization_config" in source.config and says_nothing_new and options.keeps_codes:
         return repack(model, out, options.layout, progress=progress)
     job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
-    for note in (*job.recipe.adaptations, *_unused(job, options, text)):
+    for note in (*job.notes, *_unused(job, options, text)):
         ranks.log(note)
     if export_format is not None:
         from qtool.exchange import targets

@@ -74,7 +74,7 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
     made = Checkpoint(directory)
     record = json.loads((directory / "qtool.json").read_text())
     what, errors = "", {}
-    blocks = family_of(made.config["model_type"]).blocks
+    blocks = family_of(made.config).blocks
     for block, notes in enumerate(record.get("blocks", ())):
         for of, linear, error in noted_errors(notes):
             what, errors[f"{blocks}.{block}.{linear}"] = of, error

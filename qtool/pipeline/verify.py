@@ -74,7 +74,7 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
 
 def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
     """The full names of the linears that ``quantization_config`` says are packed."""
-    family = family_of(checkpoint.config["model_type"])
+    family = family_of(checkpoint.config)
     settings = family.settings(checkpoint.config)
     for block in range(settings.num_hidden_layers):
         names = (

@@ -143,7 +143,8 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     plain = (
-        family_of(config.model_type).experts is None
+        (family := family_of(model.config)).experts is None
+        and not family.derived
         and getattr(model, "_can_compile_fullgraph", False)
         and getattr(decoder, "_supports_attention_backend", False)
         and decoder.config._attn_implementation == "sdpa"

@@ -48,7 +48,7 @@ class QtoolQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: QtoolConfig
-    experts = False
+    own_names = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,9 +63,7 @@ class QtoolQuantizer(HfQuantizer):
         for directory in {Path(file).parent for file in files}:
             require_intact(directory)
         separate_experts(model)
-        self.experts = (
-            family_of(model.config.get_text_config(decoder=True).model_type).experts is not None
-        )
+        self.own_names = (family := family_of(model.config)).experts is not None or family.derived
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
             for file in files:
@@ -102,10 +100,10 @@ class QtoolQuantizer(HfQuantizer):
     ) -> list[Any]:
         """None for a mixture of experts, whose modules have the checkpoint's names already.
 
-        Only new versions of transformers pass the model, so whether it has experts was noted when
-        its linears were replaced (:func:`separate_experts`).
+        So have those of a derived family. Only new versions of transformers pass the model, so this
+        was noted when its linears were replaced (:func:`separate_experts`).
         """
-        return [] if self.experts else weight_conversions
+        return [] if self.own_names else weight_conversions
 
     def is_serializable(self, **kwargs: Any) -> bool:
         """False: ``save_pretrained`` would drop the notice and the hashes; copy the files."""
@@ -137,7 +135,7 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
 def block_linears(model: PreTrainedModel) -> Iterator[str]:
     """Full names of the linears that the model's family lets one quantize."""
     config = model.config.get_text_config(decoder=True)
-    family = family_of(config.model_type)
+    family = family_of(model.config)
     for block in range(len(model.get_submodule(family.blocks))):  # type: ignore[arg-type]
         yield from (
             f"{family.blocks}.{block}.{name}" for name in family.at(config, block).linears()

@@ -166,7 +166,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
-    family = family_of(config.model_type)
+    family = family_of(model.config)
     scales = kv_tensors(kv, family, Heads.of(config))
     for attention in _attentions(decoder, family):
         for name, spec in scales.items():
@@ -235,7 +235,7 @@ def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _layers(decoder: nn.Module) -> list[Any]:
-    family = family_of(decoder.config.model_type)  # type: ignore[union-attr, arg-type]
+    family = family_of(decoder.config)
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
     heads = Heads.of(decoder.config).kv
     packed = decoder.config._attn_implementation == kv_attention.NAME  # type: ignore[union-attr]

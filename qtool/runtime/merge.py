@@ -131,7 +131,7 @@ def _norm_unless_taken(
 def merge_linears(model: PreTrainedModel) -> None:
     """Merge the linears of ``model`` that read one input, where a kernel takes the packed rows."""
     config = model.config.get_text_config(decoder=True)
-    family = family_of(config.model_type)
+    family = family_of(model.config)
     for number, block in enumerate(model.get_submodule(family.blocks).children()):
         modules, groups = dict(block.named_modules()), family.at(config, number).groups
         sources = [group.source for group in groups] + list(family.readers)

@@ -50,6 +50,7 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
 
 def attention_name(family: Family) -> str:
     """The name within a block of the module that holds the attention linears."""
+    assert family.attention is not None
     return family.attention.k.rpartition(".")[0]
 
 

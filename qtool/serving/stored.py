@@ -23,7 +23,7 @@ class PackedLinears:
 
     def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
         self.format = checkpoint_format
-        self.family = family_of(config["model_type"])
+        self.family = family_of(config)
         self.settings = self.family.settings(config)
 
     def of(self, name: str) -> LinearFormat | None:

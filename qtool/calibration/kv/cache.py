@@ -143,7 +143,7 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
     def supply(
         attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        own = kwargs.get(block.family.attention.cache)
+        own = kwargs.get(block.attention.cache)
         return args, kwargs | (block.with_cache(simulated) if own is None else {})
 
     handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)

@@ -111,8 +111,10 @@ class Clip(Transform):
 
         The candidates are the layer's own choice and one ratio for all rows.
         """
+        if block.family.attention is None:
+            return
         owners = dict.fromkeys(
-            block.family.owner(x) for x in (block.family.attention.q, block.family.attention.k)
+            block.family.owner(x) for x in (block.attention.q, block.attention.k)
         )
         names = [name for name in owners if name in block.schemes]
         if not names:

@@ -42,7 +42,7 @@ class NormFusion(Transform):
 
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)
-        self.final = self.final and not family.post_norms
+        self.final = self.final and not family.why_fixed
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:

@@ -67,7 +67,7 @@ class Queries:
 @torch.no_grad()
 def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     """The queries of ``block`` on ``batches``, at least one."""
-    attention, heads = block.family.attention, block.heads
+    attention, heads = block.attention, block.heads
     norm = block.get(attention.q_norm) if attention.q_norm else None
     weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
     moments, tokens = [], 0
@@ -82,7 +82,8 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         queries = queries.view(*batch.hidden.shape[:2], heads.query, heads.dim)
         if norm is not None and shared_norm(block):
             queries = norm(queries)
-        queries = apply_rope(queries, to_device(batch.kwargs[block.index], block.device))
+        if attention.rotary:
+            queries = apply_rope(queries, to_device(batch.kwargs[block.index], block.device))
         by_head = (
             queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
         )  # [Hkv, T, D]
@@ -106,7 +107,7 @@ def apply_rope(queries: Tensor, arguments: dict[str, object]) -> Tensor:
 def rotary_dim(block: Block) -> int:
     """The number of channels of a head that RoPE turns."""
     dim = block.heads.dim
-    if not block.family.attention.rotary:
+    if not block.attention.rotary:
         return 0
     scaling = getattr(block.config, "rope_parameters", None) or {}
     factor = (
@@ -119,5 +120,5 @@ def rotary_dim(block: Block) -> int:
 
 def shared_norm(block: Block) -> bool:
     """Whether one norm weight ``[D]`` serves all heads."""
-    norm = block.family.attention.k_norm
+    norm = block.attention.k_norm
     return norm is not None and block.weight(norm).numel() == block.heads.dim

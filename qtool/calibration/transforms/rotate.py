@@ -62,11 +62,10 @@ class Rotate(Transform):
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)
         self.keeps_mean = self.keeps_mean or family.layer_norm
-        if self.residual and family.post_norms:
+        if self.residual and family.why_fixed:
             raise QtoolError(
-                f"rotate: the residual stream of a {family.name} model cannot be rotated: the "
-                f"weight of {family.post_norms[0]} acts on what is written to it, and no linear "
-                "behind could take it; set {rotate: {residual: false}}"
+                f"rotate: the residual stream of a {family.name} model cannot be rotated: "
+                f"{family.why_fixed}; set {{rotate: {{residual: false}}}}"
             )
 
     @torch.no_grad()
@@ -83,11 +82,11 @@ class Rotate(Transform):
                         rotate_inputs(block, name, q)
                     if group.writes_residual:
                         rotate_outputs(block, name, q)
-        if self.heads:
+        if self.heads and block.family.attention is not None:
             of_head = rotation(block.heads.dim, seed=None)
             balance_heads(block)
-            rotate_outputs(block, block.family.attention.v, of_head)
-            rotate_inputs(block, block.family.attention.o, of_head)
+            rotate_outputs(block, block.attention.v, of_head)
+            rotate_inputs(block, block.attention.o, of_head)
 
     def embedding(self, rows: Tensor) -> Tensor:
         return self._rows(rows)
@@ -125,9 +124,9 @@ def balance_heads(block: Block) -> None:
 
     A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
     """
-    group = block.family.group_of(block.family.attention.o)
-    rows = block.weight(block.family.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
-    columns = block.weight(block.family.attention.o).double().square().mean(0).sqrt()  # [Hq D]
+    group = block.family.group_of(block.attention.o)
+    rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
+    columns = block.weight(block.attention.o).double().square().mean(0).sqrt()  # [Hq D]
     heads = block.heads
     loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
     quiet = per_kv_head(columns, heads)

@@ -167,9 +167,7 @@ class SmoothAttention(Transform):
             # a pair that keys hardly use starts at a thousandth of the largest: its factor has no
             # upper end
             start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
-            turns = (
-                block.family.attention.k_norm is None and rotary > 0
-            )  # a norm's weight cannot turn
+            turns = block.attention.k_norm is None and rotary > 0  # a norm's weight cannot turn
             phases = self.phases(still) if turns else still[None]
             looked, held = centred.tensor_split(2, dim=1)
             fitted = fit(
@@ -234,7 +232,7 @@ def fold(block: Block, transform: KeyTransform) -> None:
 
     Norms after the projections take factors alone.
     """
-    attention, heads = block.family.attention, block.heads
+    attention, heads = block.attention, block.heads
     group = heads.query // heads.kv
     if attention.k_norm and attention.q_norm:
         keys, queries = (

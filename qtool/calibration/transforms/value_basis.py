@@ -63,7 +63,7 @@ class ValueBasis(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        attention, heads = block.family.attention, block.heads
+        attention, heads = block.attention, block.heads
         owner = block.family.owner(attention.v)
         x = collect(block, batches, [owner], self.tokens, self.seed)[owner].sample
         bias = block.bias(attention.v)
@@ -93,7 +93,7 @@ def output_metric(block: Block) -> Tensor:
     """
     heads = block.heads
     weight = (
-        block.weight(block.family.attention.o)
+        block.weight(block.attention.o)
         .float()
         .view(-1, heads.kv, heads.query // heads.kv, heads.dim)
     )
@@ -151,7 +151,7 @@ def fold(block: Block, basis: Tensor) -> None:
     Raises:
         QtoolError: if a head's basis has no inverse.
     """
-    attention, heads = block.family.attention, block.heads
+    attention, heads = block.attention, block.heads
     inverse, failed = torch.linalg.inv_ex(basis)
     if failed.any() or not torch.isfinite(inverse).all():
         raise QtoolError(f"value-basis: a basis of block {block.index} has no inverse")

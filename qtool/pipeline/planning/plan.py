@@ -259,6 +259,8 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "scheme": planned.job.format.scheme,
         "reason": planned.job.recipe.reason,
         "adaptations": list(planned.job.recipe.adaptations),
+        "family": planned.job.family.name,
+        "derived": planned.job.family.derived,
         "unsupported": planned.job.family.unsupported or None,
         "blocks": planned.job.blocks,
         "kinds_of_blocks": kinds,
@@ -289,7 +291,7 @@ def as_text(planned: Plan) -> str:
             f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe "
             f"{job.recipe.variant}: {methods}",
             *([f"only a plan: quantizing it would need {unsupported}"] if unsupported else []),
-            *job.recipe.adaptations,
+            *job.notes,
             *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),
             f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "

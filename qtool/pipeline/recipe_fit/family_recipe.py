@@ -24,9 +24,8 @@ def for_family(recipe: Recipe, family: Family) -> Recipe:
             rest = tuple(other for other in recipe.transforms if other != step)
             reason = family.refuses[step.name]
             recipe = recipe.adapted(f"{step.name} left out: {reason}", transforms=rest)
-    if _rotates(recipe) and family.post_norms:
-        reason = f"{family.post_norms[0]} acts on what is written to it"
-        recipe = recipe.adapted(f"{UNROTATED}: {reason}", transforms=_unrotated(recipe))
+    if _rotates(recipe) and family.why_fixed:
+        recipe = recipe.adapted(f"{UNROTATED}: {family.why_fixed}", transforms=_unrotated(recipe))
     return recipe
 
 

@@ -29,6 +29,7 @@ from qtool.io.finite import all_finite, finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
+from qtool.models.skeleton import release
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
@@ -126,14 +127,13 @@ class BuiltBlocks:
         They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
         that occur. The arguments depend on the tokens' shape alone.
         """
-        from qtool.models.skeleton import release
-
         job, tables = self.job, self.job.family.tables
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
         for name in tables:
             rows_of_it, hidden = self.source.entry(f"{name}.weight").shape
             every = torch.arange(rows_of_it)
-            wanted = (occurring if name == job.family.embedding else every).to(self.device)
+            some = name == job.family.embedding and not job.family.whole_embedding
+            wanted = (occurring if some else every).to(self.device)
             rows = (
                 torch.zeros(len(wanted), hidden)
                 if self.kept
@@ -144,7 +144,11 @@ class BuiltBlocks:
             module.weight = torch.nn.Parameter(
                 rows.to(self.device, self.compute or torch.float32), requires_grad=False
             )
-        places = [torch.searchsorted(occurring, ids).to(self.device) for ids in tokens]
+        self._fill_outside()
+        whole = job.family.whole_embedding
+        places = [
+            (ids if whole else torch.searchsorted(occurring, ids)).to(self.device) for ids in tokens
+        ]
         numbers = count()
 
         def batch(hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> Batch:
@@ -154,7 +158,22 @@ class BuiltBlocks:
         batches = first_inputs(self.model, job.family, places, batch)
         for name in tables:
             release(self.model.get_submodule(name))
+        for name in job.family.outside:
+            release(self.model.get_submodule(name.rpartition(".")[0]))
         return batches
+
+    def _fill_outside(self) -> None:
+        """Give the model what it has before the blocks beside the tables (norms, projections)."""
+        for name in self.job.family.outside:
+            owner, _, part = name.rpartition(".")
+            tensor = self.source.read(name).to(self.device)
+            if tensor.is_floating_point():
+                tensor = tensor.to(self.compute or torch.float32)
+            module = self.model.get_submodule(owner)
+            if part in module._parameters:
+                module._parameters[part] = torch.nn.Parameter(tensor, requires_grad=False)
+            else:
+                module._buffers[part] = tensor
 
     def _kept(self, path: str, number: int) -> Tensor:
         """The hidden states on disk of this rank's batch ``number`` on one of the two paths."""
@@ -321,4 +340,4 @@ def _empty(module: torch.nn.Module) -> None:
             module.set_submodule(
                 name, torch.nn.Linear(k, n, bias=child.bias is not None, device="meta")
             )
-    module.to("meta")
+    release(module)

@@ -47,6 +47,8 @@ def _embedded(rows: Tensor, job: Job) -> Tensor:
 def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
     """Final norm, rows of the head unless it stays tied, and tensors the family does not know."""
     yield from _norm_and_head(source, job)
+    for name in job.family.outside:
+        yield name, source.read(name)
     for name in job.unknown:
         yield name, source.read(name)
 
@@ -57,7 +59,7 @@ def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]
     norms = [_final_norm(source, job)]  # before each transform, and after the last
     for transform in job.transforms:
         norms.append(transform.final_norm(norms[-1]))
-    for part, stored in norms[-1].stored().items():
+    for part, stored in norms[-1].stored().items() if family.final_norm else ():
         name = f"{family.final_norm}.{part}"
         yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
@@ -73,7 +75,8 @@ def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]
 def _final_norm(source: Checkpoint, job: Job) -> Norm:
     parts = (f"{job.family.final_norm}.{part}" for part in ("weight", "bias"))
     weight, bias = (finite(name, source.read(name)) if name in source else None for name in parts)
-    assert weight is not None  # the source was checked
+    if weight is None:  # a norm without a weight: no transform touches it
+        weight = torch.ones(job.family.dimensions(job.namespace)["hidden"])
     return Norm.of(weight, bias, job.family.norm_offset)
 
 

@@ -1,0 +1,131 @@
+"""A family as text, like a declaration by hand, and as plain data."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from qtool.models.family import Family
+from qtool.models.parts import Fold, LinearGroup
+
+#: what is told below the declaration, or is a function
+TOLD = frozenset(
+    {
+        *("kept", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
+        *("fixed_stream", "streamed_only", "disk_names"),
+    }
+)
+
+
+def kinds_of_blocks(family: Family, config: Mapping[str, Any]) -> dict[Family, list[int]]:
+    """The families of the blocks, experts as ``*``, and the numbers of each one's blocks."""
+    settings = family.settings(config)
+    found: dict[Family, list[int]] = {}
+    for block in range(int(settings.num_hidden_layers)):
+        own = family.choose(settings, block) if family.choose else family
+        found.setdefault(own, []).append(block)
+    return found
+
+
+def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The family at the sizes of a config.json as plain data, for ``--json``."""
+    return {
+        "name": family.name,
+        "model_types": list(family.model_types),
+        "derived": family.derived,
+        "embedding": family.embedding,
+        "positions": family.positions,
+        "blocks": family.blocks,
+        "final_norm": family.final_norm,
+        "head": family.head,
+        "kinds_of_blocks": [
+            _block(own, numbers) for own, numbers in kinds_of_blocks(family, config).items()
+        ],
+        "outside": {name: list(shape) for name, shape in family.outside.items()},
+        "disk_names": dict(family.disk_names),
+        "left_out": left_out(family),
+    }
+
+
+def _block(family: Family, numbers: list[int]) -> dict[str, Any]:
+    return {
+        "blocks": numbers,
+        "groups": [
+            {
+                "linears": list(group.linears),
+                "source": group.source,
+                "fold": group.fold.value,
+                "gate": group.gate,
+                "writes_residual": group.writes_residual,
+            }
+            for group in family.groups
+        ],
+        "attention": vars(family.attention) if family.attention else None,
+        "experts": vars(family.experts) if family.experts else None,
+        "tensors": dict(family.tensors),
+        "biased": list(family.biased),
+        "fused": {linear: dict(parts) for linear, parts in family.fused.items()},
+        "readers": {norm: list(names) for norm, names in family.readers.items()},
+        "post_norms": list(family.post_norms),
+        "norm_offset": family.norm_offset,
+        "layer_norm": family.layer_norm,
+        "kept": dict(family.kept),
+    }
+
+
+def left_out(family: Family) -> dict[str, str]:
+    """What a model of the family cannot have, and why."""
+    reasons = dict(family.refuses)
+    if family.why_fixed:
+        reasons["rotate the residual stream"] = family.why_fixed
+    if family.streamed_only:
+        reasons["methods that look at activations"] = family.streamed_only
+    return reasons
+
+
+def as_text(family: Family, config: Mapping[str, Any]) -> str:
+    """The family as a declaration, with what stays in 16 bit and what is left out, and why."""
+    kinds = kinds_of_blocks(family, config)
+    where = "derived from transformers' model" if family.derived else "declared"
+    lines = [f"# {family.name}, {where}, at the sizes of this config.json"]
+    for own, numbers in kinds.items():
+        if len(kinds) > 1:
+            lines.append(f"# blocks {', '.join(map(str, numbers))}")
+        lines.append(_declaration(own))
+        lines += [f"# 16 bit: {name}: {reason}" for name, reason in own.kept.items()]
+        for group in own.groups:
+            if group.fold is Fold.NONE:
+                lines.append(f"# nothing folds into the input of {', '.join(group.linears)}")
+    lines += [f"# left out: {what}: {why}" for what, why in left_out(family).items()]
+    if family.outside:
+        lines.append(f"# as they are: {', '.join(family.outside)}")
+    return "\n".join(lines)
+
+
+def _declaration(family: Family) -> str:
+    parts = []
+    for field in fields(family):
+        value = getattr(family, field.name)
+        default = field.default
+        if default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
+        if field.name not in TOLD and (value != default or field.name in ("name", "groups")):
+            parts.append(f"    {field.name}={_value(value)},")
+    return "Family(\n" + "\n".join(parts) + "\n)"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], LinearGroup):
+        return "(\n" + "".join(f"        {_group(group)},\n" for group in value) + "    )"
+    if isinstance(value, Mapping) and value:
+        items = "".join(f"        {name!r}: {part!r},\n" for name, part in value.items())
+        return "{\n" + items + "    }"
+    return repr(value)
+
+
+def _group(group: LinearGroup) -> str:
+    parts = [repr(group.linears), repr(group.source), f"Fold.{group.fold.name}"]
+    if group.writes_residual:
+        parts.append("writes_residual=True")
+    if group.gate:
+        parts.append(f"gate={group.gate!r}")
+    return f"LinearGroup({', '.join(parts)})"

@@ -1,0 +1,327 @@
+"""One forward of transformers' model of a config on ``meta``, recorded (:mod:`.trace`)."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qtool.errors import QtoolError
+from qtool.models.experts import is_experts
+from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace
+
+#: the producer of the token ids
+IDS = "token ids"
+#: sequences and tokens of the forward
+SHAPE = 1, 4
+
+
+@dataclass
+class Recorded:
+    """A model on ``meta`` and what one forward of it did.
+
+    Attributes:
+        blocks: the module list of its blocks. embedding, head: the modules' names.
+        start: facts of what enters the first block.
+        outputs: how long a tuple the blocks return; 0 for a bare tensor.
+        impure: why a block's arguments depend on earlier blocks, if they do.
+        like: for each block the first one of the same modules and settings, which alone is
+            recorded.
+        reads_ids: more than the embedding reads the token ids.
+    """
+
+    model: Any
+    trace: Trace
+    blocks: str
+    embedding: str
+    head: str
+    start: Facts = field(default_factory=dict)
+    outputs: int = 0
+    impure: str = ""
+    like: list[int] = field(default_factory=list)
+    reads_ids: bool = False
+
+    @property
+    def config(self) -> Any:
+        """The config of the text model."""
+        return self.model.config.get_text_config(decoder=True)
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, on ``meta``, in eval mode.
+
+    Raises:
+        QtoolError: transformers has no such model, or cannot build this one.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    try:
+        made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
+        auto: Any = transformers.AutoModelForCausalLM
+        if type(made) not in auto._model_mapping:
+            auto = transformers.AutoModelForImageTextToText
+        with FakeTensorMode(), no_init_weights():
+            model = auto.from_config(made, attn_implementation="eager").eval()
+            model.tie_weights()
+            return model
+    except Exception as error:
+        raise QtoolError(
+            f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
+            f"the model of this config.json ({_first_line(error)})"
+        ) from error
+
+
+def record(model: Any) -> Recorded:
+    """Run ``model`` on a few tokens and record it.
+
+    Raises:
+        QtoolError: it has no list of blocks, or its forward depends on numbers.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    recorder = Recorder(model)
+    blocks = _blocks(model, names)
+    found = Recorded(
+        model,
+        recorder.trace,
+        blocks,
+        names.get(model.get_input_embeddings(), ""),
+        names.get(model.get_output_embeddings(), ""),
+    )
+    found.like = _alike(model, model.get_submodule(blocks))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_hooks(found, recorder, names))
+            stack.enter_context(next(model.parameters()).fake_mode)
+            ids = torch.zeros(SHAPE, dtype=torch.long)
+            recorder.produce(IDS, ids)
+            stack.enter_context(recorder)
+            model(input_ids=ids, use_cache=False)
+        found.reads_ids |= IDS in recorder.trace.escapes
+        if found.outputs > 1 and _takes_first(model, found.blocks):
+            found.outputs = 1
+    except Exception as error:
+        raise QtoolError(
+            f"the forward of {type(model).__name__} cannot be followed without numbers "
+            f"({_first_line(error)} in {recorder.modules[-1] or 'the model'})"
+        ) from error
+    return found
+
+
+@torch.no_grad()
+def _takes_first(model: Any, blocks: str) -> bool:
+    """Whether the model runs with blocks that return their hidden states alone, in a tuple."""
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        return (hidden,)
+
+    modules: Any = model.get_submodule(blocks)
+    try:
+        for block in modules:
+            block.forward = forward
+        with next(model.parameters()).fake_mode:
+            model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
+    except (ValueError, IndexError, TypeError, AttributeError):
+        return False
+    finally:
+        for block in modules:
+            block.__dict__.pop("forward", None)
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
+    """The name of the module list of the decoder's blocks: the one with the most parameters."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = {
+        name: sum(p.numel() for p in module.parameters())
+        for module, name in names.items()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == config.num_hidden_layers
+        and not any(part in name for part in ("vision", "visual", "audio", "encoder."))
+    }
+    if not sizes:
+        raise QtoolError(
+            f"{type(model).__name__} has no list of {config.num_hidden_layers} blocks, which is "
+            "what qtool quantizes one after another"
+        )
+    outermost = [n for n in sizes if not any(n.startswith(f"{o}.") for o in sizes)]
+    return max(outermost, key=lambda name: sizes[name])
+
+
+def _alike(model: Any, blocks: Any) -> list[int]:
+    """For each block the first one with the same modules, shapes and settings."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    firsts: dict[Any, int] = {}
+    found = []
+    for number, block in enumerate(blocks):
+        shapes = tuple((name, tuple(t.shape)) for name, t in block.state_dict().items())
+        settings = tuple(
+            (name, type(module), key, value)
+            for name, module in block.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (int, float, str, type(None)))
+            and not any(part in key for part in ("idx", "index", "layer_id", "layer_number"))
+        )
+        key = shapes, settings, types[number] if number < len(types) else None
+        found.append(firsts.setdefault(key, number))
+    return found
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a norm: so called, with at most a weight and a bias of its own."""
+    if "norm" not in type(module).__name__.lower() or list(module.children()):
+        return False
+    return all(p.dim() == 1 and n in ("weight", "bias") for n, p in module.named_parameters())
+
+
+@cache
+def _computes_linear(kind: Any) -> bool:
+    """Whether a class of linears computes ``x W^T + b`` and nothing else."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    module: Any = kind.__new__(kind)
+    nn.Module.__init__(module)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 5), (3, 5), (3,)))
+    module.in_features, module.out_features = 5, 3
+    for own in (None, bias):
+        module.weight = nn.Parameter(weight)
+        module.bias = None if own is None else nn.Parameter(own)
+        try:
+            out = module(x)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+        expected = nn.functional.linear(x, weight, own)
+        if not isinstance(out, Tensor) or not torch.allclose(out, expected, atol=1e-5):
+            return False
+    return True
+
+
+def acts_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear, and does nothing else."""
+    kind: Any = type(module)
+    return isinstance(module, nn.Linear) and _computes_linear(kind)
+
+
+@contextmanager
+def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Note calls of modules while open; norms and stacked experts are not looked into."""
+    blocks: Any = found.model.get_submodule(found.blocks)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    last: list[int] = []  # the root of the last block's output
+    norm_inputs: list[Tensor] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = names.get(module, "")
+        recorder.modules.append(name)
+        recorder.trace.called.append(name)
+        if module in numbers:
+            _enter_block(found, recorder, module, args, kwargs, last)
+            recorder.muted += found.like[numbers[module]] != numbers[module]
+        if isinstance(module, nn.Embedding) and args and IDS in recorder.of(args[0]):
+            found.reads_ids |= name != found.embedding
+        if isinstance(module, nn.Embedding):
+            recorder.muted += 1
+        if is_norm(module) and not recorder.muted and (given := [*args, *kwargs.values()]):
+            norm_inputs.append(given[0])
+            recorder.muted += 1
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        name = recorder.modules.pop()
+        if module in numbers:
+            result = out[0] if isinstance(out, (tuple, list)) else out
+            found.outputs = len(out) if isinstance(out, (tuple, list)) else 0
+            last[:] = [recorder.root(result)]
+            if found.like[numbers[module]] != numbers[module]:
+                recorder.muted -= 1
+                recorder.produce(STREAM, result)
+        elif is_norm(module) and norm_inputs:
+            recorder.muted -= 1
+            x = norm_inputs.pop()
+            facts, result = recorder.of(x), out[0] if isinstance(out, tuple) else out
+            recorder.trace.norms.append(NormCall(name, facts, result.shape[-1]))
+            inner = () if STREAM in facts else tuple(facts)
+            recorder.produce(name, result, *inner)
+        elif isinstance(module, nn.Embedding):
+            recorder.muted -= 1
+            if not recorder.muted and isinstance(out, Tensor):
+                recorder.produce(f"{name}.weight", out)
+        elif recorder.muted:
+            pass
+        elif isinstance(module, nn.Linear) and acts_linear(module):
+            recorder.produce(f"{name}.weight", out)
+
+    def experts(name: str, module: nn.Module) -> Any:
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not recorder.muted:
+                read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
+                recorder.trace.experts[name] = read
+            out = torch.empty_like(hidden)
+            if not recorder.muted:
+                recorder.produce(name, out)
+            return out
+
+        return forward
+
+    handles = []
+    for module, name in names.items():
+        acts_linear(module)  # cached: it is found with numbers, which there are none of below
+        handles += [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True),
+        ]
+        if is_experts(module):
+            module.forward = experts(name, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in names:
+            module.__dict__.pop("forward", None)
+
+
+def _enter_block(
+    found: Recorded,
+    recorder: Recorder,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    last: list[int],
+) -> None:
+    """Begin a block: its first argument is the residual stream; others know no earlier block."""
+    bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+    given = [value for name, value in bound.items() if name != "self"]
+    hidden = given[0]
+    if not isinstance(hidden, Tensor):
+        raise QtoolError(f"a block's first argument is a {type(hidden).__name__}, no hidden states")
+    if not last:
+        found.start = recorder.of(hidden)
+    elif recorder.root(hidden) != last[0]:
+        found.impure = "what enters a block is not what the one before gave"
+    for tensor in _tensors(given[1:]):
+        if any(p == STREAM or p.startswith(f"{found.blocks}.") for p in recorder.of(tensor)):
+            found.impure = "its blocks pass each other more than the hidden states"
+    recorder.produce(STREAM, hidden)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,63 @@
+"""A derived family is what a declaration by hand says, for every variant that is declared."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from qtool.models import Family, family_of
+from qtool.models.derive import derive
+from qtool.models.parts import LinearGroup
+from tests.conftest import VARIANTS, MakeModel
+
+
+def facts(family: Family, settings: Any) -> dict[str, Any]:
+    """What a family says of a block, with a fused linear's parts called by their places."""
+    parts = {
+        part: f"{owner}[{number}]"
+        for owner, names in family.fused.items()
+        for number, part in enumerate(names)
+    }
+
+    def called(group: LinearGroup) -> LinearGroup:
+        gate = group.gate and parts.get(group.gate, group.gate)
+        return replace(group, source=parts.get(group.source, group.source), gate=gate)
+
+    attention = family.attention
+    assert attention is not None
+    qkv = [parts.get(name, name) for name in (attention.q, attention.k, attention.v)]
+    return {
+        "groups": {called(group) for group in family.groups},
+        "linears": sorted(family.linears()),  # parallel branches have no order
+        "attention": (qkv, attention.o, attention.q_norm, attention.k_norm),
+        "rotary": attention.rotary,
+        "cache": attention.cache,
+        "shapes": family.block_shapes(settings),
+        "fused": {
+            owner: [family.rows(part, settings) for part in names]
+            for owner, names in family.fused.items()
+        },
+        "readers": {norm: set(names) for norm, names in family.readers.items()},
+        "post_norms": family.post_norms,
+        "fixed": family.why_fixed,
+        "offset": family.norm_offset,
+        "layer_norm": family.layer_norm,
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_derived_family_is_the_declared_one(variant: str, make_model: MakeModel) -> None:
+    config = json.loads((make_model(variant) / "config.json").read_text())
+    declared, derived = family_of(config), derive(config)
+    assert not declared.derived and derived.derived
+    for part in ("embedding", "positions", "blocks", "final_norm", "head", "returns_tuple"):
+        assert getattr(derived, part) == getattr(declared, part), part
+    settings = declared.settings(config)
+    for block in range(config["num_hidden_layers"]):
+        ours = facts(derived.at(derived.settings(config), block), settings)
+        theirs = facts(declared.at(settings, block), settings)
+        if config.get("alibi"):  # declared for all Falcons, of which some have no RoPE
+            ours.pop("rotary"), theirs.pop("rotary")
+        assert ours == theirs
+    assert not derived.streamed_only and not derived.refuses and not derived.outside
