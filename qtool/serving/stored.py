@@ -95,7 +95,8 @@ class PackedLinears:
         if within in family.fused and not family.fused_by_head:
             sizes = {part: family.rows(part, self.settings) for part in family.fused[within]}
             parts = {part: s.stop - s.start for part, s in sizes.items() if isinstance(s, slice)}
-        kv = {family.attention.k, family.attention.v}
+        attention = family.attention
+        kv = {attention.k, attention.v} if attention else set()
         heads = Heads.of(self.settings).kv
         cuts = {part: min(ranks, heads) if part in kv else rows for part in parts}
         if k % columns or any(size % cuts[part] for part, size in parts.items()):
