@@ -95,7 +95,9 @@ def block_arguments(
     def recorder(number: int, signature: inspect.Signature) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
-            bound |= bound.pop("kwargs", {})
+            for name, parameter in signature.parameters.items():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    bound |= bound.pop(name, {})
             first, *others = bound
             kept = {name: bound[name] for name in others if name not in CACHE_ARGUMENTS}
             seen[number] = Arguments(bound[first], kept)
