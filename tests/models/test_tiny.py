@@ -46,7 +46,7 @@ def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Pat
 
 
 def test_what_depends_on_more_than_hidden_states_is_only_streamed(tmp_path: Path) -> None:
-    source = Checkpoint(save_tiny("gemma3n_text", tmp_path / "source"))
+    source = Checkpoint(save_tiny("hy_v4", tmp_path / "source"))
     assert family_of(source.config).streamed_only
     with pytest.raises(QtoolError, match=r"activations, which a .* pass --recipe fast"):
         quantize(source, recipes.load("w4a16", "paper"), tmp_path / "out")
