@@ -14,12 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtool.errors import QtoolError
 from qtool.models.experts import is_experts
+from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
 from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace
 
 #: the producer of the token ids
 IDS = "token ids"
 #: sequences and tokens of the forward
 SHAPE = 1, 4
+#: how many blocks and experts a config may ask for, by transformers' names
+MOST = {
+    "num_hidden_layers": MOST_BLOCKS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
+}
 
 
 @dataclass
@@ -65,6 +71,7 @@ def build(config: Mapping[str, Any]) -> Any:
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
     try:
         made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
+        _require_counts(made.get_text_config())
         auto: Any = transformers.AutoModelForCausalLM
         if type(made) not in auto._model_mapping:
             auto = transformers.AutoModelForImageTextToText
@@ -72,11 +79,20 @@ def build(config: Mapping[str, Any]) -> Any:
             model = auto.from_config(made, attn_implementation="eager").eval()
             model.tie_weights()
             return model
+    except QtoolError:
+        raise
     except Exception as error:
         raise QtoolError(
             f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
             f"the model of this config.json ({_first_line(error)})"
         ) from error
+
+
+def _require_counts(config: Any) -> None:
+    """Refuse more blocks or experts than any model has: each is an object, even without numbers."""
+    for key, most in MOST.items():
+        if isinstance(found := getattr(config, key, None), int) and found > most:
+            raise QtoolError(f"config.json: {key} is {found}; at most {most} are expected")
 
 
 def record(model: Any) -> Recorded:

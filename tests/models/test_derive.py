@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from qtool.errors import QtoolError
 from qtool.models import Family, family_of
 from qtool.models.derive import derive
 from qtool.models.parts import LinearGroup
@@ -61,3 +62,9 @@ def test_a_derived_family_is_the_declared_one(variant: str, make_model: MakeMode
             ours.pop("rotary"), theirs.pop("rotary")
         assert ours == theirs
     assert not derived.streamed_only and not derived.refuses and not derived.outside
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
+def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
+    with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):
+        derive({"model_type": "olmoe", key: 10**9})
