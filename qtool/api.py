@@ -202,7 +202,7 @@ def plan(
     from qtool.pipeline.planning.plan import plan as planned
 
     settings = QuantizeOptions.of({**options, "kv": kv})
-    job = Job.of(_config_of(model), settings.recipe(scheme, recipe), planning=True)
+    job = Job.of(_config_of(model), settings.recipe(scheme, recipe))
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, settings.samples, settings.seqlen, **memory, device=device, gpus=gpus)
 

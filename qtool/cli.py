@@ -177,10 +177,11 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @MODEL
 @JSON
 def family(model: str, as_json: bool) -> None:
-    """Print the structure of MODEL: what reads and writes what, and what is left out, and why.
+    """Print what reads and writes what in MODEL.
 
-    MODEL is a directory, a hub id or a config.json; no weight is read. A structure that nobody
-    declared is derived from transformers' own model.
+    It lists what stays in 16 bits and which methods are left out, with the reasons. MODEL is a
+    directory, a hub id or a config.json; no weight is read. A structure that nobody declared is
+    derived from transformers' own model.
     """
     from qtool import api
     from qtool.models.describe import as_dict, as_text

@@ -676,8 +676,8 @@ FAULTS = [
         ),
         (
             "qtool/io/source_names.py",
-            "start=both.start + upper.nbytes",
-            "start=both.start",
+            "start=stack.start + number * one.nbytes",
+            "start=stack.start",
             "tests/io/test_source_names.py",
         ),
         (

@@ -10,7 +10,6 @@ from typing import Any
 
 from qtool import plugins
 from qtool.errors import QtoolError
-from qtool.models.families.deepseek import DEEPSEEK
 from qtool.models.families.falcon import FALCON
 from qtool.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from qtool.models.families.llama import LLAMA, QWEN2, QWEN3
@@ -25,8 +24,6 @@ FAMILIES: list[Family] = [
     *(LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
 ]
-#: families whose shapes are known, so that a run can be planned that nobody can make yet
-PLANNED = (DEEPSEEK,)
 
 
 def register_family(family: Family) -> Family:
@@ -48,13 +45,12 @@ def register_family(family: Family) -> Family:
     return family
 
 
-def family_of(model: str | Mapping[str, Any] | Any, *, planning: bool = False) -> Family:
+def family_of(model: str | Mapping[str, Any] | Any) -> Family:
     """The family of a model: the declared one that covers it, else a derived one.
 
     Args:
         model: a config.json, transformers' config object, or a ``model_type`` alone, for which only
             a declared family is found.
-        planning: one that can only be planned will do.
 
     Raises:
         QtoolError: what the model is, and why there is no family.
@@ -63,7 +59,7 @@ def family_of(model: str | Mapping[str, Any] | Any, *, planning: bool = False) -
     model_type = config if isinstance(config, str) else str(config["model_type"])
     for load in (lambda: None, plugins.load):  # then in other packages
         load()
-        for family in (*FAMILIES, *PLANNED) if planning else FAMILIES:
+        for family in FAMILIES:
             if model_type in family.model_types:
                 return family
     from qtool.models.unsupported import why_unsupported  # asks transformers, which loads slowly

@@ -56,7 +56,6 @@ class Family:
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns_tuple: a block returns its output in a tuple.
-        unsupported: what quantizing it would need, where it can only be planned.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
@@ -94,7 +93,6 @@ class Family:
     choose: "Callable[[Any, int], Family] | None" = None
     refuses: Mapping[str, str] = field(default_factory=dict)
     returns_tuple: bool = False
-    unsupported: str = ""
     always_tied: bool = False
     fixed_stream: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)

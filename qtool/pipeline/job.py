@@ -64,14 +64,12 @@ class Job(Architecture):
         source_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype | None = None,
-        planning: bool = False,
     ) -> "Job":
         """Check that ``recipe`` can be carried out on the model of ``config``.
 
         Args:
             source_dtype: of the stored weights; by default what config.json names.
             dtype: what is not packed is cast to it; by default nothing is cast.
-            planning: it will not be carried out, so the shapes of the model are enough.
 
         Raises:
             QtoolError: unsupported architecture, unknown scheme, layout or method, an impossible
@@ -80,7 +78,7 @@ class Job(Architecture):
         """
         if "quantization_config" in config:
             raise QtoolError(already_quantized(config))
-        family = family_of(config, planning=planning)
+        family = family_of(config)
         family.require_sizes(family.settings(config))
         source_dtype = source_dtype or DTYPES.get(
             str(config.get("dtype") or config.get("torch_dtype")), torch.float32

@@ -233,7 +233,7 @@ def test_the_largest_models_are_planned(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
-def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> None:
+def test_a_plan_of_latent_attention_has_the_shapes_of_transformers(kind: str) -> None:
     small = LARGE["deepseek-v3"] | {
         "model_type": kind,
         "hidden_size": 128,
@@ -248,6 +248,8 @@ def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> N
     }
     small |= {
         "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
         "n_shared_experts": 2,
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
@@ -255,7 +257,7 @@ def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> N
     small |= {"q_lora_rank": 64 if kind == "deepseek_v3" else None, "kv_lora_rank": 64}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
-    shapes = Job.of(small, GPTQ, planning=True).source_shapes()
+    shapes = Job.of(small, GPTQ).source_shapes()
     theirs = {
         name: t for name, t in model.state_dict().items() if ".experts." not in name
     }  # stacked by transformers
@@ -263,14 +265,11 @@ def test_what_can_only_be_planned_has_the_shapes_of_transformers(kind: str) -> N
         name: tuple(t.shape) for name, t in theirs.items()
     }
     assert sum(map(prod, shapes.values())) == sum(t.numel() for t in model.state_dict().values())
-    with pytest.raises(QtoolError, match="MLA"):
-        Job.of(small, GPTQ)
 
 
-def test_a_plan_says_that_it_is_only_one(tmp_path: Path) -> None:
+def test_a_plan_of_deepseek_v3(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE["deepseek-v3"]))
     planned = qtool.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
-    assert "only a plan: quantizing it would need attention over low-rank" in as_text(planned)
     assert "mlp.experts.*.up_proj (256)" in as_text(planned)
     assert (
         round(planned.source_bytes / 2e9) == 671
@@ -458,10 +457,10 @@ def test_sizes_that_no_model_has_are_refused_at_once() -> None:
         ("vocab_size", 10**12),
     ):
         with pytest.raises(QtoolError, match=rf"config.json: .*{value}.*at most"):
-            Job.of(config_of("llama-tiny") | {key: value}, GPTQ, planning=True)
+            Job.of(config_of("llama-tiny") | {key: value}, GPTQ)
     for name, key in (("mixtral-8x22b", "num_local_experts"), ("deepseek-v3", "n_routed_experts")):
-        with pytest.raises(QtoolError, match=r"config.json: .*1000000000 .*at most"):
-            Job.of(LARGE[name] | {key: 10**9}, GPTQ, planning=True)
+        with pytest.raises(QtoolError, match=r"config.json: .*1000000000.*at most"):
+            Job.of(LARGE[name] | {key: 10**9}, GPTQ)
 
 
 @pytest.mark.parametrize(

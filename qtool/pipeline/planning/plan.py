@@ -261,7 +261,6 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "adaptations": list(planned.job.recipe.adaptations),
         "family": planned.job.family.name,
         "derived": planned.job.family.derived,
-        "unsupported": planned.job.family.unsupported or None,
         "blocks": planned.job.blocks,
         "kinds_of_blocks": kinds,
         "source_bytes": planned.source_bytes,
@@ -284,20 +283,19 @@ def as_text(planned: Plan) -> str:
     """The plan as text for people."""
     job = planned.job
     methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
-    unsupported, reason = job.family.unsupported, job.recipe.reason
+    reason = job.recipe.reason
     ratio = planned.source_bytes / planned.output_bytes
     return "\n".join(
         [
             f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe "
             f"{job.recipe.variant}: {methods}",
-            *([f"only a plan: quantizing it would need {unsupported}"] if unsupported else []),
             *job.notes,
             *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),
             f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "
             f"({ratio:.2f}x smaller) in {len(planned.shard_bytes)} shards",
             *_costs(planned),
-            *([] if unsupported else [_exports(job)]),
+            _exports(job),
         ]
     )
 
