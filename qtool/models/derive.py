@@ -67,7 +67,7 @@ class _Model:
         self.modules = dict(self.model.named_modules())
         self.state = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
         self.heads = _heads(self.config)
-        if self.heads is None:
+        if not hasattr(self.config, "num_attention_heads"):
             raise QtoolError("it has no attention heads, by which qtool plans and cuts models")
         self.forms: dict[Any, NormForm | None] = {}
         self.leaves = leaf_names(self.model)
