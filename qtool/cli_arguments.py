@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
+from qtool.errors import QtoolError
 from qtool.recipes import VARIANTS
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -25,18 +26,12 @@ class Device(click.ParamType):
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        import torch
+        from qtool.runtime.device import require_device  # imports torch
 
-        kind, _, number = str(value).partition(":")
-        if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-            self.fail(f"{value!r}; cpu, cuda or cuda:N is expected", param, ctx)
-        if kind == "cuda" and int(number or 0) >= (there := torch.cuda.device_count()):
-            self.fail(
-                f"{value!r}; this machine has {there or 'no'} CUDA device{'s' * (there > 1)}",
-                param,
-                ctx,
-            )
-        return str(value)
+        try:
+            return str(require_device(str(value)))
+        except QtoolError as error:
+            self.fail(str(error), param, ctx)
 
 
 class NewPath(click.Path):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qtool.errors import QtoolError
 from qtool.models.experts import is_experts
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
-from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace
+from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace, tensors_in
 
 #: the producer of the token ids
 IDS = "token ids"
@@ -327,17 +327,7 @@ def _enter_block(
         found.start = recorder.of(hidden)
     elif recorder.root(hidden) != last[0]:
         found.impure = "what enters a block is not what the one before gave"
-    for tensor in _tensors(given[1:]):
+    for tensor in tensors_in(given[1:]):
         if any(p == STREAM or p.startswith(f"{found.blocks}.") for p in recorder.of(tensor)):
             found.impure = "its blocks pass each other more than the hidden states"
     recorder.produce(STREAM, hidden)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))

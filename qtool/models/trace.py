@@ -196,9 +196,9 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        if next(_tensors(out), None) is None:
+        if next(tensors_in(out), None) is None:
             return
-        tensors = [t for t in _tensors((args, kwargs)) if id(t) in self.facts]
+        tensors = [t for t in tensors_in((args, kwargs)) if id(t) in self.facts]
         if isinstance(out, Tensor) and self._is_weight(name, args, out):
             return
         if not tensors or name in CREATES:
@@ -469,7 +469,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.escape(self.of(tensor), name)
             mixed |= {p: Fact(None, Kind.MIXED) for p in self.of(tensor)}
-        for result in _tensors(out):
+        for result in tensors_in(out):
             self.set(result, mixed)
 
     def _forget_views(self, changed: Tensor) -> None:
@@ -518,11 +518,12 @@ def _apart(fact: Fact, other: Fact) -> bool:
     return a is not None and b is not None and not bool(torch.isin(a.unique(), b.unique()).any())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in ``value``, a nest of sequences and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))

@@ -2,8 +2,6 @@
 
 #: decoders that transformers lists among encoders too
 DECODERS = ("modernbert-decoder",)
-#: decoders whose code looks at the weight of a linear, which a packed one does not have
-LOOK_AT_WEIGHTS = ("gpt_bigcode", "nanochat", "recurrent_gemma")
 
 
 def why_unsupported(model_type: str) -> str:
@@ -28,10 +26,6 @@ def why_unsupported(model_type: str) -> str:
         )
     if is_listed("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
         return "an encoder-decoder; qtool quantizes decoder-only models"
-    if model_type in LOOK_AT_WEIGHTS:
-        return (
-            "its code in transformers reads the weights of linears, which packed ones do not have"
-        )
     if is_listed("CAUSAL_LM"):
         return ""
     if is_listed("IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"):

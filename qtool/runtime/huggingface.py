@@ -71,6 +71,11 @@ class QtoolQuantizer(HfQuantizer):
                     names = list(tensors.keys())
                 self.stored.update(name for name in names if name.endswith(f".{IMPORTANCE}"))
         replace_linears(model, self.quantization_config.format)
+        for module in model.modules():
+            if any(isinstance(child, QuantLinear) for child in module.children()):
+                # some models initialize a parent by the weights of its linears, which packed ones
+                # lack; buffers that no checkpoint holds still have to be computed
+                module._is_hf_initialized = not module._non_persistent_buffers_set  # type: ignore[assignment]
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any

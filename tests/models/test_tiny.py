@@ -18,7 +18,7 @@ from tests.models.tiny import check, save_tiny
 SAMPLE = ("olmo2", "smollm3", "cohere", "gpt_neox", "gpt_oss", "phimoe", "deepseek_v3")
 
 
-@pytest.mark.parametrize("model_type", (*SAMPLE, "qwen3_next"))
+@pytest.mark.parametrize("model_type", (*SAMPLE, "qwen3_next", "nanochat"))
 def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
