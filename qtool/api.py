@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from qtool.eval.checkpoints import EvaluateKeywords
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
     from qtool.models import Family
@@ -292,7 +293,7 @@ def evaluate(
     compare: Name | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Any,
+    **options: Unpack[EvaluateKeywords],
 ) -> tuple[Results, Results | None]:
     """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
 

@@ -1,6 +1,7 @@
 """The public functions: what they take, what they give, and that importing them costs nothing."""
 
 import dataclasses
+import inspect
 import json
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import qtool
 from qtool.errors import QtoolError
+from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
+from qtool.eval.evaluate import load_tasks
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows
 from qtool.pipeline.options import QuantizeKeywords, QuantizeOptions
@@ -181,6 +184,16 @@ def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path)
     shutil.rmtree(tmp_path / "q-gptq")
     with pytest.raises(QtoolError, match="the model that is read lies there"):
         qtool.export(native, "gptq", native)
+
+
+def test_keywords_are_those_of_an_evaluation() -> None:
+    asked = [
+        parameter
+        for function in (evaluate_checkpoints, load_tasks)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    assert EvaluateKeywords.__annotations__ == {p.name: p.annotation for p in asked}
 
 
 def test_keywords_are_the_fields_of_the_options() -> None:

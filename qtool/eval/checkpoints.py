@@ -4,7 +4,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from qtool.errors import QtoolError, suggest
 from qtool.eval import saved
@@ -17,6 +18,23 @@ from qtool.models.architecture import DTYPES
 from qtool.pipeline.run import directory_of
 from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
+
+
+class EvaluateKeywords(TypedDict, total=False):
+    """The keywords of :func:`evaluate_checkpoints` and of the tasks; each may be left out."""
+
+    device: str
+    save: bool
+    kv: str | None
+    as_export: str | None
+    dtype: str | None
+    deterministic: bool
+    engine: str | None
+    tensor_parallel: int
+    seqlen: int
+    limit: int | None
+    data_dir: str | Path | None
+    batch_size: int
 
 
 def evaluate_checkpoints(
