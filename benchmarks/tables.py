@@ -138,9 +138,10 @@ def serving() -> str:
     for run in found["runs"]:
         rows = []
         for row in sorted(run["rows"], key=lambda row: row["batch"]):
-            prefill = "-" if row["prefill"] is None else f"{row['prefill']:,.0f}"
-            rows.append([row["engine"], str(row["batch"]), f"{row['step_ms']:.2f}", prefill])
-        head = ["engine", "batch", "ms a decode step", "prefill, tokens a second"]
+            rates = [f"{row[rate]:,.0f}" for rate in ("prefill", "request")]
+            rows.append([row["engine"], str(row["batch"]), f"{row['step_ms']:.2f}", *rates])
+        head = ["engine", "batch", "ms a decode step"]
+        head += ["prefill, tokens a second", "whole requests, new tokens a second"]
         parts.append(f"**{run['title']}**\n\n" + markdown(head, rows))
     return "\n".join(parts) + made_by(found)
 

@@ -81,18 +81,6 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
-fp8_code='
-import json, sys, tempfile
-from pathlib import Path
-from qtool.serving.bench import BASELINES, measure
-config = json.loads(Path(sys.argv[1], "config.json").read_text())
-del config["quantization_config"]
-shape = tempfile.mkdtemp()
-Path(shape, "config.json").write_text(json.dumps(config))
-options = BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
-measure(shape, options, list(map(int, sys.argv[2].split(","))), 1024, 512)
-'
-
 mixture_code='
 import sys
 import torch
@@ -111,7 +99,7 @@ evaluate() { # evaluate FILE OPTION ...: JSON of the demo's perplexity
 export -f evaluate
 
 compare_code='
-import json, sys
+import json, statistics, sys
 from pathlib import Path
 import torch
 from qtool.bench.stored import store
@@ -125,15 +113,17 @@ for file in sorted(folder.glob("*-vllm*.json")):
         print(f"{file.stem}: WRONG: {error}")
         wrong += 1
         continue
-    logs = [task["details"]["nll"] / task["details"]["tokens"] for task in (there, here)]
-    values = [task["metrics"]["perplexity"]["value"] for task in (there, here)]
-    away = abs(logs[0] - logs[1])
-    wrong += away > 1e-3
-    rows.append([f"`{scheme}`", "2" if ranks else "1", *(f"{v:.4f}" for v in values), f"{away:.1e}"])
-    print(*rows[-1], there["engine"], "WRONG" * (away > 1e-3))
-head = ["scheme", "GPUs", "perplexity in vLLM", "in our runtime", "nats a token apart"]
-store(folder / "agreement.json", {"head": head, "rows": rows},
-      device="cuda" if torch.cuda.is_available() else "cpu")
+    windows = zip(*(task["details"]["window_nll"] for task in (there, here)), strict=True)
+    apart = [a - b for a, b in windows]  # nats a token, all windows are of one length
+    mean, error = statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
+    far = abs(mean) > max(1e-3, 2.6 * error)  # 99 %
+    wrong += far
+    values = ["{:.4f}".format(task["metrics"]["perplexity"]["value"]) for task in (there, here)]
+    rows.append([f"`{scheme}`", "2" if ranks else "1", *values, f"{mean:+.1e} ± {error:.1e}"])
+    print(*rows[-1], there["engine"], "WRONG" * far)
+head = ["scheme", "GPUs", "perplexity in vLLM", "in our runtime", "nats a token apart ± standard error"]
+found = {"command": "OUT=out/serving bash benchmarks/serving/on_gpu.sh both", "head": head, "rows": rows}
+store(folder / "agreement.json", found, device="cuda" if torch.cuda.is_available() else "cpu")
 print("RESULT", wrong, "wrong")
 sys.exit(wrong > 0)
 '
@@ -165,10 +155,12 @@ two) # two GPUs
     done
     ;;
 both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
-    LIMIT=${LIMIT:-320}
-    schemes="w4a8-lqq w8a8 w4a16 w4a8-qoq-g128"
+    LIMIT=${LIMIT:-560}
+    schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq-g128 w4a8-qoq w4a4-g128 w4ax-fmpq w4a16-24}
     CUDA_VISIBLE_DEVICES=1 step random-8b 150 \
         python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq "$DATA/8b" &
+    CUDA_VISIBLE_DEVICES=0 step random-8b-w4a16 150 \
+        python3 benchmarks/serving/random_packed.py llama-3-8b w4a16 "$DATA/8b-w4a16" &
     waiting=()
     step mixture-model 60 bash -c 'python3 -c "$0" "$DATA/mixtral" && quantize mixtral w4a8-lqq' "$mixture_code" &
     waiting+=($!)
@@ -178,24 +170,23 @@ both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
     done
     wait "${waiting[@]}"
     lqq=$DATA/demo-w4a8-lqq
-    step two-verify 180 python3 -m qtool verify "$lqq" --engine vllm --tensor-parallel 2 &
-    step two-eval 180 bash -c "evaluate $OUT/w4a8-lqq-vllm-two.json --model $lqq --engine vllm --tensor-parallel 2" &
+    step two-verify 240 python3 -m qtool verify "$lqq" --engine vllm --tensor-parallel 2 &
+    step two-eval 240 bash -c "evaluate $OUT/w4a8-lqq-vllm-two.json --model $lqq --engine vllm --tensor-parallel 2" &
     export CUDA_VISIBLE_DEVICES=0
-    step verify 180 python3 -m qtool verify "$lqq" --engine vllm -v &
+    step verify 240 python3 -m qtool verify "$lqq" --engine vllm -v &
     for scheme in $schemes; do
         model=$DATA/demo-$scheme
-        step "vllm-$scheme" 180 bash -c "evaluate $OUT/$scheme-vllm.json --model $model --engine vllm" &
+        step "vllm-$scheme" 240 bash -c "evaluate $OUT/$scheme-vllm.json --model $model --engine vllm" &
         step "ours-$scheme" 100 bash -c "evaluate $OUT/$scheme-ours.json --model $model --device cuda" &
         export CUDA_VISIBLE_DEVICES=$((1 - CUDA_VISIBLE_DEVICES))
     done
-    CUDA_VISIBLE_DEVICES=1 step mixture 180 python3 -m qtool verify "$DATA/mixtral-w4a8-lqq" --engine vllm &
+    CUDA_VISIBLE_DEVICES=1 step mixture 240 python3 -m qtool verify "$DATA/mixtral-w4a8-lqq" --engine vllm &
     wait
     step compare 20 python3 -c "$compare_code" "$OUT"
     tail -n 25 "$OUT"/{two-verify,verify,mixture,compare}.log
     rest=$((LIMIT - SECONDS))
-    CUDA_VISIBLE_DEVICES=0 step bench-w4a8-lqq $rest python3 -m qtool bench serve "$DATA/8b" --against "" \
-        --batches 1,16,64,256 --json &
-    CUDA_VISIBLE_DEVICES=1 step bench-fp8 $rest python3 -c "$fp8_code" "$DATA/8b" 1,16,64,256 &
+    CUDA_VISIBLE_DEVICES=0 step bench-w4a8-lqq $rest python3 -c "$bench_code" "$DATA/8b" fp8 1,16,64,256 "$OUT/w4a8-lqq.json" &
+    CUDA_VISIBLE_DEVICES=1 step bench-w4a16 $rest python3 -c "$bench_code" "$DATA/8b-w4a16" w4a16 1,16 "$OUT/w4a16.json" &
     wait
     grep -h '"batch"' "$OUT"/bench-*.log
     ;;
