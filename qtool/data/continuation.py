@@ -6,7 +6,8 @@ temperature 1, a model's own continuations are distributed as it takes text to b
 "Self-calibration for language model quantization and pruning", 2025; LLM-QAT does so for training).
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+class Journal(Protocol):
+    """Keeps what is drawn, so that a run that was killed goes on from there."""
+
+    def read(self) -> list[dict[str, Tensor]]:
+        """The entries so far, in their order."""
+
+    def due(self) -> bool:
+        """Whether it is time for an entry."""
+
+    def append(self, entry: Mapping[str, Tensor]) -> None:
+        """Keep one entry more."""
+
+
 @torch.no_grad()
 def continued(
     model: "PreTrainedModel",
@@ -31,6 +45,7 @@ def continued(
     *,
     seed: int,
     at_once: int | None = None,
+    journal: Journal | None = None,
 ) -> Tensor:
     """Windows ``[B, length]`` on the CPU: ``beginnings [B, S]`` and the model's samples after them.
 
@@ -39,28 +54,96 @@ def continued(
 
     Args:
         at_once: windows written side by side; what is drawn depends on it.
+        journal: of the same windows; its entries are not drawn again. What is drawn does not depend
+            on it: the keys and values are kept to the bit.
 
     Raises:
         QtoolError: NaN or Inf in the model's logits.
     """
     random, parts = torch.Generator(model.device).manual_seed(seed), []
-    for part in beginnings.split(at_once or len(beginnings)):
-        tokens, cache = [part.to(model.device)], _cache(model, length)
-        finite = torch.ones((), dtype=torch.bool, device=model.device)
-        for _ in range(length - beginnings.shape[1]):
-            with sdpa_kernel(ATTENTION):
-                out = model(tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = out.logits[:, -1].float()
-            finite &= torch.isfinite(logits).all()  # looked at after the loop: no wait for a GPU
-            tokens.append(
-                torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random)
+    entries = [] if journal is None else journal.read()
+    for beginning in beginnings.split(at_once or len(beginnings)):
+        part = _Part(model, beginning, length)
+        while entries and part.drawn < length:
+            part.restore(entries.pop(0), random)
+        while part.drawn < length:
+            part.draw(random)
+            if journal is None or not part.can_be_kept:
+                continue
+            if part.drawn == length or journal.due():
+                journal.append(part.entry(random))
+        part.require_finite()
+        parts.append(part.windows.cpu())
+    return torch.cat(parts)
+
+
+class _Part:
+    """Windows that are written side by side.
+
+    Attributes:
+        drawn: tokens of each window.
+        kept, cached: how many of them, and of their keys and values, are in the journal.
+    """
+
+    def __init__(self, model: "PreTrainedModel", beginnings: Tensor, length: int) -> None:
+        self.model, self.cache = model, _cache(model, length)
+        self.layers = [layer for layer in self.cache.layers if isinstance(layer, _Roomy)]
+        self.tokens = [beginnings.to(model.device)]
+        self.drawn = self.kept = beginnings.shape[1]
+        self.cached = 0
+        self.finite = torch.ones((), dtype=torch.bool, device=model.device)
+
+    @property
+    def windows(self) -> Tensor:
+        return torch.cat(self.tokens, 1)
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether the cache is nothing but the keys and values of all tokens."""
+        return 0 < len(self.layers) == len(self.cache.layers)
+
+    def draw(self, random: torch.Generator) -> None:
+        """One token more for each window."""
+        with sdpa_kernel(ATTENTION):
+            out = self.model(
+                self.tokens[-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1
             )
-        if not finite:
+        logits = out.logits[:, -1].float()
+        self.finite &= torch.isfinite(logits).all()  # looked at later: no wait for a GPU
+        self.tokens.append(
+            torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random)
+        )
+        self.drawn += 1
+
+    def entry(self, random: torch.Generator) -> dict[str, Tensor]:
+        """What came since the last entry: tokens, keys and values, and the generator's state."""
+        self.require_finite()
+        found = {"tokens": self.windows[:, self.kept :], "random": random.get_state()}
+        for number, layer in enumerate(self.layers):
+            for name, filled in (("keys", layer.keys), ("values", layer.values)):
+                assert filled is not None
+                found[f"{name}.{number}"] = filled[:, :, self.cached :]
+        self._all_is_kept()
+        return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+
+    def restore(self, entry: Mapping[str, Tensor], random: torch.Generator) -> None:
+        """Take up what :meth:`entry` gave."""
+        device = self.model.device
+        random.set_state(entry["random"])
+        self.tokens += entry["tokens"].to(device).split(1, 1)
+        self.drawn += entry["tokens"].shape[1]
+        for number, layer in enumerate(self.layers):
+            layer.update(entry[f"keys.{number}"].to(device), entry[f"values.{number}"].to(device))
+        self._all_is_kept()
+
+    def _all_is_kept(self) -> None:
+        self.kept, self.cached = self.drawn, self.drawn - 1  # the last token was not read yet
+
+    def require_finite(self) -> None:
+        if not self.finite:
             raise QtoolError(
                 "NaN or Inf in the model's logits: it cannot continue the calibration text"
             )
-        parts.append(torch.cat(tokens, 1).cpu())
-    return torch.cat(parts)
 
 
 def _cache(model: "PreTrainedModel", length: int) -> Cache:

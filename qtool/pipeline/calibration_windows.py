@@ -20,7 +20,7 @@ from torch import Tensor
 from qtool.data import corpora
 from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
 from qtool.data.chat import render
-from qtool.data.continuation import continued
+from qtool.data.continuation import Journal, continued
 from qtool.data.windows import cut, windows
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -37,6 +37,9 @@ from qtool.runtime.load import load, load_tokenizer
 
 #: their name in the run's directory
 STORED = "windows"
+#: keys and values up to which a continuation that is under way is kept: on a GPU larger ones are
+#: drawn in about the time that it takes to write them
+JOURNAL_BYTES = 4 << 30
 
 
 def calibration(
@@ -91,6 +94,7 @@ class Windows(Calibration):
         if isinstance(given, TokenIds) and given.ids.dim() == 2:
             lengths.append(given.ids.shape[1])
         self.seqlen = min(lengths)
+        self.output: Output | None = None
         super().__init__(
             facts={
                 "text": given.name,
@@ -121,10 +125,14 @@ class Windows(Calibration):
         if kept := ranks.broadcast(output.kept(STORED) if ranks.rank() == 0 else None):
             entries, facts = kept
             return _batches(read(entries[STORED]), facts)
+        self.output = output
+        drawn = self.drawn
         if ranks.rank() == 0:
-            ids = torch.cat(list(self.drawn.tokens))
-            output.keep(STORED, {STORED: ids}, [(STORED, ids)], self.drawn.facts)
-        return self.drawn
+            ids = torch.cat(list(drawn.tokens))
+            output.keep(STORED, {STORED: ids}, [(STORED, ids)], drawn.facts)
+            for name in output.kept_names(f"{CONTINUED}-"):
+                output.drop(name)
+        return drawn
 
     def _draw(self) -> Calibration:
         """The windows, cut from the text or continued by the model, with their facts."""
@@ -179,7 +187,12 @@ class Windows(Calibration):
         dtype = None if self.device.type == "cuda" else torch.float32
         model = load(self.source.directory, device=str(self.device), dtype=dtype)
         beginnings = ids[:, : need.given]
-        ids = continued(model, beginnings, ids.shape[1], seed=self.seed, at_once=need.at_once)
+        journal = None
+        if self.output is not None and need.cache <= JOURNAL_BYTES:
+            journal = OutputJournal(self.output, need.at_once, str(self.device))
+        ids = continued(
+            model, beginnings, ids.shape[1], seed=self.seed, at_once=need.at_once, journal=journal
+        )
         del model
         gc.collect()  # a model refers to itself, and the run needs its room
         if self.device.type == "cuda":
@@ -189,6 +202,44 @@ class Windows(Calibration):
             f"({time.monotonic() - began:.0f} s)"
         )
         return ids
+
+
+class OutputJournal(Journal):
+    """The journal of a continuation in a run's directory.
+
+    An entry is due a second after the last one, later where entries take long to write.
+
+    Args:
+        at_once, device: as the windows are drawn; entries that were drawn otherwise are dropped.
+    """
+
+    def __init__(self, output: Output, at_once: int, device: str) -> None:
+        self.output, self.facts = output, {"at_once": at_once, "device": device}
+        self.entries, self.next = 0, time.monotonic() + 1
+
+    def read(self) -> list[dict[str, Tensor]]:
+        found = []
+        names = self.output.kept_names(f"{CONTINUED}-")
+        for name in names:
+            kept = self.output.kept(name)
+            if kept is None or kept[1] != self.facts:
+                break
+            found.append({key: read(entry) for key, entry in kept[0].items()})
+        for name in names[len(found) :]:
+            self.output.drop(name)
+        self.entries = len(found)
+        return found
+
+    def due(self) -> bool:
+        return time.monotonic() > self.next
+
+    def append(self, entry: Mapping[str, Tensor]) -> None:
+        began = time.monotonic()
+        name = f"{CONTINUED}-{self.entries:06d}"
+        self.output.keep(name, entry, entry.items(), self.facts, sync=False)
+        self.entries += 1
+        now = time.monotonic()
+        self.next = now + max(1, 4 * (now - began))
 
 
 def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:

@@ -1,5 +1,7 @@
 """Windows that the model continues: sampled from its own distribution, token by token."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +43,50 @@ def test_parts_are_written_one_after_another(make_model: MakeModel) -> None:
     assert torch.equal(parts[:, :5], texts())
     assert torch.equal(whole, continued(model, texts(), 40, seed=0))
     assert not torch.equal(whole, continued(model, texts(), 40, seed=1))
+
+
+class Killed(Exception):
+    pass
+
+
+class Entries(list[dict[str, Tensor]]):
+    """A journal in memory: due at every third token, it stops the run after ``most`` entries."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.asked = most, 0
+
+    def read(self) -> list[dict[str, Tensor]]:
+        return list(self)
+
+    def due(self) -> bool:
+        self.asked += 1
+        return self.asked % 3 == 0
+
+    def append(self, entry: Mapping[str, Tensor]) -> None:  # type: ignore[override]
+        super().append(dict(entry))
+        if len(self) == self.most:
+            raise Killed
+
+
+@pytest.mark.parametrize("at_once", [4, 3])
+def test_a_killed_continuation_goes_on_to_the_same_windows(
+    at_once: int, make_model: MakeModel
+) -> None:
+    model = load(make_model("llama"), dtype=torch.float32)
+    wanted = continued(model, texts(), 40, seed=0, at_once=at_once)
+    journal, kills = Entries(2), 0
+    while True:
+        try:
+            found = continued(model, texts(), 40, seed=0, at_once=at_once, journal=journal)
+            break
+        except Killed:
+            kills += 1
+            journal.most += 2
+    assert kills >= 4
+    assert torch.equal(found, wanted)
+    drawn = sum(entry["tokens"].numel() for entry in journal)
+    assert drawn == 4 * (40 - texts().shape[1])  # each token once
 
 
 def test_no_text_from_nan(make_model: MakeModel) -> None:

@@ -14,7 +14,7 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline.calibration_windows import Windows, calibration
+from qtool.pipeline.calibration_windows import OutputJournal, Windows, calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning.memory import CACHE_SHARE, continuation_memory
@@ -133,6 +133,33 @@ def test_windows_are_drawn_once(
     assert files(run(model, tmp_path / "out", resume=True)) == whole
     facts = json.loads(whole["qtool.json"])["calibration"]
     assert facts["tokens"] and facts["windows"] == "continued" and facts["samples"] == 2
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_windows_that_are_half_drawn_are_drawn_on(
+    damaged: bool, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed meanwhile, a run goes on from the last whole entry of its journal."""
+    model = make_model()
+    whole = files(run(model, tmp_path / "whole"))
+    monkeypatch.setattr(OutputJournal, "due", lambda self: True)
+    drawn, append = [], OutputJournal.append
+
+    def killed(self: OutputJournal, entry: Any) -> None:
+        append(self, entry)
+        drawn.append(self.entries)
+        if len(drawn) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(OutputJournal, "append", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out")
+    directory = tmp_path / "out.partial" / ".run"
+    last = sorted(directory.glob("continued-*.safetensors"))[-1]
+    if damaged:
+        last.write_bytes(last.read_bytes()[:-8])
+    assert files(run(model, tmp_path / "out", resume=True)) == whole
+    assert drawn == [*range(1, 6), *range(5 if damaged else 6, 15)]
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
