@@ -9,6 +9,7 @@ from qtool.kernels.activation import (
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
+    quantize_residual_norm,
 )
 from qtool.kernels.attention import kv_append, kv_plan
 from qtool.kernels.build import Build
@@ -24,6 +25,7 @@ MODULES = (
     quantize_activation,
     quantize_activation_groups,
     quantize_packed_groups,
+    quantize_residual_norm,
     w4a8,
     w4a8_mma,
     w4a16,

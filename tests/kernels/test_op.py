@@ -65,6 +65,7 @@ def test_every_kernel_is_an_operator_on_each_device() -> None:
         "quantize_activation",
         "quantize_activation_groups",
         "quantize_packed_groups",
+        "quantize_residual_norm",
         "w4a16_24_gemm",
         "w4a16_gemm",
         "w4a8_gemm",

@@ -92,10 +92,10 @@ def test_direct_launches_are_those_of_the_ops(
         [each[4] for each in both] for both in (direct, launches)
     )
     # pointers of outputs differ; what is read, and every number, does not
-    read, written = slice(0, 3), slice(3, 6)
+    read, written = slice(0, 5), slice(5, 8)
     found, expected = ROW.unpack(rows), ROW.unpack(rows_of_op)
-    assert found[read] == expected[read] and found[6:] == expected[6:]
-    assert found[6:8] == (m, 256) and (found[2] != 0) == normed
+    assert found[read] == expected[read] and found[8:] == expected[8:]
+    assert found[8:10] == (m, 256) and (found[4] != 0) == normed
     codes, scale, total = found[written]
     found, expected = GEMM.unpack(gemm), GEMM.unpack(gemm_of_op)
     assert found[1:8] == expected[1:8] and found[11:] == expected[11:]

@@ -25,12 +25,15 @@ from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 
-#: number of the fusion in csrc/activation/quantize_activation.cu
-FUSIONS = {"none": 0, "rms-norm": 1, "silu-up": 2}
+#: what the op fuses
+FUSIONS = ("none", "rms-norm", "silu-up")
+#: number in csrc/activation/activation_row.cuh; the last is :mod:`~.quantize_residual_norm`'s
+ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_CHANNELS = 32768
-#: of the kernels in csrc/activation: x, what else is read, the outputs, M, K, epsilon
-PARAMETERS = struct.Struct("<6Q2if4x")
+#: of the kernels in csrc/activation: x, residual, their sum, what else is read, the outputs, M, K,
+#: epsilon
+PARAMETERS = struct.Struct("<8Q2if4x")
 
 
 class QuantizeActivation(NamedTuple):
@@ -103,12 +106,21 @@ def fused(
     y = x
     if fusion == "rms-norm":
         assert norm is not None
-        wide = x.float()
-        y = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+        y = rms_norm(x.float(), norm, epsilon)
     elif fusion == "silu-up":
         gate, up = x.chunk(2, dim=-1)
         y = silu(gate) * up
     return y if order is None else y[:, order.long()]
+
+
+def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of float32 rows ``[M, K]`` in the dtype of its weight ``norm``.
+
+    The normalized row is rounded, then the product: as transformers' Llama and vLLM's
+    ``forward_native`` do.
+    """
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return norm * (wide * inverse).to(norm.dtype)
 
 
 #: source name, prologue and macros of a kernel
@@ -140,11 +152,14 @@ class RowPlan:
         self.tensors = tensors  # whose addresses are in the parameters
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
-    def launch(self, m: int, x: int, *out: int) -> None:
-        """Start it for ``m`` tokens at ``x``, with the outputs at ``out``."""
+    def launch(self, m: int, x: int, *out: int, residual: tuple[int, ...] = (0, 0)) -> None:
+        """Start it for ``m`` tokens at ``x``, with the outputs at ``out``.
+
+        ``residual``: the addresses of a residual stream and of its sum with x, or zeros.
+        """
         if m:
             numbers = (m, self.k, self.epsilon)
-            parameters = PARAMETERS.pack(x, *self.addresses, *out, *numbers)
+            parameters = PARAMETERS.pack(x, *residual, *self.addresses, *out, *numbers)
             launch(self.kernel, m, self.threads, 0, parameters, self.device, overlap=self.overlap)
 
 
@@ -165,9 +180,10 @@ def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> Source:
 
 def row_definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> dict[str, int]:
     """Macros of csrc/activation/activation_row.cuh for rows held in registers."""
-    threads = next(t for t in (128, 256, 512, 1024) if k <= 32 * t or t == 1024)
+    # a few rows take as long as one thread's values, many want several blocks a multiprocessor
+    threads = next((t for t in (128, 256, 512) if k <= 8 * t), 512 if k <= 32 * 512 else 1024)
     pieces = -(-k // (8 * threads))
-    defines = {"DTYPE": DTYPES[dtype], "FUSION": FUSIONS[fusion], "GATHER": int(gather)}
+    defines = {"DTYPE": DTYPES[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": int(gather)}
     return defines | {"THREADS": threads, "PIECES": pieces}
 
 

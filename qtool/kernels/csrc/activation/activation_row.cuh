@@ -1,16 +1,18 @@
 // A row of activations in a block's registers, eight values a thread and piece: x, or what the model computes just before
-// a linear, fused: x gathered, RMSNorm(x) * weight, SiLU(gate) * up, rounded to the input's dtype where the unfused model
-// rounds it, so that fusing changes speed only. The host defines DTYPE, FUSION, GATHER, THREADS, PIECES.
+// a linear, fused: x gathered, RMSNorm(x) * weight, RMSNorm(x + residual) * weight, SiLU(gate) * up, rounded to the input's
+// dtype where the unfused model rounds it, so that fusing changes speed only. The host defines DTYPE, FUSION, GATHER, THREADS, PIECES.
 #pragma once
 #include "common/element.cuh"
 
-enum Fusion { kPlain = 0, kRmsNorm = 1, kSiluUp = 2 };
+enum Fusion { kPlain = 0, kRmsNorm = 1, kSiluUp = 2, kResidualNorm = 3 };
 
 // Where a row comes from.
 struct Input {
-    const void* x;     // [M, K]; SiLU: [M, 2 K], gate then up
-    const int* order;  // [K] input channel of each code, or null
-    const void* norm;  // [K], RMSNorm's weight
+    const void* x;         // [M, K]; SiLU: [M, 2 K], gate then up
+    const void* residual;  // [M, K] that is added to x before the norm
+    void* added;           // [M, K], written: x + residual
+    const int* order;      // [K] input channel of each code, or null
+    const void* norm;      // [K], RMSNorm's weight
 };
 
 struct alignas(8 * sizeof(Element) < 16 ? 8 : 16) Eight {
@@ -59,8 +61,25 @@ __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in,
                 y[i][j] = rounded(rounded(y[i][j] / (1.f + expf(-y[i][j]))) * up);
             }
         }
+        if constexpr (FUSION == kResidualNorm) {
+            const Element* residual = static_cast<const Element*>(in.residual) + row * k;
+            Element* added = static_cast<Element*>(in.added) + row * k;
+            if constexpr (GATHER) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const int from = in.order[column + j];
+                    y[i][j] += widen(residual[from]);
+                    added[from] = narrow(y[i][j]);
+                }
+            } else {
+                Eight here = *reinterpret_cast<const Eight*>(residual + column);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) here.v[j] = narrow(y[i][j] += widen(here.v[j]));
+                *reinterpret_cast<Eight*>(added + column) = here;
+            }
+        }
     }
-    if constexpr (FUSION == kRmsNorm) {
+    if constexpr (FUSION == kRmsNorm || FUSION == kResidualNorm) {
         float squares = 0.f;
 #pragma unroll
         for (int i = 0; i < PIECES; ++i)

@@ -5,7 +5,7 @@
 #if DTYPE == 0
 typedef float Element;
 __device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float rounded(float v) { return v; }
+__device__ __forceinline__ float narrow(float v) { return v; }
 #else
 typedef u16 Element;
 __device__ __forceinline__ float widen(u16 h) {
@@ -17,13 +17,14 @@ __device__ __forceinline__ float widen(u16 h) {
     return f;
 #endif
 }
-__device__ __forceinline__ float rounded(float v) {
+__device__ __forceinline__ u16 narrow(float v) {
     u16 h;
 #if DTYPE == 2
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
 #else
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
 #endif
-    return widen(h);
+    return h;
 }
 #endif
+__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
