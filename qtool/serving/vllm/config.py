@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -18,6 +19,7 @@ from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.source import INDEX, SINGLE, Checkpoint
 from qtool.serving.stored import PackedLinears, require_stored
+from qtool.serving.vllm import fusion
 from qtool.serving.vllm.kv import say_unused, without_cache_tensors
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
@@ -84,6 +86,8 @@ class QtoolConfig(QuantizationConfig):
         return without_cache_tensors(self.packed_linears)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if (config := get_current_vllm_config_or_none()) is not None:
+            fusion.switch_on(config)
         if isinstance(layer, LinearBase):
             names = self.shards(prefix)
             linear_format = self.packed_linears.joined(prefix, names)

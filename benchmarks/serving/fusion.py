@@ -1,0 +1,170 @@
+"""What the fusion of norms and SiLU with quantization saves.
+
+    python benchmarks/serving/fusion.py kernels                    # each pair, fused and not
+    python benchmarks/serving/fusion.py steps DIR [--unfused]      # decode steps in vLLM
+
+``steps`` is run once with the pass, as vLLM has it by default, and once without. Its last lines are
+the kernels of a step at batch 16 by torch's profiler.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
+from qtool.serving.bench import LONG, SHORT
+from qtool.table import render
+
+EPSILON = 1e-5
+INPUT_TOKENS, PROFILED_BATCH, PROFILED_TOKENS = 1024, 16, 9
+
+
+def residual_norm(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's, which it compiles."""
+    wide = x.float() + residual.float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return (wide * inverse).to(norm.dtype) * norm, wide.to(x.dtype)
+
+
+def silu_up(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def pairs(m: int, k: int) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
+    """Name, unfused, fused."""
+    x, residual = torch.randn(2, m, k, device="cuda", dtype=torch.bfloat16)
+    wide = torch.randn(m, 2 * k, device="cuda", dtype=torch.bfloat16)
+    norm = torch.rand(k, device="cuda", dtype=torch.bfloat16)
+    normed, activated = (torch.compile(f, dynamic=True) for f in (residual_norm, silu_up))
+
+    def plain(y: Tensor) -> object:
+        return quantize_activation(y, None, None, "none", 0.0)
+
+    yield (
+        "residual + norm",
+        lambda: plain(normed(x, residual, norm)[0]),
+        lambda: quantize_residual_norm(x, residual, None, norm, EPSILON),
+    )
+    yield (
+        "silu * up",
+        lambda: plain(activated(wide)),
+        lambda: quantize_activation(wide, None, None, "silu-up", 0.0),
+    )
+
+
+def replayed_us(call: Callable[[], object], calls: int = 20, repeats: int = 50) -> float:
+    """Microseconds of a call within a CUDA graph of many."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    found = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1000 * start.elapsed_time(end) / calls)
+    return median(found)
+
+
+def kernels() -> None:
+    """Time each pair at the widths of an 8B model."""
+    rows = []
+    for k in (4096, 14336):
+        for m in (1, 16, 64, 256, 4096):
+            for name, unfused, fused in pairs(m, k):
+                times = replayed_us(unfused), replayed_us(fused)
+                rows.append((name, str(k), str(m), *(f"{us:.2f}" for us in times)))
+    print(render(("pair", "K", "M", "unfused us", "fused us"), rows))
+
+
+def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
+    """Milliseconds of a decode step at each batch size, and what a step launches."""
+    from qtool.serving.vllm import fusion
+    from qtool.serving.vllm.engine import answers, engine, greedy
+
+    counts: Counter[str] = Counter()
+    fuse = fusion.fuse
+
+    def counted(graph: torch.fx.Graph) -> int:
+        counts["graphs"] += 1
+        counts["fused"] += (found := fuse(graph))
+        return found
+
+    fusion.fuse = counted
+    if unfused:
+        fusion.switch_on = lambda config: None
+    llm = engine(
+        directory,
+        kv_cache_dtype="fp8",
+        max_model_len=INPUT_TOKENS + LONG + 1,
+        max_num_batched_tokens=8192,
+        max_num_seqs=max(*batches, PROFILED_BATCH),
+    )
+    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+    random = torch.Generator().manual_seed(0)
+
+    def seconds(batch: int, tokens: int) -> float:
+        prompts = torch.randint(3, vocabulary, (batch, INPUT_TOKENS), generator=random).tolist()
+        start = time.perf_counter()
+        answers(llm, prompts, greedy(tokens))
+        return time.perf_counter() - start
+
+    how = "unfused" if unfused else "fused"
+    for batch in batches:
+        seconds(batch, 4)
+        short, long = (min(seconds(batch, tokens) for _ in range(3)) for tokens in (SHORT, LONG))
+        print(how, batch, f"{1000 * (long - short) / (LONG - SHORT):.3f} ms a step", flush=True)
+    kernels_of_steps(lambda tokens: seconds(PROFILED_BATCH, tokens))
+    print("RESULT", how, dict(counts))
+
+
+def kernels_of_steps(run: Callable[[int], object]) -> None:
+    """Launches and microseconds a step, by kernel: a long generation less a short one."""
+    found: list[dict[str, tuple[int, float]]] = []
+    for tokens in (1, PROFILED_TOKENS):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(tokens)
+        events: Any = profile.key_averages()
+        found.append({event.key: (event.count, event.device_time_total) for event in events})
+    first, all_steps = found
+    rows = []
+    for name, (count, us) in all_steps.items():
+        before = first.get(name, (0, 0.0))
+        launches = (count - before[0]) / (PROFILED_TOKENS - 1)
+        if launches >= 1 and us > 0:
+            rows.append((launches, (us - before[1]) / (PROFILED_TOKENS - 1), name))
+    rows.sort(key=lambda row: -row[1])
+    table = [(f"{launches:.1f}", f"{us:.0f}", name[:90]) for launches, us, name in rows]
+    total = (f"{sum(row[0] for row in rows):.1f}", f"{sum(row[1] for row in rows):.0f}", "all")
+    print(render(("launches", "us", "kernel"), [*table, total]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("kernels", "steps"))
+    parser.add_argument("directory", type=Path, nargs="?")
+    parser.add_argument("--unfused", action="store_true")
+    parser.add_argument("--batches", default="1,16,64")
+    options = parser.parse_args()
+    if options.what == "kernels":
+        kernels()
+    else:
+        batches = [int(batch) for batch in options.batches.split(",")]
+        steps(options.directory, batches, unfused=options.unfused)
