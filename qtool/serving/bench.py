@@ -78,7 +78,8 @@ def bench_serve(
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
     Args:
-        cache: dtype of every engine's KV cache, ``fp8`` or ``16``.
+        cache: dtype of the engines' KV caches, ``fp8`` or ``16``; a checkpoint with a quantized
+            cache keeps its own.
         tensor_parallel: GPUs that each engine splits its model over.
 
     Raises:
@@ -93,7 +94,11 @@ def bench_serve(
     config = json.loads((directory / "config.json").read_text())
     common = {"kv_cache_dtype": CACHES[cache], "tensor_parallel_size": tensor_parallel}
     with tempfile.TemporaryDirectory() as folder:
-        engines = {f"qtool {config['quantization_config']['scheme']}": (directory, common)}
+        stored = config["quantization_config"]
+        ours = f"qtool {stored['scheme']}"
+        engines = {ours: (directory, common)}
+        if stored.get("kv"):  # which vLLM keeps if no other is asked for
+            engines = {f"{ours} {stored['kv']}": (directory, common | {"kv_cache_dtype": "auto"})}
         for name in against:
             added, own = BASELINES[name]
             shape = Path(folder, name)

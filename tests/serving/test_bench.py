@@ -50,6 +50,14 @@ def test_every_engine_has_the_same_shape(native: Native, asked: list[dict[str, A
     assert "over qtool w4a8-lqq" in text and "bf16" not in text
 
 
+def test_a_checkpoint_with_a_quantized_cache_keeps_it(
+    native: Native, asked: list[dict[str, Any]]
+) -> None:
+    rows = list(bench.bench_serve(native(kv="kv4"), against=["fp8"]))
+    assert [engine["options"]["kv_cache_dtype"] for engine in asked] == ["auto", "fp8"]
+    assert {row.engine for row in rows} == {"qtool w4a8-lqq kv4", "fp8"}
+
+
 def test_wrong_names_are_refused(native: Native) -> None:
     for wrong in ({"against": ["fp9"]}, {"cache": "4"}):
         with pytest.raises(QtoolError, match=r"--(against fp9|cache 4): "):
