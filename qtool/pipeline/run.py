@@ -1,6 +1,7 @@
 """One run by names: find the model, fit the recipe, cut the text, carry out the job."""
 
 from os import PathLike, fspath
+from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
     """``MODEL-SCHEME`` beside a local model, in the working directory for the demo or a hub id."""
     local = Path(model).expanduser()
     if model != "demo" and local.is_dir():
-        return local.resolve().with_name(f"{local.resolve().name}-{scheme}")
+        named = Path(abspath(local))  # a link is named, not what it leads to
+        return named.with_name(f"{named.name}-{scheme}")
     return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
 
 

@@ -1,0 +1,21 @@
+"""Where a run writes if it is not told."""
+
+from pathlib import Path
+
+import pytest
+
+from qtool.pipeline.run import default_out
+
+
+def test_the_result_stands_beside_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "store" / "abc"
+    model.mkdir(parents=True)
+    (tmp_path / "llama").symlink_to(model)
+    assert default_out(model, "w4a16") == model.with_name("abc-w4a16")
+    assert default_out(tmp_path / "llama", "w4a16") == tmp_path / "llama-w4a16"
+    monkeypatch.chdir(model)
+    assert default_out(".", "w4a16") == model.with_name("abc-w4a16")
+    assert default_out("demo", "w4a16") == Path("demo-w4a16")
+    assert default_out("some/llama", "w4a16") == Path("llama-w4a16")
