@@ -11,7 +11,7 @@ from qtool.kernels.activation import (
     quantize_packed_groups,
     quantize_residual_norm,
 )
-from qtool.kernels.attention import kv_append, kv_plan
+from qtool.kernels.attention import kv_append, kv_gather, kv_plan
 from qtool.kernels.build import Build
 from qtool.kernels.hopper import w4a8, w4ax, w8a8
 from qtool.kernels.mma import w4a8 as w4a8_mma
@@ -21,6 +21,7 @@ from qtool.kernels.mma import w4ax as w4ax_mma
 #: modules with a ``builds()``
 MODULES = (
     kv_append,
+    kv_gather,
     kv_plan,
     quantize_activation,
     quantize_activation_groups,

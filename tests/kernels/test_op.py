@@ -61,7 +61,10 @@ def test_every_kernel_is_an_operator_on_each_device() -> None:
     names = {op._schema.name.removeprefix("qtool::") for op in OPERATORS}
     assert names - {"scaled_for_tests"} == {
         "kv_append",
+        "kv_append_paged",
         "kv_attention",
+        "kv_attention_paged",
+        "kv_gather",
         "quantize_activation",
         "quantize_activation_groups",
         "quantize_packed_groups",

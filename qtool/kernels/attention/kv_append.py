@@ -125,13 +125,17 @@ def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> 
     return load(cubin(*definition(bits, dim, dtype), arch), "kv_append", 0, device)
 
 
-def definition(bits: int, dim: int, dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+def definition(
+    bits: int, dim: int, dtype: torch.dtype, paged: bool = False
+) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel."""
-    return "attention/kv_append", "", {"BITS": bits, "DIM": dim, "DTYPE": DTYPES[dtype]}
+    defines = {"BITS": bits, "DIM": dim, "DTYPE": DTYPES[dtype], "PAGED": int(paged)}
+    return "attention/kv_append", "", defines
 
 
 def builds() -> Iterator[Build]:
-    """Both caches and every dtype, on each architecture."""
-    for arch, bits, dtype in product(("sm_80", "sm_89", "sm_90a"), (4, 8), DTYPES):
-        name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}"
-        yield Build(name, arch, definition(bits, 128, dtype), 1024, calls=True)
+    """Both caches and every dtype, dense and paged, on each architecture."""
+    variants = product(("sm_80", "sm_89", "sm_90a"), (4, 8), DTYPES, (False, True))
+    for arch, bits, dtype, paged in variants:
+        name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}{' paged' * paged}"
+        yield Build(name, arch, definition(bits, 128, dtype, paged), 1024, calls=True)

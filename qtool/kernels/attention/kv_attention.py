@@ -29,7 +29,7 @@ from qtool.kernels.op import operator
 
 OP = "kv_attention"
 #: csrc/attention/kv_params.cuh
-PARAMETERS = struct.Struct("<11Q2f10i")
+PARAMETERS = struct.Struct("<13Q2q2f12i")
 
 
 class KvAttention(NamedTuple):
@@ -109,8 +109,14 @@ class KvAttention(NamedTuple):
         return torch.empty_like(self.query)
 
     def reference(self) -> Tensor:
+        return self.attended(None)
+
+    def attended(self, k_offset: Tensor | None) -> Tensor:
+        """The attention over keys plus ``k_offset [H, D]``."""
         query, tokens = self.query, self.tokens
         keys, values = (part.dequantize()[:, :, :tokens] for part in (self.keys, self.values))
+        if k_offset is not None:
+            keys = keys + k_offset[:, None]
         batch, heads, queries, dim = query.shape
         grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [B, H, group, Tq, D]
         scores = grouped @ keys.unsqueeze(2).transpose(3, 4) * self.scaling  # [..., Tq, tokens]
@@ -127,40 +133,87 @@ class KvAttention(NamedTuple):
         (batch, heads, queries, dim), device = query.shape, query.device
         if out.numel() == 0:
             return
-        major, minor = compute_capability(device)
-        if major < 8:
-            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
         kv_heads = self.k_codes.shape[1]
-        rows, all_rows = heads // kv_heads * queries, batch * heads * queries
+        rows = heads // kv_heads * queries
         plan = Plan.of(keys.bits, dim, rows)
-        blocks = batch * kv_heads * plan.row_blocks(rows)
-        splits = plan.splits(blocks, self.tokens, multiprocessors(device))
-        sums = all_rows * splits * (dim + 2) if splits > 1 else 0
-        partial = query.new_empty(sums, dtype=torch.float32)
-        parts = (keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero)
-        cached = (kv_heads, heads // kv_heads, queries, self.tokens, keys.capacity)
-        mask_tokens = 0 if mask is None else mask.shape[2]
-        parameters = PARAMETERS.pack(
-            *pointers(query, *parts, self.lengths, mask, out, partial),
-            *(self.scaling, self.softcap, *cached),
-            *(mask_tokens, splits, plan.row_blocks(rows), self.window, all_rows),
+        splits = plan.splits(
+            batch * kv_heads * plan.row_blocks(rows), self.tokens, multiprocessors(device)
         )
-        variant = (plan, query.dtype, mask is not None, self.softcap > 0)
-        attend, combine = _kernels(*variant, f"sm_{major}{minor}", device.index)
-        start = partial_of(launch, device=device, overlap=major >= 9)
-        start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
-        if splits > 1:
-            start(combine, all_rows, max(32, dim), 0, parameters)
+        Launch(
+            *(query, plan, splits, self.scaling, self.softcap, self.window),
+            parts=(keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero),
+            lengths=self.lengths,
+            out=out,
+            kv_heads=kv_heads,
+            tokens=self.tokens,
+            capacity=keys.capacity,
+            mask=mask,
+        ).run()
 
 
 kv_attention = operator(OP, KvAttention)
 
 
+class Launch(NamedTuple):
+    """What dense and paged attention ask of the kernels (csrc/attention/kv_params.cuh).
+
+    Attributes:
+        query: ``[B, Hq, Tq, D]``, contiguous but for the distance between sequences.
+        parts: codes, scales and zero points of keys, then of values; paged: the pages first.
+        table, page_bytes: paged: see :mod:`qtool.kernels.attention.paged_cache`.
+        fewest: paged: splits that take part at least.
+        shift: float32 ``[B, Hq, Tq]``, added to all scores of a row before the cap.
+    """
+
+    query: Tensor
+    plan: Plan
+    splits: int
+    scaling: float
+    softcap: float
+    window: int
+    parts: tuple[Tensor | None, ...]
+    lengths: Tensor | None
+    out: Tensor
+    kv_heads: int
+    tokens: int
+    capacity: int
+    mask: Tensor | None = None
+    table: Tensor | None = None
+    page_bytes: int = 0
+    fewest: int = 0
+    shift: Tensor | None = None
+
+    def run(self) -> None:
+        query, plan, splits, mask, table = self.query, self.plan, self.splits, self.mask, self.table
+        (batch, heads, queries, dim), device = query.shape, query.device
+        major, minor = compute_capability(device)
+        if major < 8:
+            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        group, all_rows = heads // self.kv_heads, batch * heads * queries
+        row_blocks = plan.row_blocks(group * queries)
+        sums = all_rows * splits * (dim + 2) if splits > 1 else 0
+        partial = query.new_empty(sums, dtype=torch.float32)
+        parameters = PARAMETERS.pack(
+            *pointers(query, *self.parts, self.lengths, mask, self.out, partial, table, self.shift),
+            *(query.stride(0), self.page_bytes, self.scaling, self.softcap),
+            *(self.kv_heads, group, queries, self.tokens, self.capacity),
+            *(0 if mask is None else mask.shape[2], splits, row_blocks, self.window, all_rows),
+            *(0 if table is None else table.stride(0), self.fewest),
+        )
+        variant = (plan, query.dtype, mask is not None, self.softcap > 0, table is not None)
+        attend, combine = _kernels(*variant, f"sm_{major}{minor}", device.index)
+        start = partial_of(launch, device=device, overlap=major >= 9)
+        blocks = batch * self.kv_heads * row_blocks
+        start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
+        if splits > 1:
+            start(combine, all_rows, max(32, dim), 0, parameters)
+
+
 @cache
 def _kernels(
-    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, arch: str, device: int
+    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, paged: bool, arch: str, device: int
 ) -> tuple[int, int]:
-    code = cubin(*definition(plan, dtype, masked, capped), arch)
+    code = cubin(*definition(plan, dtype, masked, capped, paged), arch)
     attend = load(code, "kv_attention", plan.shared_bytes, device)
     return attend, load(code, "kv_combine", 0, device)
 

@@ -11,6 +11,8 @@ from qtool.kernels.build import Build
 
 WARPS = 4
 MOST_SPLITS = 64
+#: rounds of tiles that a split takes at most, where lengths are known on the GPU only
+LONGEST = 256
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,19 @@ class Plan:
 
         return min(range(1, max(1, min(rounds, MOST_SPLITS)) + 1), key=cost)
 
+    def paged_splits(self, blocks: int, capacity: int, processors: int) -> tuple[int, int]:
+        """Splits for sequences of any length up to ``capacity``: the fewest, and the most.
+
+        The fewest fill the GPU. One sequence that is much longer than the others would keep a
+        block each busy while the rest are done: it is cut further.
+        """
+        fewest = self.splits(blocks, capacity, processors)
+        longest = min(MOST_SPLITS, -(-capacity // (self.tile * WARPS * LONGEST)))
+        return fewest, max(fewest, longest)
+
 
 def definition(
-    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool
+    plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, paged: bool = False
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel."""
     defines = {"BITS": plan.bits, "DIM": plan.dim, "ROW_TILES": plan.row_tiles, "TILE": plan.tile}
@@ -69,23 +81,28 @@ def definition(
         "STAGES": plan.stages,
         "WARPS": WARPS,
         "MOST_SPLITS": MOST_SPLITS,
+        "LONGEST": LONGEST,
         "MIN_BLOCKS": plan.blocks_per_sm,
         "DTYPE": DTYPES[dtype],
     }
-    return "attention/kv_attention", "", defines | {"MASKED": int(masked), "CAPPED": int(capped)}
+    variant = {"MASKED": int(masked), "CAPPED": int(capped), "PAGED": int(paged)}
+    return "attention/kv_attention", "", defines | variant
 
 
 def builds() -> Iterator[Build]:
-    """Both caches at few and many query rows.
+    """Both caches at few and many query rows, dense and paged.
 
-    Hopper gets all widths, the other architectures the longest variant.
+    Hopper gets all widths, the other architectures the longest variants.
     """
-    cases = [("sm_90a", dim, False) for dim in (64, 80, 128, 256)]
-    cases += [(arch, 128, True) for arch in ("sm_80", "sm_89", "sm_90a")]
-    for (arch, dim, special), bits, rows in product(cases, (4, 8), (4, 16)):
-        plan = Plan.of(bits, dim, rows)
-        name = f"kv_attention kv{bits} D={dim} rows={rows}{' masked capped' * special}"
-        source = definition(plan, torch.bfloat16, special, special)
+    cases = [("sm_90a", dim, False, paged) for dim in (64, 80, 128, 256) for paged in (False, True)]
+    cases += [
+        (a, 128, True, paged) for a in ("sm_80", "sm_89", "sm_90a") for paged in (False, True)
+    ]
+    for (arch, dim, special, paged), bits, rows in product(cases, (4, 8), (4, 16)):
+        plan, masked = Plan.of(bits, dim, rows), special and not paged
+        variant = " paged" * paged + " masked" * masked + " capped" * special
+        name = f"kv_attention kv{bits} D={dim} rows={rows}{variant}"
+        source = definition(plan, torch.bfloat16, masked, special, paged)
         threads = 32 * WARPS * plan.blocks_per_sm
         exits = arch != "sm_90a"  # a loop's exit is coded as a call there
         yield Build(name, arch, source, threads, ("HMMA.16816.F32",), calls=exits)

@@ -3,8 +3,21 @@
 // then all three again on the weighted least-squares line through the codes, three times or until that is no nearer;
 // kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
 // rounded by itself, so that the bytes are the scheme's.
+#include "attention/pages.cuh"
 #include "common/element.cuh"
 
+#if PAGED
+struct Params {
+    const void* x[2];         // keys and values [tokens, H, D] with strides, of DTYPE
+    const float* channel[2];  // as below, of each
+    const float* offset;      // [H, D], taken from the keys first, or null
+    const long long* slots;   // [tokens] page * 64 + token in it; below 0: not stored
+    u8* pages;                // [pages, H, kPageHead], page_stride apart
+    long long stride[2][2];   // of keys and of values, in elements: token, head
+    long long page_stride;    // bytes
+    int warps, heads, tokens, pages_held;
+};
+#else
 struct Params {
     const void* x;        // [B, H, new tokens, D] with strides, of DTYPE
     u8* codes;            // [B, H, capacity, token bytes]
@@ -14,6 +27,47 @@ struct Params {
     long long stride[3];  // of x, in elements: batch, head, token
     int warps, heads, added, tokens, capacity;
 };
+#endif
+
+// Where a token of a head comes from, and where it goes.
+struct Place {
+    const Element* x;
+    const float *channel, *offset;  // of the head, or null
+    u8* codes;
+    u16 *scale, *zero;
+};
+
+#if PAGED
+// False for a token that is not stored.
+__device__ __forceinline__ bool find(const Params& p, int index, Place& at) {
+    const int head = index % p.heads, token = index / p.heads % p.tokens, which = index / p.heads / p.tokens;
+    const long long slot = p.slots[token];
+    if (slot < 0 || slot >= static_cast<long long>(p.pages_held) * kPageTokens) return false;
+    const int within = static_cast<int>(slot % kPageTokens);
+    u8* const part = p.pages + slot / kPageTokens * p.page_stride + static_cast<u64>(head) * kPageHead;
+    at.x = static_cast<const Element*>(p.x[which]) + token * p.stride[which][0] + head * p.stride[which][1];
+    at.channel = p.channel[which] ? p.channel[which] + head * DIM : nullptr;
+    at.offset = which == 0 && p.offset ? p.offset + head * DIM : nullptr;
+    at.codes = part + which * kPageCodes + within * (DIM * BITS / 8);
+    at.scale = reinterpret_cast<u16*>(part + 2 * kPageCodes) + 2 * which * kPageTokens + within;
+    at.zero = at.scale + kPageTokens;
+    return true;
+}
+#else
+__device__ __forceinline__ bool find(const Params& p, int index, Place& at) {
+    const int token = index % p.added, head = index / p.added % p.heads, batch = index / p.added / p.heads;
+    const int length = p.lengths ? p.lengths[batch] : p.tokens;
+    const int row = length - p.added + token;
+    if (row < 0 || row >= p.capacity) return false;
+    const u64 to = (static_cast<u64>(batch) * p.heads + head) * p.capacity + row;
+    at.x = static_cast<const Element*>(p.x) + batch * p.stride[0] + head * p.stride[1] + token * p.stride[2];
+    at.channel = p.channel ? p.channel + head * DIM : nullptr;
+    at.offset = nullptr;
+    at.codes = p.codes + to * (DIM * BITS / 8);
+    at.scale = p.scale + to, at.zero = p.zero + to;
+    return true;
+}
+#endif
 
 struct alignas(16) Eight {
     Element v[8];
@@ -64,41 +118,42 @@ __device__ __forceinline__ u32 packed(const float (&code)[8]) {
     return word;
 }
 
-extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128, 8) kv_append(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ >= 900
     grid_wait();
     grid_release();
 #endif
     const int index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (index >= p.warps) return;
-    const int token = index % p.added, head = index / p.added % p.heads, batch = index / p.added / p.heads;
-    const int length = p.lengths ? p.lengths[batch] : p.tokens;
-    const int at = length - p.added + token;
-    if (at < 0 || at >= p.capacity) return;
-    const u64 row = (static_cast<u64>(batch) * p.heads + head) * p.capacity + at;
-    const Element* const x =
-        static_cast<const Element*>(p.x) + batch * p.stride[0] + head * p.stride[1] + token * p.stride[2];
+    Place at;
+    if (index >= p.warps || !find(p, index, at)) return;
     const bool active = 8 * lane < DIM;
-    Eight values;
-    if (active) values = *reinterpret_cast<const Eight*>(x + 8 * lane);
+    float x[8];
+    if (active) {
+        const Eight values = *reinterpret_cast<const Eight*>(at.x + 8 * lane);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = widen(values.v[i]);
+        if (at.offset)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = __fsub_rn(x[i], at.offset[8 * lane + i]);
+    }
 
     if constexpr (BITS == 8) {
         if (!active) return;
         u32 packed[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float q = rintf(__fdiv_rn(widen(values.v[i]), p.channel[head * DIM + 8 * lane + i]));
+            const float q = rintf(__fdiv_rn(x[i], at.channel[8 * lane + i]));
             const int code = static_cast<int>(fminf(fmaxf(q, -127.f), 127.f));
             packed[i / 4] |= (code & 0xFFu) << (8 * (i % 4));
         }
-        *reinterpret_cast<uint2*>(p.codes + row * DIM + 8 * lane) = make_uint2(packed[0], packed[1]);
+        *reinterpret_cast<uint2*>(at.codes + 8 * lane) = make_uint2(packed[0], packed[1]);
     } else {
         float low = __uint_as_float(0x7F800000), high = -low;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             if (!active) break;
-            low = fminf(low, widen(values.v[i]));
-            high = fmaxf(high, widen(values.v[i]));
+            low = fminf(low, x[i]);
+            high = fmaxf(high, x[i]);
         }
 #pragma unroll
         for (int step = 16; step; step /= 2) {
@@ -110,11 +165,11 @@ extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constan
         Line line;
         line.scale = stored(step > 0.f ? step : 1.f);
         line.zero = to_half(__fsub_rn(7.5f, __fdiv_rn(__fmul_rn(__fadd_rn(low, high), 0.5f), of_half(line.scale))));
-        float x[8], w[8], code[8], left[8];
+        float w[8], code[8], left[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            x[i] = active ? widen(values.v[i]) : 0.f;
-            w[i] = !active ? 0.f : p.channel ? p.channel[head * DIM + 8 * lane + i] : 1.f;
+            if (!active) x[i] = 0.f;
+            w[i] = !active ? 0.f : at.channel ? at.channel[8 * lane + i] : 1.f;
         }
         round_on(line, x, active, code, left);
         const float n = lane_sum(w, [](int) { return 1.f; });
@@ -141,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(128) kv_append(const __grid_constan
 #pragma unroll
             for (int i = 0; i < 8; ++i) code[i] = again[i], left[i] = left_again[i];
         }
-        if (lane == 0) p.scale[row] = line.scale, p.zero[row] = line.zero;
-        if (active) *reinterpret_cast<u32*>(p.codes + row * (DIM / 2) + 4 * lane) = packed(code);
+        if (lane == 0) *at.scale = line.scale, *at.zero = line.zero;
+        if (active) *reinterpret_cast<u32*>(at.codes + 4 * lane) = packed(code);
     }
 }

@@ -21,7 +21,9 @@ struct Span {
         all_see = length - p.queries + 1;  // (but for a window)
         const int oldest = p.window ? max(0, all_see - p.window) / TILE : 0;
         const int tiles = (length + TILE - 1) / TILE - oldest;
-        const int per_split = ((tiles + p.splits - 1) / p.splits + WARPS - 1) / WARPS * WARPS;
+        int per_split = (tiles + p.splits - 1) / p.splits;
+        if (PAGED) per_split = max(per_split, min((tiles + p.fewest - 1) / p.fewest, LONGEST * WARPS));
+        per_split = (per_split + WARPS - 1) / WARPS * WARPS;
         begin = oldest + split * per_split;
         end = min(begin + per_split, oldest + tiles);
 #pragma unroll
@@ -50,7 +52,15 @@ struct Span {
     }
 };
 
-__device__ __forceinline__ void score(const Params& p, Scores& s, const Query& query, const Stage& stage, int lane) {
+// What the capped scores of the lane's rows lack: the part that all keys have alike. Read anew for each tile, since
+// registers are short.
+__device__ __forceinline__ float shift(const Params& p, int first_row, int rows, int n, int j) {
+    const int row = 8 * n + j;
+    return p.shift && row < rows ? __ldg(p.shift + first_row + row) : 0.f;
+}
+
+__device__ __forceinline__ void score(const Params& p, Scores& s, const Query& query, const Stage& stage, int lane,
+                                      int first_row, int rows) {
     const float twice_over_cap = CAPPED ? __fdividef(2 * kLog2e, p.softcap) : 0.f;
 #pragma unroll
     for (int u = 0; u < kTiles16; ++u) {
@@ -81,6 +91,7 @@ __device__ __forceinline__ void score(const Params& p, Scores& s, const Query& q
                     float& x = s[u][n][2 * half + j];
                     x = scale * (x - zero * query.sum[n][j]) * query.factor[n][j];
                     if constexpr (CAPPED) {
+                        if (PAGED) x += shift(p, first_row, rows, n, j);
                         const float tanh = 1.f - __fdividef(2.f, 1.f + power_of_two(x * twice_over_cap));
                         x = p.softcap * kLog2e * tanh;
                     }
@@ -135,10 +146,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     grid_release();
 #endif
     const Span span(p, bh, split, row0, lane);
+    if (p.splits > 1 && span.begin >= span.end) {  // the values of a part without weight are not read
+        for (int row = threadIdx.x; row < kRows && row0 + row < rows; row += 32 * WARPS)
+            reinterpret_cast<float2*>(p.partial)[(static_cast<u64>(bh) * rows + row0 + row) * p.splits + split] =
+                make_float2(kNone, 0.f);
+        return;
+    }
     QueryWords words;
     words.load(p, bh, row0, rows, lane);
     const u32 ring = smem_address(memory) + warp * STAGES * kStageBytes;
-    Source source(p, static_cast<u64>(bh) * p.capacity + (span.begin + warp) * TILE, lane);
+    Source source(p, bh, span.begin + warp, span.end, lane);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (span.begin + warp + i * WARPS < span.end) source.copy(ring + i * kStageBytes, lane);
@@ -146,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
         async_commit();
     }
     const Query query(words, p.scaling * (CAPPED ? 1.f : kLog2e), rows - row0, lane);
+    const int lane_row = row0 + 2 * (lane % 4);
     State state;
     int slot = 0;
     for (int tile = span.begin + warp; tile < span.end; tile += WARPS) {
@@ -160,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
 
         if (BITS == 4 && first + TILE > span.length) stage.clear(span.length - first, lane);
         Scores s;
-        score(p, s, query, stage, lane);
+        score(p, s, query, stage, lane, bh * rows + lane_row, rows - lane_row);
         if (span.hides(p, first)) span.hide(p, s, first, lane);
         state.follow(s, stage, lane);
         state.add(s, stage, lane);

@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(con
     float value = 0.f;
     for (int first = 0;; first += kBatch) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) value += weights[first + i] * batch[i];
+        for (int i = 0; i < kBatch; ++i)
+            if (weights[first + i] > 0.f) value += weights[first + i] * batch[i];
         if (first + kBatch >= p.splits) break;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)

@@ -3,7 +3,7 @@
 #include "common/ptx.cuh"
 
 struct Params {
-    const u16* query;    // [B, Hkv, rows, D], rows = group x queries
+    const u16* query;    // [B, Hkv, rows, D], rows = group x queries; sequences query_stride apart
     const u8* k_codes;   // [B, Hkv, capacity, token bytes]
     const void* k_scale;  // kv4: f16 [B, Hkv, capacity]; kv8: float [Hkv, D]
     const u16* k_zero;   // kv4: f16 [B, Hkv, capacity]
@@ -14,8 +14,12 @@ struct Params {
     const u8* mask;      // [B, queries, mask_tokens], 0 hides; tokens beyond it are hidden too
     u16* out;            // [B, Hkv, rows, D]
     float* partial;      // several splits: [B Hkv rows, splits, 2] maximum (base 2) and sum, then [.., splits, D]
+    const int* table;    // paged: [B, table_stride] the page of each 64 tokens; k_codes are the pages then
+    const float* shift;  // paged: added to every (scaled) score of a row before the cap [B, Hkv, rows], or null: nothing
+    long long query_stride, page_stride;  // elements from sequence to sequence; bytes from page to page
+    // paged: as many of the splits take part as keep each below LONGEST rounds of tiles, `fewest` at least
     float scaling, softcap;
-    int heads, group, queries, tokens, capacity, mask_tokens, splits, row_tiles, window, all_rows;
+    int heads, group, queries, tokens, capacity, mask_tokens, splits, row_tiles, window, all_rows, table_stride, fewest;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;

@@ -25,7 +25,8 @@ struct QueryWords {
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n) {
             const int row = row0 + 8 * n + r;
-            const u16* const q = p.query + (static_cast<u64>(bh) * rows + (row < rows ? row : row0)) * DIM;
+            const u16* const q = p.query + bh / p.heads * p.query_stride +
+                                 (static_cast<u64>(bh % p.heads) * rows + (row < rows ? row : row0)) * DIM;
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
                 if constexpr (BITS == 4) {

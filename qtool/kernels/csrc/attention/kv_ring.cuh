@@ -3,8 +3,10 @@
 #include "common/async_copy.cuh"
 #include "attention/kv_codes.cuh"
 #include "attention/kv_params.cuh"
+#include "attention/pages.cuh"
 
 constexpr int kCodeBytes = TILE * kTokenBytes, kParamBytes = 2 * TILE;
+constexpr int kPageTiles = kPageTokens / TILE;
 constexpr int kStageBytes = 2 * kCodeBytes + (BITS == 4 ? 4 * kParamBytes : 0);
 
 // 16 bytes, and the rest of their 128 into L2: the next lanes ask for it.
@@ -51,11 +53,38 @@ struct Stage {
     }
 };
 
-// What a lane copies of each tile: 16 bytes of every 512 of keys and of values, and of one of the four parameters.
+// What a lane copies of each tile of its warp: 16 bytes of every 512 of keys and of values, and of one of the parameters.
 struct Source {
     const u8 *keys, *values, *params;
+#if PAGED
+    const u8* head;    // the head's part of the first page
+    const int* table;  // of the sequence
+    u64 page_stride;
+    int tile, end, page;
 
-    __device__ __forceinline__ Source(const Params& p, u64 first_token, int lane) {
+    __device__ __forceinline__ Source(const Params& p, int bh, int first_tile, int end, int)
+        : page_stride(p.page_stride), tile(first_tile), end(end) {
+        head = p.k_codes + static_cast<u64>(bh % p.heads) * kPageHead;
+        table = p.table + static_cast<u64>(bh / p.heads) * p.table_stride;
+        look_up();
+    }
+    // Asked for a tile ahead of its copy.
+    __device__ __forceinline__ void look_up() {
+        if (tile < end) page = __ldg(table + tile / kPageTiles);
+    }
+    __device__ __forceinline__ void locate(int lane) {
+        constexpr int kPieces = kParamBytes / 16;
+        const int within = tile % kPageTiles;
+        const u8* const part = head + page * page_stride;
+        keys = part + within * kCodeBytes + 16 * lane;
+        values = keys + kPageCodes;
+        params = part + 2 * kPageCodes + lane / kPieces * (2 * kPageTokens) + within * kParamBytes +
+                 16 * (lane % kPieces);
+    }
+    __device__ __forceinline__ void advance() { tile += WARPS, look_up(); }  // to the warp's next tile
+#else
+    __device__ __forceinline__ Source(const Params& p, int bh, int first_tile, int, int lane) {
+        const u64 first_token = static_cast<u64>(bh) * p.capacity + first_tile * TILE;
         keys = p.k_codes + first_token * kTokenBytes + 16 * lane;
         values = p.v_codes + first_token * kTokenBytes + 16 * lane;
         constexpr int kPieces = kParamBytes / 16;
@@ -63,7 +92,13 @@ struct Source {
         const void* const from = array == 0 ? p.k_scale : array == 1 ? p.k_zero : array == 2 ? p.v_scale : p.v_zero;
         params = static_cast<const u8*>(from) + 2 * first_token + 16 * (lane % kPieces);
     }
-    __device__ __forceinline__ void copy(u32 stage, int lane) const {
+    __device__ __forceinline__ void locate(int) {}
+    __device__ __forceinline__ void advance() {  // to the warp's next tile
+        keys += WARPS * kCodeBytes, values += WARPS * kCodeBytes, params += WARPS * kParamBytes;
+    }
+#endif
+    __device__ __forceinline__ void copy(u32 stage, int lane) {
+        locate(lane);
         const u32 to = stage + 16 * lane;
 #pragma unroll
         for (int i = 0; i < kCodeBytes; i += 512) {
@@ -72,8 +107,5 @@ struct Source {
             copy_line(to + kCodeBytes + i, values + i);
         }
         if (BITS == 4 && lane < 4 * kParamBytes / 16) copy_line(to + 2 * kCodeBytes, params);
-    }
-    __device__ __forceinline__ void advance() {  // to the warp's next tile
-        keys += WARPS * kCodeBytes, values += WARPS * kCodeBytes, params += WARPS * kParamBytes;
     }
 };

@@ -1,0 +1,121 @@
+"""``qtool::kv_append_paged``: new keys and values, quantized straight into pages.
+
+Stores what :mod:`qtool.schemes.kv` makes of them, byte for byte, as
+:mod:`qtool.kernels.attention.kv_append` does; one launch for both.
+
+Legend: T tokens, H kv heads, D head dimension.
+"""
+
+import struct
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.attention.kv_append import WARPS, definition
+from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.kernels.attention.paged_cache import PagedCache, require_tokens
+from qtool.kernels.build import cubin
+from qtool.kernels.checks import require_tensors
+from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.op import operator
+from qtool.schemes.kv import KV4, KV8, KVQuantizer
+
+OP = "kv_append_paged"
+#: csrc/attention/kv_append.cu
+PARAMETERS = struct.Struct("<7Q5q4i")
+
+
+class KvAppendPaged(NamedTuple):
+    """Write keys and values to their slots, in place.
+
+    Args:
+        key, value: float16 or bfloat16 ``[T, H, D]`` with any strides between tokens and heads.
+        pages: uint8 ``[N, H, head_bytes]`` (:mod:`qtool.kernels.attention.paged_cache`).
+        slots: int64 ``[T]``; below 0: the token is not stored.
+        k_scale, v_scale: kv8: float32 ``[H, D]``; kv4: None.
+        k_offset, k_importance: kv4: float32 ``[H, D]``, as :class:`qtool.schemes.kv.KV4` takes
+            them for keys, or None.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride or device; one sentence.
+    """
+
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    slots: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_offset: Tensor | None
+    k_importance: Tensor | None
+
+    @property
+    def cache(self) -> PagedCache:
+        return PagedCache(OP, self.pages, self.key.shape[2], self.k_scale, self.v_scale)
+
+    def require(self) -> None:
+        key, value, device = self.key, self.value, self.key.device
+        require_tokens(OP, "key", key)
+        require_tokens(OP, "value", value)
+        if (key.shape, key.dtype) != (value.shape, value.dtype):
+            raise QtoolError(
+                f"{OP}: key is {key.dtype} {tuple(key.shape)}, value {value.dtype} "
+                f"{tuple(value.shape)}; both must be alike"
+            )
+        tokens, heads, dim = key.shape
+        self.cache.require(heads, device)
+        require_tensors(OP, device, {"slots": (self.slots, (tokens,), (torch.int64,))})
+        shape = (heads, dim) if self.cache.bits == 4 else None
+        for name in ("k_offset", "k_importance"):
+            if (tensor := getattr(self, name)) is not None:
+                require_tensors(OP, device, {name: (tensor, shape, (torch.float32,))})
+
+    def empty(self) -> None:
+        return None
+
+    def reference(self) -> None:
+        stored = self.slots >= 0
+        page, within = self.slots[stored] // TOKENS, self.slots[stored] % TOKENS
+        quantizers: tuple[KVQuantizer, KVQuantizer] = (
+            KV4(self.k_offset, self.k_importance),
+            KV4(),
+        )
+        if self.k_scale is not None and self.v_scale is not None:
+            quantizers = KV8.of_scale(self.k_scale), KV8.of_scale(self.v_scale)
+        each = zip((self.key, self.value), self.cache.parts(), quantizers, strict=True)
+        for x, parts, quantizer in each:
+            new = quantizer.quantize(x[stored].transpose(0, 1).unsqueeze(0))  # [1, H, T, ...]
+            for name, part in parts.items():  # [N, H, 64, ...]
+                part[page, :, within] = new[name][0].transpose(0, 1)
+
+    def launch(self, out: None) -> None:
+        key, value, pages, device = self.key, self.value, self.pages, self.key.device
+        tokens, heads, dim = key.shape
+        warps = 2 * tokens * heads
+        if warps == 0:
+            return
+        key, value = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (key, value))
+        major, minor = compute_capability(device)
+        if major < 8:
+            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        channel = (
+            (self.k_importance, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
+        )
+        parameters = PARAMETERS.pack(
+            *pointers(key, value, *channel, self.k_offset, self.slots, pages),
+            *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
+            *(warps, heads, tokens, pages.shape[0]),
+        )
+        kernel = _kernel(self.cache.bits, dim, key.dtype, f"sm_{major}{minor}", device.index)
+        launch(kernel, -(-warps // WARPS), 32 * WARPS, 0, parameters, device, overlap=major >= 9)
+
+
+kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",))
+
+
+@cache
+def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> int:
+    return load(cubin(*definition(bits, dim, dtype, paged=True), arch), "kv_append", 0, device)

@@ -1,0 +1,158 @@
+"""``qtool::kv_gather``: keys and values that several new tokens a sequence attend to, in 16 bits.
+
+Of each sequence first the tokens of its pages, dequantized, then new ones as they came: what
+attention over 16-bit keys and values takes (chunked prefill, a cached prefix).
+
+Legend: B sequences, T new tokens, H kv heads, D head dimension, R rows of room.
+"""
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.kernels.attention.packed_cache import DTYPES
+from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
+from qtool.kernels.build import Build, cubin
+from qtool.kernels.checks import require_tensors
+from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.op import operator
+
+OP = "kv_gather"
+THREADS = 128
+#: csrc/attention/kv_gather.cu
+PARAMETERS = struct.Struct("<11Q5q6i")
+
+
+class KvGather(NamedTuple):
+    """Fill the first ``total`` rows of ``keys`` and ``values``.
+
+    Args:
+        key, value: new tokens, float16 or bfloat16 ``[T, H, D]``, sequence by sequence.
+        pages, table, k_scale, v_scale, k_offset: as of ``kv_attention_paged``.
+        starts: int32 ``[B + 1]``, where each sequence starts in ``keys``; the last is ``total``.
+        fresh: int32 ``[B + 1]``, where its new tokens start in ``key``.
+        cached: int32 ``[B]``, how many of its tokens are read from the pages; at least those that
+            are not new.
+        keys, values: ``[R, H, D]`` in the new tokens' dtype.
+        total: rows to fill.
+        window: tokens that no query of this window sees become zeros; 0: there is none.
+
+    Raises:
+        QtoolError: for a wrong dtype, shape, stride or device; one sentence.
+    """
+
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    table: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_offset: Tensor | None
+    starts: Tensor
+    fresh: Tensor
+    cached: Tensor
+    keys: Tensor
+    values: Tensor
+    total: int
+    window: int
+
+    @property
+    def cache(self) -> PagedCache:
+        return PagedCache(OP, self.pages, self.key.shape[2], self.k_scale, self.v_scale)
+
+    @property
+    def threads(self) -> int:
+        """Eight channels of a key or a value each."""
+        return self.total * self.key.shape[1] * 2 * (self.key.shape[2] // 8)
+
+    def require(self) -> None:
+        key, device = self.key, self.key.device
+        require_tokens(OP, "key", key)
+        require_tokens(OP, "value", self.value)
+        _, heads, dim = key.shape
+        self.cache.require(heads, device)
+        if self.threads >= 1 << 31:
+            raise QtoolError(f"{OP}: {self.total} tokens of {heads} heads are too many for a call")
+        batch = self.cached.shape[0]
+        require_table(OP, self.table, batch, device)
+        room = (max(self.total, self.keys.shape[0]), heads, dim)
+        int32 = (torch.int32,)
+        require_tensors(
+            OP,
+            device,
+            {
+                "starts": (self.starts, (batch + 1,), int32),
+                "fresh": (self.fresh, (batch + 1,), int32),
+                "cached": (self.cached, (batch,), int32),
+                "keys": (self.keys, room, (key.dtype,)),
+                "values": (self.values, room, (key.dtype,)),
+            },
+        )
+        if self.k_offset is not None:
+            shape = (heads, dim) if self.cache.bits == 4 else None
+            require_tensors(OP, device, {"k_offset": (self.k_offset, shape, (torch.float32,))})
+
+    def empty(self) -> None:
+        return None
+
+    def reference(self) -> None:
+        dense = [part.dequantize() for part in self.cache.dense(self.table)]  # [B, H, 64 M, D]
+        if self.k_offset is not None:
+            dense[0] += self.k_offset[:, None]
+        for b, cached in enumerate(self.cached.tolist()):
+            start, end = self.starts[b : b + 2].tolist()
+            first, last = self.fresh[b : b + 2].tolist()
+            query = end - start - (last - first)  # where the first one stands
+            for source, new, out in zip(
+                dense, (self.key, self.value), (self.keys, self.values), strict=True
+            ):
+                out[start : start + cached] = source[b, :, :cached].transpose(0, 1).to(out.dtype)
+                out[start + cached : end] = new[first + cached - query : last]
+                if self.window:
+                    out[start : start + max(0, query - self.window + 1)] = 0
+
+    def launch(self, out: None) -> None:
+        key, value, pages, device = self.key, self.value, self.pages, self.key.device
+        heads, dim = key.shape[1:]
+        if self.threads == 0:
+            return
+        key, value = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (key, value))
+        major, minor = compute_capability(device)
+        if major < 8:
+            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        channel = (self.k_offset, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
+        indices = (self.table, self.starts, self.fresh, self.cached)
+        parameters = PARAMETERS.pack(
+            *pointers(key, value, self.keys, self.values, *channel, pages, *indices),
+            *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
+            *(self.cached.shape[0], heads, self.total, self.table.stride(0), self.window, 0),
+        )
+        kernel = _kernel(self.cache.bits, dim, key.dtype, f"sm_{major}{minor}", device.index)
+        launch(
+            kernel, -(-self.threads // THREADS), THREADS, 0, parameters, device, overlap=major >= 9
+        )
+
+
+kv_gather = operator(OP, KvGather, mutates=("keys", "values"))
+
+
+@cache
+def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> int:
+    return load(cubin(*definition(bits, dim, dtype), arch), "kv_gather", 0, device)
+
+
+def definition(bits: int, dim: int, dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+    """Source name, prologue and macros of one kernel."""
+    return "attention/kv_gather", "", {"BITS": bits, "DIM": dim, "DTYPE": DTYPES[dtype]}
+
+
+def builds() -> Iterator[Build]:
+    """Both caches, on each architecture."""
+    for arch, bits in product(("sm_80", "sm_89", "sm_90a"), (4, 8)):
+        yield Build(f"kv_gather kv{bits}", arch, definition(bits, 128, torch.bfloat16), 1024)
