@@ -62,7 +62,7 @@ class VllmModel(Engine):
     ) -> None:
         from transformers import AutoConfig
 
-        from qtool.serving.vllm.engine import FIXED_CACHE, engine
+        from qtool.serving.vllm.engine import EVALUATED, FIXED_CACHE, engine
 
         self.name, self.directory = engine_version(), directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
@@ -81,6 +81,7 @@ class VllmModel(Engine):
             dtype=dtype or "auto",
             tensor_parallel_size=tensor_parallel,
             max_num_batched_tokens=STEP_TOKENS,
+            **EVALUATED,
             **room,
         )
 

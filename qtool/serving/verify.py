@@ -74,6 +74,7 @@ def verify_in_vllm(
         QtoolError: if the checkpoint or vLLM cannot be loaded.
     """
     from qtool.serving.vllm.engine import (
+        EVALUATED,
         FIXED_CACHE,
         answers,
         engine,
@@ -95,6 +96,7 @@ def verify_in_vllm(
             enforce_eager=not compiled,
             kv_cache_memory_bytes=1 << 30,
             tensor_parallel_size=tensor_parallel,
+            **EVALUATED,
             **FIXED_CACHE,
             **profiled(Path(folder)),
         )

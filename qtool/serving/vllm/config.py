@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -20,7 +21,7 @@ from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.source import INDEX, SINGLE, Checkpoint
 from qtool.serving.stored import PackedLinears, require_stored
 from qtool.serving.vllm import fusion
-from qtool.serving.vllm.kv import say_unused, without_cache_tensors
+from qtool.serving.vllm.kv import KVMethod, cache_tensors, choose_cache
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
 
@@ -36,6 +37,7 @@ class QtoolConfig(QuantizationConfig):
         super().__init__()
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
+        self.keeps_cache: bool | None = None  # as the checkpoint says; not decided yet
         self.mapper = WeightsMapper()
 
     def __repr__(self) -> str:
@@ -76,18 +78,18 @@ class QtoolConfig(QuantizationConfig):
         directory = Path(model_name)
         if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
             require_stored(Checkpoint(directory), self.linears)
-        if self.format.kv:
-            say_unused(self.format.kv)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.mapper = hf_to_vllm_mapper
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        return without_cache_tensors(self.packed_linears)
+        return cache_tensors(self.packed_linears, bool(self.keeps_cache))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if (config := get_current_vllm_config_or_none()) is not None:
             fusion.switch_on(config)
+            if self.keeps_cache is None:
+                self.keeps_cache = choose_cache(config, self.format.kv)
         if isinstance(layer, LinearBase):
             names = self.shards(prefix)
             linear_format = self.packed_linears.joined(prefix, names)
@@ -98,7 +100,9 @@ class QtoolConfig(QuantizationConfig):
             )
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
-        return None  # embeddings and heads have 16 bits, attention vLLM's own cache
+        if isinstance(layer, Attention) and self.keeps_cache and self.format.kv:
+            return KVMethod(self, prefix, self.format.kv)
+        return None  # embeddings and heads have 16 bits, other attention vLLM's own cache
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""

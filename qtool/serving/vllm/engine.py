@@ -10,6 +10,11 @@ from qtool.serving.preflight import require_gpus, require_servable
 #: beside ``kv_cache_memory_bytes``: vLLM asks for this share of the memory at the start only
 FIXED_CACHE: dict[str, Any] = {"gpu_memory_utilization": 0.02}
 
+#: in ``additional_config``: a prefill reads its own keys and values from the quantized cache too
+READ_BACK = "qtool_read_back"
+#: an engine whose scores of prompts are those of the cache, as an evaluation's are
+EVALUATED: dict[str, Any] = {"additional_config": {READ_BACK: True}}
+
 
 def engine(directory: str | Path, *, in_process: bool = True, **options: Any) -> Any:
     """vLLM's ``LLM`` of a model directory, without its tokenizer.

@@ -1,0 +1,338 @@
+"""kv4 and kv8 in vLLM 0.26's pages: an attention backend, chosen by :mod:`qtool.serving.vllm.kv`.
+
+New keys and values are quantized straight into the pages. Decoding reads the codes by
+``qtool::kv_attention_paged``. A prefill is FlashAttention over the 16-bit keys and values of the
+new tokens; where a sequence has earlier ones (a later chunk, a cached prefix) these are dequantized
+beside them first.
+
+Legend: T tokens of a step, Hq query and H kv heads, D head dimension, N pages.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+from qtool.errors import QtoolError
+from qtool.kernels.attention.kv_append_paged import kv_append_paged
+from qtool.kernels.attention.kv_attention_paged import kv_attention_paged
+from qtool.kernels.attention.kv_gather import kv_gather
+from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS
+from qtool.kernels.attention.paged_cache import head_bytes
+from qtool.serving.vllm.engine import READ_BACK
+
+#: vLLM's cache dtypes whose pages have ours' size, and the bits of a code
+PAGES = {"int4_per_token_head": 4, "int8_per_token_head": 8}
+
+
+@dataclass
+class Prefills:
+    """Sequences of one FlashAttention call.
+
+    Attributes:
+        requests, tokens: which of the batch; the latter new.
+        queries: int32 ``[n + 1]``, where each one's new tokens start among these.
+        longest_query, longest: new tokens, and all tokens, of any.
+        starts, cached: where there are earlier tokens: see ``kv_gather``.
+        total: tokens of all sequences.
+    """
+
+    requests: slice
+    tokens: slice
+    queries: Tensor
+    longest_query: int
+    longest: int
+    starts: Tensor | None
+    cached: Tensor | None
+    total: int
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """Of one step; decodes come first, a token each.
+
+    Attributes:
+        lengths: int32 ``[B]`` tokens of each sequence. table: int32 ``[B, M]``.
+        capacity: the most tokens of any sequence, ever.
+    """
+
+    lengths: Tensor
+    table: Tensor
+    decodes: int
+    prefills: list[Prefills]
+    capacity: int
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Cuts a step into decodes and prefills."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        self.room = gather_room(vllm_config)
+        self.read_back = bool(vllm_config.additional_config.get(READ_BACK, False))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Metadata:
+        common = common_attn_metadata
+        decodes, prefills, _, _ = split_decodes_and_prefills(common)
+        table = common.block_table_tensor
+        most = self.vllm_config.model_config.max_model_len
+        return Metadata(
+            lengths=common.seq_lens,
+            table=table,
+            decodes=decodes,
+            prefills=self.prefills(common, decodes) if prefills else [],
+            capacity=min(most, table.shape[1] * TOKENS),
+        )
+
+    def prefills(self, common: CommonAttentionMetadata, decodes: int) -> list[Prefills]:
+        """The sequences from ``decodes`` on, in calls whose tokens fit the room for them."""
+        bounds = common.query_start_loc_cpu.tolist()
+        known = common.seq_lens_cpu_upper_bound  # exact where there are several new tokens
+        lengths = (common.seq_lens.cpu() if known is None else known).tolist()
+        calls, first, tokens = [], decodes, 0
+        for request in range(decodes, common.num_reqs):
+            if request > first and tokens + lengths[request] > self.room:
+                calls.append((first, request))
+                first, tokens = request, 0
+            tokens += lengths[request]
+        calls.append((first, common.num_reqs))
+        return [self._call(slice(*call), bounds, lengths) for call in calls]
+
+    def _call(self, requests: slice, bounds: list[int], lengths: list[int]) -> Prefills:
+        starts, ends = bounds[requests], bounds[requests.start + 1 : requests.stop + 1]
+        new = [end - start for start, end in zip(starts, ends, strict=True)]
+        every = lengths[requests]
+        before = every if self.read_back else [e - n for e, n in zip(every, new, strict=True)]
+        more = any(before)
+        return Prefills(
+            requests=requests,
+            tokens=slice(starts[0], ends[-1]),
+            queries=self._sums(new),
+            longest_query=max(new),
+            longest=max(every),
+            starts=self._sums(every) if more else None,
+            cached=self._int32(before) if more else None,
+            total=sum(every),
+        )
+
+    def _sums(self, sizes: list[int]) -> Tensor:
+        sums = [0]
+        for size in sizes:
+            sums.append(sums[-1] + size)
+        return self._int32(sums)
+
+    def _int32(self, numbers: list[int]) -> Tensor:
+        there = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return there.to(self.device, non_blocking=True)
+
+
+class QtoolAttention(AttentionImpl[Metadata]):
+    """Attention of a layer whose calibrated tensors :class:`qtool.serving.vllm.kv.KVMethod` holds.
+
+    Raises:
+        QtoolError: for what the kernels lack.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **more: Any,
+    ) -> None:
+        if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
+            raise QtoolError(
+                "the quantized KV cache serves no ALiBi and no cache that layers share; choose "
+                "--attention-backend FLASH_ATTN"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
+        self.room = gather_room(get_current_vllm_config())
+        self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Quantize keys and values ``[T, H, D]`` into their slots."""
+        tokens = slot_mapping.shape[0]
+        kv_append_paged(
+            key=key[:tokens],
+            value=value[:tokens],
+            pages=kv_cache.view(torch.uint8),
+            slots=slot_mapping,
+            k_scale=layer.cache_k_scale,
+            v_scale=layer.cache_v_scale,
+            k_offset=layer.cache_k_offset,
+            k_importance=layer.cache_k_importance,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Fill ``output [T, Hq, D]``; tokens of padding are left."""
+        assert output is not None
+        if attn_metadata is None:  # vLLM measures the memory that a step takes
+            self.workspace(query)
+            return output.zero_()
+        pages, decodes = kv_cache.view(torch.uint8), attn_metadata.decodes
+        if decodes:
+            kv_attention_paged(
+                query=query[:decodes],
+                pages=pages,
+                table=attn_metadata.table[:decodes],
+                lengths=attn_metadata.lengths[:decodes],
+                k_scale=layer.cache_k_scale,
+                v_scale=layer.cache_v_scale,
+                k_offset=layer.cache_k_offset,
+                out=output[:decodes],
+                tokens=attn_metadata.capacity,
+                scaling=self.scale,
+                softcap=self.softcap,
+                window=self.window,
+            )
+        for call in attn_metadata.prefills:
+            keys, values = key[call.tokens], value[call.tokens]
+            starts = call.queries
+            if call.starts is not None and call.cached is not None:
+                starts, room = call.starts, self.workspace(query, call.total)
+                kv_gather(
+                    key=keys,
+                    value=values,
+                    pages=pages,
+                    table=attn_metadata.table[call.requests],
+                    k_scale=layer.cache_k_scale,
+                    v_scale=layer.cache_v_scale,
+                    k_offset=layer.cache_k_offset,
+                    starts=starts,
+                    fresh=call.queries,
+                    cached=call.cached,
+                    keys=room[0],
+                    values=room[1],
+                    total=call.total,
+                    window=self.window,
+                )
+                keys, values = room
+            fa_utils.flash_attn_varlen_func(
+                q=query[call.tokens],
+                k=keys,
+                v=values,
+                out=output[call.tokens],
+                cu_seqlens_q=call.queries,
+                cu_seqlens_k=starts,
+                max_seqlen_q=call.longest_query,
+                max_seqlen_k=call.longest,
+                softmax_scale=self.scale,
+                causal=True,
+                window_size=[self.window - 1, 0] if self.window else [-1, -1],
+                softcap=self.softcap,
+                fa_version=self.flash_version,
+            )
+        return output
+
+    def workspace(self, like: Tensor, rows: int = 0) -> list[Tensor]:
+        """Room for keys and values ``[rows, H, D]``, the same for all layers."""
+        shape = (max(rows, self.room), self.num_kv_heads, self.head_size)
+        if not is_workspace_manager_initialized():
+            return [like.new_empty(shape) for _ in range(2)]
+        wanted = current_workspace_manager().get_simultaneous(
+            (shape, like.dtype), (shape, like.dtype)
+        )
+        return [tensor[: rows or None] for tensor in wanted]
+
+
+class QtoolAttentionBackend(AttentionBackend):
+    """What vLLM asks of a backend."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(PAGES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[QtoolAttention]:
+        return QtoolAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [TOKENS]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """``[N, H, bytes of a head]``: see :mod:`qtool.kernels.attention.paged_cache`."""
+        if block_size != TOKENS:
+            raise QtoolError(f"pages of {block_size} tokens; the kernels want {TOKENS}")
+        return num_blocks, num_kv_heads, head_bytes(PAGES[cache_dtype_str], head_size)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 16 == 0 and head_size <= MOST_CHANNELS
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+
+def gather_room(config: VllmConfig) -> int:
+    """Rows that hold any one sequence, and any step's new tokens."""
+    step = config.scheduler_config.max_num_batched_tokens
+    return max(config.model_config.max_model_len, step)

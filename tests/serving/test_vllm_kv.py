@@ -1,0 +1,296 @@
+"""vLLM keeps keys and values as the checkpoint says: the choice, its tensors, the pages, a step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+from qtool.errors import QtoolError
+from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.schemes.kv import KV4
+from qtool.serving.vllm import attention, kv
+from qtool.serving.vllm.engine import EVALUATED
+from tests.serving.conftest import Native, rewritten
+from tests.serving.models import configured, loaded
+
+HEADS, DIM = 4, 64  # of the small models
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is made as on a GPU."""
+    monkeypatch.setattr(kv, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", lambda *_, **__: kv.BACKEND)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is told about the cache."""
+    lines: list[str] = []
+    logger = SimpleNamespace(
+        warning_once=lambda text, *values: lines.append(text % values),
+        info_once=lambda text, *values: None,
+    )
+    monkeypatch.setattr(kv, "logger", logger)
+    return lines
+
+
+def quantized(native: Native, folder: Path, name: str) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint with calibrated tensors of its cache, and these."""
+    parts = {"kv8": ("k_scale", "v_scale"), "kv4": ("k_offset", "k_importance")}[name]
+    random = torch.Generator().manual_seed(0)
+    stored = {part: torch.rand(HEADS, DIM, generator=random) + 0.1 for part in parts}
+    full = {f"model.layers.0.self_attn.{part}": tensor for part, tensor in stored.items()}
+    return rewritten(native(), folder / name, full, kv=name), stored
+
+
+def attention_layer(model: torch.nn.Module) -> Any:
+    [layer] = [m for m in model.modules() if type(m).__name__ == "Attention"]
+    return layer
+
+
+@pytest.mark.parametrize("name", ["kv4", "kv8"])
+def test_each_rank_loads_its_heads(
+    native: Native, tmp_path: Path, on_cuda: None, said: list[str], name: str
+) -> None:
+    directory, stored = quantized(native, tmp_path, name)
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            layer = attention_layer(loaded(directory, rank, ranks, dtype="bfloat16"))
+            assert isinstance(layer.impl, attention.QtoolAttention)
+            assert layer.kv_cache_dtype == kv.CACHE_DTYPES[name]
+            for part, whole in stored.items():
+                mine = whole.chunk(ranks)[rank]
+                assert torch.equal(getattr(layer, kv.PREFIX + part), mine)
+    assert said == []
+
+
+def test_heads_are_repeated_on_more_ranks_than_there_are(
+    native: Native, tmp_path: Path, on_cuda: None, said: list[str]
+) -> None:
+    directory, stored = quantized(native, tmp_path, "kv8")
+    for rank in range(8):
+        layer = attention_layer(loaded(directory, rank, 8, dtype="bfloat16"))
+        assert torch.equal(layer.cache_k_scale, stored["k_scale"][rank // 2, None])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 was asked for"),
+        ({"kv_cache_dtype": "int4_per_token_head"}, "int4_per_token_head was asked for"),
+        ({"attention_backend": "TRITON_ATTN"}, "another attention backend was asked for"),
+        ({"block_size": 48}, "--block-size 48 was asked for"),
+        ({"dtype": "float32"}, "the model runs in torch.float32"),
+    ],
+)
+def test_what_the_user_asks_for_counts_and_is_told(
+    native: Native,
+    tmp_path: Path,
+    on_cuda: None,
+    said: list[str],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    directory, _ = quantized(native, tmp_path, "kv4")
+    config = configured(directory, **({"dtype": "bfloat16"} | options))
+    before = config.cache_config.cache_dtype, config.attention_config.backend
+    assert not kv.choose_cache(config, "kv4")
+    assert (config.cache_config.cache_dtype, config.attention_config.backend) == before
+    assert len(said) == 1 and reason in said[0]
+
+
+def test_without_the_hook_or_a_gpu_vllm_keeps_its_own(
+    native: Native, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = quantized(native, tmp_path, "kv4")
+    layer = attention_layer(loaded(directory, dtype="bfloat16"))
+    assert layer.kv_cache_dtype == "auto" and "CUDA GPU" in said[-1]
+    monkeypatch.setattr(kv, "AttentionBackend", object)
+    config = configured(directory, dtype="bfloat16")
+    assert not kv.choose_cache(config, "kv4") and not kv.choose_cache(config, "kv4-channel")
+    assert "no pages of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
+
+
+def test_speculative_decoding_keeps_vllms_cache(
+    native: Native, on_cuda: None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(native(), dtype="bfloat16")
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace())
+    assert not kv.choose_cache(config, "kv8")
+    assert "speculative decoding" in said[0]
+
+
+def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) -> None:
+    directory, _ = quantized(native, tmp_path, "kv8")
+    name = "model.layers.0.self_attn.v_scale"
+    damaged = rewritten(directory, tmp_path / "less", {}, drop=name)
+    with pytest.raises(QtoolError, match=r"self_attn.attn: v_scale is missing"):
+        loaded(damaged, dtype="bfloat16")
+    zero = {name: torch.zeros(HEADS, DIM)}
+    with pytest.raises(QtoolError, match=r"v_scale is missing, or not a positive number"):
+        loaded(rewritten(directory, tmp_path / "zero", zero), dtype="bfloat16")
+    narrow = {name: torch.ones(HEADS, DIM // 2)}
+    with pytest.raises(QtoolError, match=r"v_scale is \[4, 32\]; 4 kv heads of 64 channels"):
+        loaded(rewritten(directory, tmp_path / "narrow", narrow), dtype="bfloat16")
+
+
+def test_the_cache_has_the_shape_that_vllm_allocates() -> None:
+    for dtype in attention.PAGES:
+        for dim in (64, 96, 128, 256):
+            spec = FullAttentionSpec(
+                block_size=TOKENS,
+                num_kv_heads=HEADS,
+                head_size=dim,
+                dtype=torch.uint8,
+                kv_quant_mode=get_kv_quant_mode(dtype),
+            )
+            backend = attention.QtoolAttentionBackend
+            shape = backend.get_kv_cache_shape(5, TOKENS, HEADS, dim, dtype)
+            assert torch.Size(shape).numel() == 5 * spec.page_size_bytes
+            assert backend.supports_head_size(dim)
+    assert backend.get_preferred_block_size(16) == TOKENS
+    assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
+
+
+Step = list[tuple[int, int]]  #: tokens before, and new ones, of each sequence
+
+
+class Sequences:
+    """A layer's cache under random tables, and what each sequence's tokens are."""
+
+    def __init__(self, longest: int, count: int, window: int | None, config: Any) -> None:
+        random = torch.Generator().manual_seed(1)
+        self.tables = torch.randperm(3 * count, generator=random).view(count, 3).int()
+        self.x = torch.randn(3, count, longest, HEADS, DIM, generator=random).bfloat16()
+        shape = attention.QtoolAttentionBackend.get_kv_cache_shape(
+            3 * count, TOKENS, HEADS, DIM, "int4_per_token_head"
+        )
+        self.cache = torch.zeros(shape, dtype=torch.uint8)
+        self.offset = torch.randn(HEADS, DIM, generator=random) + 2
+        self.importance = torch.rand(HEADS, DIM, generator=random) + 0.1
+        self.layer = SimpleNamespace(
+            cache_k_scale=None,
+            cache_v_scale=None,
+            cache_k_offset=self.offset,
+            cache_k_importance=self.importance,
+        )
+        spec = FullAttentionSpec(
+            block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.uint8
+        )
+        with set_current_vllm_config(config):
+            self.builder = attention.MetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+            self.attention = attention.QtoolAttention(
+                HEADS, DIM, DIM**-0.5, HEADS, sliding_window=window
+            )
+
+    def step(self, rows: list[int], step: Step) -> tuple[Tensor, attention.Metadata]:
+        """The output of a step over the sequences ``rows``."""
+        new = torch.tensor([n for _, n in step])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)]).int()
+        lengths = torch.tensor([before + n for before, n in step], dtype=torch.int32)
+        each = [(row, torch.arange(b, b + n)) for row, (b, n) in zip(rows, step, strict=True)]
+        q, k, v = (torch.cat([x[row, at] for row, at in each]) for x in self.x)
+        slots = torch.cat(
+            [self.tables[row, at // TOKENS].long() * TOKENS + at % TOKENS for row, at in each]
+        )
+        common = CommonAttentionMetadata(
+            query_start_loc=bounds,
+            query_start_loc_cpu=bounds,
+            seq_lens=lengths,
+            num_reqs=len(rows),
+            num_actual_tokens=len(q),
+            max_query_len=int(new.max()),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=self.tables[rows],
+            slot_mapping=slots,
+            seq_lens_cpu_upper_bound=lengths,
+        )
+        metadata = self.builder.build(0, common)
+        self.attention.do_kv_cache_update(self.layer, k, v, self.cache, slots)
+        out = torch.full_like(q, torch.nan)
+        self.attention.forward(self.layer, q, k, v, self.cache, metadata, out)
+        return out, metadata
+
+
+def flash(**given: Any) -> None:
+    """FlashAttention's varlen attention, by plain operations."""
+    q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+    queries, keys = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+    left = given["window_size"][0]
+    for b in range(len(queries) - 1):
+        one, other = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
+        new, length = one.stop - one.start, other.stop - other.start
+        assert new <= given["max_seqlen_q"] and length <= given["max_seqlen_k"]
+        at = torch.arange(new)[:, None] + length - new
+        token = torch.arange(length)
+        seen = (token <= at) & ((token >= at - left) if left >= 0 else True)
+        scores = torch.einsum("qhd,khd->hqk", q[one].float(), k[other].float())
+        scores = (scores * given["softmax_scale"]).masked_fill(~seen, -torch.inf)
+        out[one] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[other].float()).to(out.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("room", [64, 1000])
+def test_chunks_and_decodes_give_what_whole_prompts_do(
+    native: Native, monkeypatch: pytest.MonkeyPatch, window: int | None, room: int
+) -> None:
+    """With new tokens read back from the cache, no cut of a prompt into steps changes anything."""
+    monkeypatch.setattr(attention.fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(attention, "gather_room", lambda config: room)
+    config = configured(native(), max_model_len=192, dtype="bfloat16", **EVALUATED)
+    whole, parts = (Sequences(150, 3, window, config) for _ in range(2))
+    expected, _ = whole.step([0, 1, 2], [(0, 150), (0, 20), (0, 64)])
+    each = list(expected.split([150, 20, 64]))
+    steps = [
+        ([0, 1], [(0, 70), (0, 19)]),
+        ([1, 0, 2], [(19, 1), (70, 60), (0, 63)]),  # a decode, a later chunk, a new prompt
+        ([2, 0], [(63, 1), (130, 20)]),
+    ]
+    for rows, step in steps:
+        found, metadata = parts.step(rows, step)
+        assert metadata.decodes == sum(new == 1 for _, new in step)
+        assert all(c.total <= max(room, 150) for c in metadata.prefills)
+        done = 0
+        for row, (before, new) in zip(rows, step, strict=True):
+            wanted = each[row][before : before + new]
+            torch.testing.assert_close(found[done : done + new], wanted, rtol=2e-2, atol=2e-2)
+            done += new
+    assert torch.equal(whole.cache, parts.cache)
+
+
+def test_new_tokens_are_attended_as_they_came(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        attention.fa_utils, "flash_attn_varlen_func", lambda **c: calls.append(c), raising=False
+    )
+    config = configured(native(), max_model_len=192, dtype="bfloat16")
+    served = Sequences(150, 1, None, config)
+    served.step([0], [(0, 100)])
+    assert torch.equal(calls[0]["k"], served.x[1, 0, :100])
+    served.step([0], [(100, 50)])
+    assert torch.equal(calls[1]["k"][100:150], served.x[1, 0, 100:150])
+    quantizer, before = KV4(served.offset, served.importance), served.x[1, :, :100].transpose(1, 2)
+    stored = quantizer.dequantize(quantizer.quantize(before), torch.bfloat16)
+    assert torch.equal(calls[1]["k"][:100], stored[0].transpose(0, 1))
+
+
+def test_plans_follow_the_capacity_not_the_lengths(native: Native) -> None:
+    config = configured(native(), max_model_len=150, dtype="bfloat16")
+    served = Sequences(150, 2, None, config)
+    served.step([0, 1], [(0, 1), (0, 1)])
+    capacities = {served.step([0, 1], [(n, 1), (1, 1)])[1].capacity for n in (1, 70, 140)}
+    assert capacities == {150}
