@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -129,7 +129,7 @@ sys.exit(wrong > 0)
 '
 
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
-[ "${1:-check}" = both ] || step smoke 120 python3 -c "$smoke_code" || exit 1
+[[ ${1:-check} =~ both|requests ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
 check) # every scheme at once, on the demo and on a model that is sure of every token
     schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
@@ -189,6 +189,43 @@ both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
     CUDA_VISIBLE_DEVICES=1 step bench-w4a16 $rest python3 -c "$bench_code" "$DATA/8b-w4a16" w4a16 1,16 "$OUT/w4a16.json" &
     wait
     grep -h '"batch"' "$OUT"/bench-*.log
+    ;;
+kv) # the quantized cache: kernels, perplexity beside our runtime's, speed
+    step kernels 150 python3 -m pytest -q -n 8 -m cuda tests/kernels/test_kv_paged.py tests/kernels/test_kv_attention.py &
+    waiting=($!)
+    for kv in kv4 kv8; do
+        step "quantize-$kv" 100 python3 -m qtool quantize demo --scheme w4a8-lqq --recipe fast --kv $kv --out "$DATA/demo-$kv" &
+        waiting+=($!)
+    done
+    wait "${waiting[@]}"
+    for kv in kv4 kv8; do
+        step "vllm-$kv" 180 bash -c "evaluate $OUT/$kv-vllm.json --model $DATA/demo-$kv --engine vllm" &
+        step "ours-$kv" 100 bash -c "evaluate $OUT/$kv-ours.json --model $DATA/demo-$kv --device cuda" &
+    done
+    wait
+    step compare 20 python3 -c "$compare_code" "$OUT"
+    tail -n 5 "$OUT"/{kernels,compare}.log
+    step speed 60 python3 benchmarks/kernels/bench_kv_paged.py --shapes "${2:-64x4096x8x32x128}"
+    cat "$OUT/speed.log"
+    step memcheck 90 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python3 -m pytest -q -m cuda \
+        tests/kernels/test_kv_paged.py -k "kv4-128-4 or kv8-64-16 or captured"
+    tail -n 5 "$OUT/memcheck.log"
+    ;;
+requests) # random requests, all at once and one at a time, and a model that is sure of its tokens
+    for kv in kv4 kv8; do
+        { step "random-$kv" 120 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq "$DATA/random-$kv" \
+            --kv $kv --layers 8 &&
+            step "requests-$kv" 170 python3 benchmarks/serving/requests_vllm.py "$DATA/random-$kv" --requests ${2:-2000} \
+                --alone 100; } &
+    done
+    memorize
+    for kv in kv4 kv8; do
+        step "sure-$kv" 170 bash -c "python3 -m qtool quantize $DATA/sure --scheme w4a8-lqq --recipe fast --kv $kv \
+            --calib demo --out $DATA/sure-$kv &&
+            python3 benchmarks/serving/check_vllm.py $DATA/sure-$kv --text qtool/demo/heldout.txt" &
+    done
+    wait
+    tail -n 3 "$OUT"/requests-*.log "$OUT"/sure-*.log
     ;;
 bench)
     scheme=${2:-w4a8-lqq}

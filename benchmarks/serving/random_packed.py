@@ -1,7 +1,7 @@
 """A packed checkpoint of a known model's shape, to measure serving: seconds instead of a
 quantization.
 
-    python benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq OUT [--layers N]
+    python benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq OUT [--layers N] [--kv kv4]
 
 256 rows of a random weight of each width are quantized; every linear of that width repeats them.
 The bytes are legal (scales, offsets, sums that do not overflow), and a GPU does the same work as on
@@ -9,6 +9,7 @@ a trained model.
 """
 
 import argparse
+from dataclasses import replace
 from functools import cache
 from math import gcd
 from pathlib import Path
@@ -22,6 +23,7 @@ from qtool.io.safetensors import write, write_json
 from qtool.io.source import INDEX
 from qtool.pipeline.job import Job
 from qtool.recipes import load
+from qtool.runtime.packed_kv import NEUTRAL, SCALES
 from qtool.serving.partition import axes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,6 +55,8 @@ def linear(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
 def value(job: Job, name: str, spec: Tensor) -> Tensor:
     """The content of one tensor of the checkpoint."""
     owner, _, part = name.rpartition(".")
+    if part in NEUTRAL or part in SCALES:  # of the KV cache; keys and values are about 1
+        return torch.full(spec.shape, NEUTRAL.get(part, 0.05), dtype=spec.dtype)
     linear_format = job.format.of(owner)
     within = owner.removeprefix(f"{job.family.blocks}.").partition(".")
     if linear_format is not None and part not in ("weight", "bias") and within[0].isdigit():
@@ -70,9 +74,11 @@ def value(job: Job, name: str, spec: Tensor) -> Tensor:
     )
 
 
-def make(shape: str, scheme: str, out: Path, layers: int | None = None) -> Path:
+def make(
+    shape: str, scheme: str, out: Path, layers: int | None = None, kv: str | None = None
+) -> Path:
     """Write the checkpoint of ``shape`` in the recipe ``fast`` of ``scheme``."""
-    job = Job.of(config_of(shape, layers), load(scheme, "fast"))
+    job = Job.of(config_of(shape, layers), replace(load(scheme, "fast"), kv=kv))
     out.mkdir(parents=True)
     weight_map = {}
     for number, specs in enumerate(job.shards()):
@@ -92,5 +98,6 @@ if __name__ == "__main__":
     parser.add_argument("scheme")
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--kv", help="of the cache: kv4, kv8; 16 bits by default")
     options = parser.parse_args()
-    print(make(options.shape, options.scheme, options.out, options.layers))
+    print(make(options.shape, options.scheme, options.out, options.layers, options.kv))
