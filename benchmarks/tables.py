@@ -146,6 +146,16 @@ def serving() -> str:
     return "\n".join(parts) + made_by(found)
 
 
+def serving_steps() -> str:
+    """Milliseconds a decode step of each engine in the first run, a column for each batch."""
+    steps: dict[str, dict[int, str]] = {}
+    for row in results("serving")["runs"][0]["rows"]:
+        steps.setdefault(row["engine"], {})[row["batch"]] = f"{row['step_ms']:.2f}"
+    batches = list(next(iter(steps.values())))
+    head = ["sequences at once", *map(str, batches)]
+    return markdown(head, [[engine, *of.values()] for engine, of in steps.items()])
+
+
 def runtime() -> str:
     """Milliseconds a decode step of our own runtime, as runtime_speed.py found them."""
     found = results("runtime")
@@ -200,6 +210,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
     "serving": serving,
+    "serving-steps": serving_steps,
     "runtime": runtime,
     "quantize": quantize,
     **{

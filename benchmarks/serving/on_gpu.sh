@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv|requests|cache [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -81,6 +81,16 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
+alone_code='
+import sys
+from qtool.serving.bench import BASELINES, measure
+directory, engine, batches = sys.argv[1:4]
+options = {"kv_cache_dtype": "auto"}
+if engine == "fp8":
+    options = BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
+measure(directory, options, list(map(int, batches.split(","))), 1024, 512)
+'
+
 mixture_code='
 import sys
 import torch
@@ -129,7 +139,7 @@ sys.exit(wrong > 0)
 '
 
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
-[[ ${1:-check} =~ both|requests ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
+[[ ${1:-check} =~ both|requests|cache ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
 check) # every scheme at once, on the demo and on a model that is sure of every token
     schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
@@ -226,6 +236,19 @@ requests) # random requests, all at once and one at a time, and a model that is 
     done
     wait
     tail -n 3 "$OUT"/requests-*.log "$OUT"/sure-*.log
+    ;;
+cache) # two GPUs side by side: the 8B shape in w4a8-lqq with kv4, and in FP8
+    mkdir -p "$DATA/fp8"
+    CUDA_VISIBLE_DEVICES=0 step random-kv4 90 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq \
+        "$DATA/8b-kv4" --kv kv4
+    python3 -c 'import json, sys; from pathlib import Path
+config = json.loads(Path(sys.argv[1], "config.json").read_text())
+del config["quantization_config"]
+Path(sys.argv[2], "config.json").write_text(json.dumps(config))' "$DATA/8b-kv4" "$DATA/fp8"
+    CUDA_VISIBLE_DEVICES=0 step bench-kv4 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/8b-kv4" kv4 "${2:-1,16,64,256}" &
+    CUDA_VISIBLE_DEVICES=1 step bench-fp8 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/fp8" fp8 "${2:-1,16,64,256}" &
+    wait
+    grep '"batch"' "$OUT"/bench-kv4.log "$OUT"/bench-fp8.log
     ;;
 bench)
     scheme=${2:-w4a8-lqq}
