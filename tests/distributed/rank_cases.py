@@ -1,8 +1,5 @@
-"""Small quantizations that any number of ranks does alike: ``torchrun -m
-tests.distributed.rank_cases MODELS OUT``.
-"""
+"""Small quantizations that any number of ranks does alike."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,12 +70,6 @@ def narrow_panels(k: int, device: torch.device) -> list[tuple[slice, slice]]:
 
 def make_all(models: Path, out: Path) -> None:
     """Every case, on as many ranks as there are."""
-    out.mkdir(exist_ok=True)
-    for name in CASES:
-        make(name, models, out)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
     with ranks.process_group("cpu"):
-        make_all(Path(sys.argv[1]), Path(sys.argv[2]))
+        for name in CASES:
+            make(name, models, out)

@@ -3,23 +3,28 @@
 import json
 import os
 import re
-import signal
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from qtool.cli import cli
+from qtool.cli import cli, main
 from qtool.distributed import ranks
+from qtool.io.source import DEMO
+from tests import forks
 from tests.conftest import save_model
 from tests.distributed import rank_cases
+from tests.forks import Ended
 from tests.pipeline.test_quantize import files
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ACCELERATE = (
     "accelerate.commands.launch",
     "--multi_gpu",
@@ -32,25 +37,33 @@ ACCELERATE = (
     "--main_process_port",
     "0",
     "--num_processes",
+    "2",
 )
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def launch(count: int, *arguments: object, by: tuple[str, ...] = TORCHRUN) -> subprocess.Popen[str]:
-    """``torchrun -m arguments`` on ``count`` ranks."""
-    command = [sys.executable, "-m", *by, str(count), "-m", *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=ENVIRONMENT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+def launch(launcher: Sequence[str], *arguments: str) -> Ended:
+    """Run ``-m arguments`` on two ranks."""
+    command = [sys.executable, "-m", *launcher, "-m", *arguments]
+    done = subprocess.run(
+        command,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=forks.LONGEST,
     )
+    return Ended(done.returncode, done.stdout)
 
 
-def errors_of(process: subprocess.Popen[str]) -> str:
-    """What it printed to stderr until it ended."""
-    try:
-        return process.communicate(timeout=1800)[1]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
+def command_line(*arguments: str) -> Callable[[], None]:
+    """``qtool ARGUMENTS`` as its entry point runs it."""
+
+    def run() -> None:
+        sys.argv = ["qtool", *arguments]
+        main()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +76,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(models: Path) -> Path:
-    rank_cases.make_all(models, models / "alone")
-    return models / "alone"
+    out = models / "alone"
+    out.mkdir()
+    rank_cases.make_all(models, out)
+    return out
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda count: f"{count} ranks")
 def together(request: pytest.FixtureRequest, models: Path) -> Path:
     out = models / f"ranks-{request.param}"
-    process = launch(request.param, "tests.distributed.rank_cases", models, out)
-    errors = errors_of(process)
-    assert process.returncode == 0, errors
+    out.mkdir()
+    ended = forks.run_ranks(request.param, lambda: rank_cases.make_all(models, out), models)
+    assert not any(rank.code for rank in ended), ended
     return out
 
 
@@ -93,55 +108,48 @@ def test_distillation_ends_as_well_as_one_process(together: Path, alone: Path) -
         )
 
 
-def quantize(source: str | Path, out: Path, *options: str) -> tuple[str, ...]:
-    return (
-        "qtool",
-        "quantize",
-        str(source),
-        "--scheme",
-        "w4a8-lqq",
-        "--recipe",
-        "best",
-        "--calib",
-        "demo",
-        "--samples",
-        "8",
-        "--seqlen",
-        "128",
-        "--out",
-        str(out),
-        *options,
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads text."""
+    directory = save_model(
+        tmp_path_factory.mktemp("readable"), vocab_size=4096, num_hidden_layers=4
     )
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
 
 
-def test_a_killed_rank_ends_the_run_and_others_go_on(tmp_path: Path) -> None:
+def quantize(source: Path, out: Path, *options: str) -> tuple[str, ...]:
+    return ("quantize", str(source), "--scheme", "w4a8-lqq", "--out", str(out), *options)
+
+
+CALIBRATED = shlex.split("--recipe best --calib demo --samples 4 --seqlen 32")
+
+
+def test_a_killed_rank_ends_the_run_and_others_go_on(readable: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert not CliRunner().invoke(cli, quantize("demo", whole)[1:]).exception
+    assert not CliRunner().invoke(cli, quantize(readable, whole, *CALIBRATED)).exception
 
-    process = launch(2, *quantize("demo", cut))
-    assert process.stderr
-    line = ""
-    while not line.startswith("shard 4/"):
-        line = process.stderr.readline()
-        assert line, "it ended too early"
-    os.kill(rank_process(process.pid, 1), signal.SIGKILL)
-    assert "SIGKILL" in errors_of(process)
-    assert process.returncode
+    arguments = quantize(readable, cut, *CALIBRATED)
+    killed = launch(TORCHRUN, "tests.distributed.killed_rank", *arguments)
+    assert killed.code and "SIGKILL" in killed.output
     assert not cut.exists()
 
-    resumed = launch(3, *quantize("demo", cut, "--resume"), by=ACCELERATE)
-    errors = errors_of(resumed)
-    assert resumed.returncode == 0, errors
+    resume = command_line(*arguments, "--resume")
+    ended = forks.run_ranks(3, resume, tmp_path)
+    assert not any(rank.code for rank in ended), ended
     assert files(cut) == files(whole)
-    assert errors.count("shard 8/8") == 1
+    assert re.search(r"resuming .*: [1-4] of 6 shards are whole", ended[0].output)
+    assert "resuming" not in ended[1].output + ended[2].output
 
 
-def rank_process(launcher: int, rank: int) -> int:
-    """The process that the launcher started as ``rank``."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text():
-            return int(child)
-    raise AssertionError(f"no rank {rank} below {launcher}")
+def test_accelerate_starts_ranks(readable: Path, tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert not CliRunner().invoke(cli, quantize(readable, alone)).exception
+    ended = launch(ACCELERATE, "qtool", *quantize(readable, together))
+    assert not ended.code, ended.output
+    assert files(together) == files(alone)
+    assert ended.output.count("shard 6/6") == 1
 
 
 def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
@@ -152,14 +160,10 @@ def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    process = launch(
-        2, "qtool", "quantize", source, "--scheme", "w4a8-lqq", "--out", tmp_path / "out"
-    )
-    errors = errors_of(process)
-    assert process.returncode
-    (message,) = re.findall(r"qtool: .*", errors)
+    ended = forks.run_ranks(2, command_line(*quantize(source, tmp_path / "out")), tmp_path)
+    assert [rank.code for rank in ended] == [2, 2]
+    (message,) = re.findall(r"qtool: .*", "".join(rank.output for rank in ended))
     assert "model.layers.1.mlp.up_proj.weight: holds 1 NaN" in message
-    assert errors.count("holds 1 NaN") == 1
 
 
 @pytest.mark.parametrize(

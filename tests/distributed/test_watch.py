@@ -1,41 +1,62 @@
 """What torchrun does not see: a rank that is there and silent, and a store that is gone."""
 
-import subprocess
-import sys
-from textwrap import dedent
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-BEGIN = """
-    import time
-    from torch.distributed import TCPStore
-    from qtool.distributed import watch
+from qtool.distributed import watch
+from tests import forks
 
-    watch.SILENCE = 1.0
+
+def begin() -> TCPStore:
+    """A watch as rank 0 of 2, where rank 1 gives no sign of life after its first."""
+    watch.BEAT, watch.SILENCE = 0.1, 0.3
     store = TCPStore("localhost", 0, is_master=True)
     store.set("qtool/beat/1", "7")
     store.set("qtool/place/1", "process 12 on there")
     watch.begin(store, 0, 2)
-"""
+    return store
+
+
+def wait(store: TCPStore) -> None:
+    time.sleep(300)
+
+
+def another_fails(store: TCPStore) -> None:
+    store.set("qtool/failed", "1")
+    time.sleep(300)
+
+
+def end(store: TCPStore) -> None:
+    watch.end()
+    time.sleep(1)
+
+
+def fail_twice(store: TCPStore) -> None:
+    print(watch.fail(), watch.fail())
+    watch.leave(3)
 
 
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [
-        ("time.sleep(300)", 2, "rank 1 of 2 (process 12 on there) has given no sign of life"),
-        ("store.set('qtool/failed', '1'); time.sleep(300)", 2, None),
-        ("watch.end(); time.sleep(4)", 0, None),
+        (wait, 2, "rank 1 of 2 (process 12 on there) has given no sign of life"),
+        (another_fails, 2, None),
+        (end, 0, None),
     ],
     ids=["a silent rank is named", "who failed has told why", "the end is not waited for"],
 )
-def test_a_run_ends(then: str, code: int, said: str | None) -> None:
-    script = dedent(BEGIN) + then
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == code
-    assert said in done.stderr and "--resume" in done.stderr if said else not done.stderr
+def test_a_run_ends(
+    then: Callable[[TCPStore], None], code: int, said: str | None, tmp_path: Path
+) -> None:
+    ended = forks.run(lambda: then(begin()), tmp_path)
+    assert ended.code == code
+    assert said in ended.output and "--resume" in ended.output if said else not ended.output
 
 
-def test_the_first_that_fails_is_the_one_that_tells() -> None:
-    script = dedent(BEGIN) + "print(watch.fail(), watch.fail()); watch.leave(3)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout.split(), done.returncode) == (["True", "False"], 3)
+def test_the_first_that_fails_is_the_one_that_tells(tmp_path: Path) -> None:
+    ended = forks.run(lambda: fail_twice(begin()), tmp_path)
+    assert (ended.output.split(), ended.code) == (["True", "False"], 3)
