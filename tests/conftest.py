@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 torch.set_num_threads(1)
+os.fsync = lambda _: None  # what tests write need not survive a power cut
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # a machine that is busy with something else is no failure
 settings.register_profile(
