@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -22,7 +23,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import activations
-from tests.conftest import MakeModel
+from tests.conftest import save_model
 
 RECIPE: dict[str, Any] = {
     "scheme": "w4a8-lqq",
@@ -44,15 +45,40 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-@pytest.fixture
-def source(make_model: MakeModel) -> Path:
-    return make_model(num_hidden_layers=4, dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "llama"
+    return save_model(directory, num_hidden_layers=4, dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def whole(source: Path, tmp_path: Path) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed run writes."""
-    return files(run(source, tmp_path / "whole"))
+    return files(run(source, tmp_path_factory.mktemp("whole") / "out"))
+
+
+class _Stopped(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def first_half(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that stops after four shards."""
+
+    def stop(done: int, *_: object) -> None:
+        if done == 4:
+            raise _Stopped
+
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.raises(_Stopped):
+        run(source, out, progress=stop)
+    return out.with_name("out.partial")
+
+
+@pytest.fixture
+def partial(first_half: Path, tmp_path: Path) -> Path:
+    """The directory of a run to ``tmp_path / "out"`` that stopped after four shards."""
+    return shutil.copytree(first_half, tmp_path / "out.partial")
 
 
 def failing_at(call: int, error: BaseException, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,41 +128,28 @@ def test_the_disk_fills_up_while_blocks_are_computed(source, whole, tmp_path, mo
     assert files(run(source, out, resume=True)) == whole
 
 
-class _Stopped(Exception):
-    pass
-
-
-def stopped(source: Path, out: Path, after: int = 4) -> Path:
-    """A run that stops after ``after`` shards; returns its directory."""
-
-    def stop(done: int, *_: object) -> None:
-        if done == after:
-            raise _Stopped
-
-    with pytest.raises(_Stopped):
-        run(source, out, progress=stop)
-    return out.with_name(out.name + ".partial")
-
-
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "\x00\x00"])
 @pytest.mark.parametrize("record", ["job.json", "shard-00002.json", "shard-00003.json"])
-def test_a_damaged_journal(damage: str, record: str, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    partial = stopped(source, tmp_path / "out")
+def test_a_damaged_journal(  # type: ignore[no-untyped-def]
+    damage: str, record: str, source: Path, whole, partial: Path, tmp_path: Path
+) -> None:
     (partial / ".run" / record).write_text(damage)
     assert files(run(source, tmp_path / "out", resume=True)) == whole
 
 
-def test_a_damaged_journal_does_not_mix_two_jobs(source: Path, tmp_path: Path) -> None:
+def test_a_damaged_journal_does_not_mix_two_jobs(
+    source: Path, partial: Path, tmp_path: Path
+) -> None:
     other = RECIPE | {"transforms": []}
     expected = files(run(source, tmp_path / "whole", other))
-    partial = stopped(source, tmp_path / "out")
     (partial / ".run" / "job.json").write_text("{")
     assert files(run(source, tmp_path / "out", other, resume=True)) == expected
 
 
 @pytest.mark.parametrize("change", ["cut", "flip", "gone"])
-def test_a_shard_changed_behind_our_back(change: str, source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    partial = stopped(source, tmp_path / "out")
+def test_a_shard_changed_behind_our_back(  # type: ignore[no-untyped-def]
+    change: str, source: Path, whole, partial: Path, tmp_path: Path
+) -> None:
     shard = next(partial.glob("model-00002*"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
@@ -146,18 +159,19 @@ def test_a_shard_changed_behind_our_back(change: str, source: Path, whole, tmp_p
     assert files(run(source, tmp_path / "out", resume=True)) == whole
 
 
+@pytest.mark.usefixtures("partial")
 def test_a_changed_recipe_is_refused_and_the_difference_named(source: Path, tmp_path: Path) -> None:
-    stopped(source, tmp_path / "out")
     changed = RECIPE | {"transforms": [{"smooth": {"steps": 2}}]}
     with pytest.raises(QtoolError, match=r"another recipe \(methods\[0\].smooth.steps: 1, now 2\)"):
         run(source, tmp_path / "out", changed, resume=True)
 
 
+@pytest.mark.usefixtures("partial")
 def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
-    stopped(source, tmp_path / "out")
-    os.utime(source / "model.safetensors", ns=(1, 1))
+    other = shutil.copytree(source, tmp_path / "llama")  # with its times
+    os.utime(other / "model.safetensors", ns=(1, 1))
     with pytest.raises(QtoolError, match="started with another source model"):
-        run(source, tmp_path / "out", resume=True)
+        run(other, tmp_path / "out", resume=True)
 
 
 def test_the_first_difference_is_named() -> None:
@@ -169,11 +183,11 @@ def test_the_first_difference_is_named() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_activations_in_a_file_change_nothing(
-    resumed: bool, source: Path, whole, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_activations_in_a_file_change_nothing(  # type: ignore[no-untyped-def]
+    resumed: bool, source: Path, whole, tmp_path: Path, request
+) -> None:
     if resumed:
-        stopped(source, tmp_path / "out")
+        request.getfixturevalue("partial")
     assert files(run(source, tmp_path / "out", activations="disk", resume=resumed)) == whole
 
 
@@ -214,7 +228,6 @@ def test_a_write_that_fails_stops_the_run_and_what_was_submitted_is_written() ->
     assert finished == [2]
 
 
-def test_records_name_their_job(source: Path, tmp_path: Path) -> None:
-    partial = stopped(source, tmp_path / "out")
+def test_records_name_their_job(partial: Path) -> None:
     records = [json.loads(path.read_text()) for path in (partial / ".run").glob("shard-*.json")]
     assert len({record["job"] for record in records}) == 1
