@@ -1,7 +1,8 @@
 """Small models for every room's tests: random weights, real transformers architectures."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe-some-dense": MOE | {"mlp_only_layers": [1]},
 }
 
+#: lm-eval's folders of tasks that tests name, and those of names that are close to them
+TASKS = ("arc", "hellaswag", "mmlu/default", "piqa", "pisa", "winogrande")
+
 MakeModel = Callable[..., Path]
 
 
@@ -118,3 +122,23 @@ def make_model(tmp_path: Path) -> MakeModel:
         return save_model(tmp_path / (name or variant), variant, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def few_tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with few of lm-eval's 14,000 files of tasks, the only ones that it finds: to read
+    them all takes seconds.
+    """
+    from lm_eval.tasks import manager
+
+    from qtool.eval import zero_shot
+
+    assert manager.__file__
+    own, few = Path(manager.__file__).parent, tmp_path_factory.mktemp("tasks")
+    for name in TASKS:
+        shutil.copytree(own / name, few / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "__file__", str(few / "manager.py"))
+        zero_shot._index.cache_clear()
+        yield few
+    zero_shot._index.cache_clear()

@@ -144,6 +144,7 @@ def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "no task: name one, or list them with --list" in run("eval").output
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_tasks_are_listed_and_suggested() -> None:
     listed = run("eval", "--list").stdout.split()
     assert listed[:4] == ["wikitext2", "c4", "pile", "demo"]

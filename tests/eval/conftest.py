@@ -25,12 +25,8 @@ def make_model(vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Models this small run slower on several threads, and processes share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def index_of_few(few_tasks):
+    """Whatever is looked up in lm-eval's index, here it is among few tasks."""
 
 
 @pytest.fixture(scope="session")

@@ -84,12 +84,24 @@ def hellaswag_rows() -> list[dict[str, Any]]:
     return rows
 
 
+#: ``python -m MODULE ARGUMENTS``, with lm-eval's index of the folder FEW
+START = """\
+import runpy, sys
+from lm_eval.tasks import manager
+
+manager.__file__, module = sys.argv[1] + "/manager.py", sys.argv[2]
+del sys.argv[1:3]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
 def command_line(
-    tasks: list[str], directory: Path, model: Path, module: str = "lm_eval"
+    few: Path, tasks: list[str], directory: Path, model: Path, module: str = "lm_eval"
 ) -> tuple[dict[str, dict[str, float]], dict[str, list[float]]]:
     """Metrics and log-likelihoods of lm-eval's command line on tasks defined in ``directory``."""
     out = directory / "out"
-    command = [sys.executable, "-m", module, "run", "--model", "hf", "--tasks", ",".join(tasks)]
+    command = [sys.executable, "-c", START, str(few), module]
+    command += ["run", "--model", "hf", "--tasks", ",".join(tasks)]
     command += ["--include_path", str(directory), "--device", "cpu", "--batch_size", "8"]
     command += ["--model_args", f"pretrained={model},dtype=float32", "--limit", str(ITEMS)]
     command += ["--output_path", str(out), "--log_samples"]
@@ -137,7 +149,7 @@ def require_same(
         assert metric["value"] == pytest.approx(metrics[f"{name},none"], abs=1.01 / ITEMS)
 
 
-def test_hellaswag_as_published_on_a_native_checkpoint(tmp_path):
+def test_hellaswag_as_published_on_a_native_checkpoint(few_tasks, tmp_path):
     native = quantize(Checkpoint(DEMO), recipes.load("w4a16", "fast"), tmp_path / "native")
     (tmp_path / "tasks").mkdir()
     file = tmp_path / "tasks" / "hellaswag.jsonl"
@@ -145,7 +157,7 @@ def test_hellaswag_as_published_on_a_native_checkpoint(tmp_path):
     original = Path(lm_eval.tasks.__file__).parent / "hellaswag" / "hellaswag.yaml"
     (tmp_path / "hellaswag.yaml").write_text(HELLASWAG.substitute(original=original, file=file))
     name = "qtool_hellaswag"
-    metrics, scores = command_line([name], tmp_path, native, module="qtool.lm_eval")
+    metrics, scores = command_line(few_tasks, [name], tmp_path, native, "qtool.lm_eval")
     found = evaluated("hellaswag", tmp_path, native)
     assert set(found[0]["metrics"]) == {"acc", "acc_norm"} and len(scores[name]) == 4 * ITEMS
     require_same(found, metrics[name], scores[name])
@@ -153,11 +165,11 @@ def test_hellaswag_as_published_on_a_native_checkpoint(tmp_path):
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
-def test_same_scores_as_the_command_line_of_lm_eval(tmp_path):
+def test_same_scores_as_the_command_line_of_lm_eval(few_tasks, tmp_path):
     for name, definition in TASKS.items():
         common = COMMON.substitute(name=name, file=DATA / "tasks" / f"{name}.jsonl")
         (tmp_path / f"{name}.yaml").write_text(common + definition)
-    metrics, scores = command_line([f"qtool_{name}" for name in TASKS], tmp_path, DEMO)
+    metrics, scores = command_line(few_tasks, [f"qtool_{name}" for name in TASKS], tmp_path, DEMO)
     for name in TASKS:
         found = evaluated(name, DATA, "demo")
         assert set(found[0]["metrics"]) == (
