@@ -21,22 +21,27 @@ class Ended(NamedTuple):
     """Exit code of a process, minus the number of the signal that ended it, and what it printed."""
 
     code: int
-    output: str
+    stdout: str
+    stderr: str
 
 
-def start(function: Callable[[], object], log: Path, environment: Mapping[str, str]) -> int:
-    """The id of a new process that runs ``function`` and prints to ``log``."""
+def start(
+    function: Callable[[], object], folder: Path, environment: Mapping[str, str] | None = None
+) -> int:
+    """The id of a new process that runs ``function`` and prints to files in ``folder``."""
     sys.stdout.flush()
     sys.stderr.flush()
+    folder.mkdir(exist_ok=True)
     if child := os.fork():
         return child
     code = 1
     try:
         signal.alarm(LONGEST)
-        sys.stdout = sys.stderr = log.open("w", buffering=1)
-        os.dup2(sys.stdout.fileno(), 1)
-        os.dup2(sys.stdout.fileno(), 2)
-        os.environ |= environment
+        for descriptor, name in enumerate(("stdout", "stderr"), 1):
+            stream = (folder / name).open("w", buffering=1)
+            os.dup2(stream.fileno(), descriptor)
+            setattr(sys, name, stream)
+        os.environ |= environment or {}
         function()
         code = 0
     except SystemExit as end:
@@ -47,16 +52,16 @@ def start(function: Callable[[], object], log: Path, environment: Mapping[str, s
         os._exit(code)  # none of what the tests' process does when it ends
 
 
-def end(process: int, log: Path) -> Ended:
-    """Wait until ``process`` ends."""
+def end(process: int, folder: Path) -> Ended:
+    """Wait until ``process``, which prints to ``folder``, ends."""
     _, status = os.waitpid(process, 0)
-    return Ended(os.waitstatus_to_exitcode(status), log.read_text())
+    printed = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    return Ended(os.waitstatus_to_exitcode(status), *printed)
 
 
 def run(function: Callable[[], object], folder: Path) -> Ended:
-    """Run ``function`` in a process that writes its log to ``folder``."""
-    log = folder / "log"
-    return end(start(function, log, {}), log)
+    """Run ``function`` in a process that prints to ``folder``."""
+    return end(start(function, folder), folder)
 
 
 def run_ranks(count: int, function: Callable[[], object], folder: Path) -> list[Ended]:
@@ -68,9 +73,9 @@ def run_ranks(count: int, function: Callable[[], object], folder: Path) -> list[
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's
     }
-    logs = [folder / f"rank-{rank}.log" for rank in range(count)]
+    folders = [folder / f"rank-{rank}" for rank in range(count)]
     processes = [
-        start(function, log, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank, log in enumerate(logs)
+        start(function, folder, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, folder in enumerate(folders)
     ]
-    return [end(process, log) for process, log in zip(processes, logs, strict=True)]
+    return [end(process, folder) for process, folder in zip(processes, folders, strict=True)]

@@ -49,11 +49,10 @@ def launch(launcher: Sequence[str], *arguments: str) -> Ended:
         command,
         env=ENVIRONMENT,
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         timeout=forks.LONGEST,
     )
-    return Ended(done.returncode, done.stdout)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def command_line(*arguments: str) -> Callable[[], None]:
@@ -132,24 +131,24 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(readable: Path, tmp_path: P
 
     arguments = quantize(readable, cut, *CALIBRATED)
     killed = launch(TORCHRUN, "tests.distributed.killed_rank", *arguments)
-    assert killed.code and "SIGKILL" in killed.output
+    assert killed.code and "SIGKILL" in killed.stderr
     assert not cut.exists()
 
     resume = command_line(*arguments, "--resume")
     ended = forks.run_ranks(3, resume, tmp_path)
     assert not any(rank.code for rank in ended), ended
     assert files(cut) == files(whole)
-    assert re.search(r"resuming .*: [1-4] of 6 shards are whole", ended[0].output)
-    assert "resuming" not in ended[1].output + ended[2].output
+    assert re.search(r"resuming .*: [1-4] of 6 shards are whole", ended[0].stderr)
+    assert "resuming" not in ended[1].stderr + ended[2].stderr
 
 
 def test_accelerate_starts_ranks(readable: Path, tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert not CliRunner().invoke(cli, quantize(readable, alone)).exception
     ended = launch(ACCELERATE, "qtool", *quantize(readable, together))
-    assert not ended.code, ended.output
+    assert not ended.code, ended.stderr
     assert files(together) == files(alone)
-    assert ended.output.count("shard 6/6") == 1
+    assert ended.stderr.count("shard 6/6") == 1
 
 
 def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ended = forks.run_ranks(2, command_line(*quantize(source, tmp_path / "out")), tmp_path)
     assert [rank.code for rank in ended] == [2, 2]
-    (message,) = re.findall(r"qtool: .*", "".join(rank.output for rank in ended))
+    (message,) = re.findall(r"qtool: .*", "".join(rank.stderr for rank in ended))
     assert "model.layers.1.mlp.up_proj.weight: holds 1 NaN" in message
 
 

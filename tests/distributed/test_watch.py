@@ -54,9 +54,9 @@ def test_a_run_ends(
 ) -> None:
     ended = forks.run(lambda: then(begin()), tmp_path)
     assert ended.code == code
-    assert said in ended.output and "--resume" in ended.output if said else not ended.output
+    assert said in ended.stderr and "--resume" in ended.stderr if said else not ended.stderr
 
 
 def test_the_first_that_fails_is_the_one_that_tells(tmp_path: Path) -> None:
     ended = forks.run(lambda: fail_twice(begin()), tmp_path)
-    assert (ended.output.split(), ended.code) == (["True", "False"], 3)
+    assert (ended.stdout.split(), ended.code) == (["True", "False"], 3)

@@ -29,6 +29,7 @@ from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
+from tests import forks
 from tests.conftest import VARIANTS, MakeModel
 
 IDENTITY = {"scheme": "identity", "layers": [{"match": ".*", "scheme": None}]}
@@ -323,25 +324,16 @@ def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model(num_hidden_layers=4, dtype=torch.bfloat16)
     whole = files(run(source, "w4a8-lqq", tmp_path / "whole"))
     out = tmp_path / "cut"
-    command = [
-        sys.executable,
-        "-m",
-        "qtool",
-        "quantize",
-        str(source),
-        "--scheme",
-        "w4a8-lqq",
-        "--out",
-        str(out),
-    ]
-    for delay in (1.5, 3.0):
-        process = subprocess.Popen(
-            [*command, "--resume"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+
+    def resume() -> None:
+        run(source, "w4a8-lqq", out, resume=True)
+
+    for delay in (0.02, 0.05, 0.1, 0.15, 0.2):
+        process = forks.start(resume, tmp_path / "printed")
         time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    subprocess.run([*command, "--resume"], check=True, capture_output=True)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    resume()
     assert files(out) == whole
 
 
