@@ -9,6 +9,7 @@ the kernels of a step at batch 16 by torch's profiler.
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -163,6 +164,8 @@ if __name__ == "__main__":
     parser.add_argument("--unfused", action="store_true")
     parser.add_argument("--batches", default="1,16,64")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("fusion.py: a CUDA device is needed")
     if options.what == "kernels":
         kernels()
     else:

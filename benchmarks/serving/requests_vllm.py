@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--unsure", type=float, default=0.5)
     options = parser.parse_args()
+    if find_spec("vllm") is None:
+        sys.exit("requests_vllm.py: vLLM is not installed; make test-serving installs it")
     llm = engine(
         options.directory,
         max_model_len=options.longest + options.tokens + 1,

@@ -131,6 +131,7 @@ SCRIPTS: dict[str, Case] = {
     "demo/train.py": gpu("--tokens {tmp} --out {tmp}/out"),
     "kernels/bench.py": gpu(),
     "kernels/bench_kv.py": gpu(),
+    "kernels/bench_kv_paged.py": gpu(),
     "kernels/chance.py": Case("{native} --draws 1 --limit 2", r"draw 1: .* by chance"),
     "kernels/check.py": gpu(),
     "kernels/check_kv.py": gpu(),
@@ -172,6 +173,7 @@ SCRIPTS: dict[str, Case] = {
     "quantize/spill.py": gpu("{tmp}/out"),
     "quantize/stream.py": Case("{tmp}/out --tiny", '"ratio"'),
     "serving/check_vllm.py": package("vLLM", "{native}"),
+    "serving/fusion.py": gpu("kernels"),
     "serving/generate_vllm.py": Case(
         "{native} --prompts 1 --prompt-tokens 4 --tokens 1", "both ours: distance"
     ),
@@ -184,6 +186,7 @@ SCRIPTS: dict[str, Case] = {
     "serving/random_packed.py": Case(
         "llama-tiny w4a8-lqq {tmp}/out --layers 1", check=loads("out")
     ),
+    "serving/requests_vllm.py": package("vLLM", "{native}"),
     "serving/runtime_speed.py": Case(
         "--tiny --device cpu --batches 1 --out {tmp}/speed.json", "^batch", check=speed
     ),
