@@ -61,3 +61,8 @@ accuracy: install
 .PHONY: peers
 peers:
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/accuracy/peers.py --write benchmarks/results/peers.json
+
+# every causal class of transformers at a tiny size, about a quarter of an hour
+.PHONY: families
+families: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accuracy/families.py --write

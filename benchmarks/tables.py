@@ -189,6 +189,30 @@ def quantize() -> str:
     return markdown(head, rows) + made_by(found)
 
 
+FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"
+
+
+def families() -> str:
+    """Every causal class of transformers: what was proved of it, or why it was not."""
+    found = results("families")
+    rows, right = [], 0
+    for row in found["rows"]:
+        failed = [f"{step}: {row[step]}" for step in FAMILY_STEPS if row.get(step)]
+        reasons = [row[key] for key in ("refused", "unbuilt") if key in row] + failed[:1]
+        right += not reasons
+        kept = "; ".join(f"`{name}`: {why}" for name, why in row.get("kept", {}).items())
+        passed = [step for step in FAMILY_STEPS if row.get(step) == ""]
+        said = "yes" if not reasons else f"no: {reasons[0]}"
+        if reasons and passed:
+            said += f" (right: {', '.join(passed)})"
+        by = {True: "derived", False: "declared"}.get(row.get("derived"), "-")
+        cells = [f"`{row['type']}`", by, said, str(row.get("quantized", "-")), kept or "-"]
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    head = ["`model_type`", "family", "every step right", "linears", "left in 16 bit"]
+    counted = f"{right} of {len(rows)} types pass every step.\n\n"
+    return counted + markdown(head, rows) + made_by(found)
+
+
 def printed(name: str) -> Callable[[], str]:
     """A table stored as ``head`` and ``rows`` of text, as the command printed it."""
 
@@ -213,6 +237,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-steps": serving_steps,
     "runtime": runtime,
     "quantize": quantize,
+    "families": families,
     **{
         name: printed(name)
         for name in (

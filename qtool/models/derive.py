@@ -53,9 +53,15 @@ def derive(config: Mapping[str, Any]) -> Family:
 def _derived(config: str) -> Family:
     try:
         with torch.device("cpu"):  # a caller may be building a model on another one
-            return _Model(record(build(json.loads(config)))).family()
+            plain = json.loads(config, object_hook=_number)
+            return _Model(record(build(plain))).family()
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """What transformers writes for an infinite number: ``{"__float__": "Infinity"}``."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 class _Model:

@@ -11,7 +11,8 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
-from tests.models.tiny import check, save_tiny
+from tests.models.proof import check
+from tests.models.tiny import save_tiny
 
 #: post-norms, layers without RoPE, parallel branches, by-head fused rows, stacked, transposed,
 #: interleaved and biased experts, names of its own on disk, MLA, Gated DeltaNet

@@ -1,19 +1,10 @@
-"""Tiny random models of transformers' causal classes, and the proof that one is quantized right."""
+"""Tiny random models of transformers' causal classes."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from qtool import recipes
-from qtool.io.source import Checkpoint
-from qtool.models import Family, family_of
-from qtool.models.experts import expert_tensors, is_experts
-from qtool.pipeline.quantize import quantize
-from qtool.runtime.huggingface import quantized_linears
-from qtool.runtime.load import load
+from transformers import AutoConfig, AutoModelForCausalLM
 
 #: by the names that configs have for them; a class takes those that it knows
 SIZES: dict[str, Any] = {
@@ -120,74 +111,3 @@ def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(directory)
     return directory
-
-
-@torch.no_grad()
-def with_weights_of(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
-    """transformers' own model of ``source`` with the dequantized weights of ``quantized``."""
-    model = AutoModelForCausalLM.from_pretrained(source)
-    stacks = {
-        name: (module, expert_tensors(module))
-        for name, module in model.named_modules()
-        if is_experts(module)
-    }
-    names = family_of(quantized.config).experts
-    for name, linear in quantized_linears(quantized).items():
-        weight = linear.dequantize()
-        stack = next((s for s in stacks if name.startswith(f"{s}.")), None)
-        if stack is None:
-            model.get_submodule(name).weight.copy_(weight)  # type: ignore[operator, union-attr]
-            continue
-        assert names is not None
-        number, leaf = name.removeprefix(f"{stack}.").split(".")
-        roles = {names.gate: "gate", names.up: "up", names.down: "down"}
-        stacks[stack][1][int(number)][f"{roles[leaf]}.weight"].copy_(weight)
-    return model.eval()
-
-
-@torch.no_grad()
-def check(
-    model_type: str, work: Path, recipe: str = "fast", scheme: str = "w4a16"
-) -> dict[str, Any]:
-    """Quantize a tiny model of ``model_type`` and hold the result against transformers' own class.
-
-    Every tensor of the source is in the result, packed or equal; the logits are those of the float
-    model with the dequantized weights.
-    """
-    source = save_tiny(model_type, work / "source")
-    out = quantize(Checkpoint(source), recipes.load(scheme, recipe), work / "out")
-    family = family_of(Checkpoint(source).config)
-    assert_nothing_dropped(family, Checkpoint(source), Checkpoint(out))
-    loaded = load(out)
-    linears = quantized_linears(loaded)
-    assert linears
-    ids = torch.arange(3, 15)[None]
-    expected = with_weights_of(loaded, source)(ids).logits
-    torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-3, atol=1e-3)
-    kept = {name for kind in _kinds(family) for name in kind.kept}
-    return {"quantized": len(linears), "kept": sorted(kept), "fixed": family.why_fixed}
-
-
-def _kinds(family: Family) -> list[Family]:
-    blocks = range(int(family.defaults["num_hidden_layers"])) if family.derived else range(1)
-    return list(dict.fromkeys(family.choose(None, b) if family.choose else family for b in blocks))
-
-
-def assert_nothing_dropped(family: Family, source: Checkpoint, result: Checkpoint) -> None:
-    """Every tensor of ``source`` is in ``result``, packed or with the same numbers."""
-    own = {disk: own for own, disk in family.disk_names.items()}
-    packed = {name.rpartition(".")[0] for name in result.entries if name.endswith(".qweight")}
-    for disk in source.entries:
-        parts = disk.split(".")
-        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        prefix = next((p for p in prefixes if p in own), None)
-        name = disk if prefix is None else own[prefix] + disk[len(prefix) :]
-        if name in result:
-            assert torch.equal(result.read(name), source.read(disk)), disk
-        else:
-            owner = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
-            stacked = any(p.startswith(f"{name.rpartition('.')[0]}.") for p in packed)
-            assert owner in packed or stacked, disk
-
-
-CAUSAL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -1,0 +1,204 @@
+"""What a quantized model must be, whatever its class: proved on a tiny random one.
+
+Each proof raises an AssertionError, or what qtool or transformers raise.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import qtool
+from qtool import recipes
+from qtool.io.source import Checkpoint
+from qtool.models import Family, family_of
+from qtool.models.describe import kinds_of_blocks
+from qtool.models.experts import expert_tensors, is_experts
+from qtool.pipeline import quantize as pipeline
+from qtool.pipeline.quantize import Calibration
+from qtool.runtime.huggingface import quantized_linears
+from tests.models.tiny import save_tiny
+
+RECIPES = ("fast", "paper", "best")
+#: calibration windows and their tokens
+WINDOWS = 2, 16
+#: norm of a difference between logits over the norm of the logits, in float32
+TOLERANCE = 1e-3
+
+
+def check(
+    model_type: str, work: Path, recipe: str = "fast", scheme: str = "w4a16"
+) -> dict[str, Any]:
+    """Quantize a tiny model of ``model_type`` and hold it against transformers' own class."""
+    source = save_tiny(model_type, work / "source")
+    return quantized_right(source, work / "out", recipe, scheme)
+
+
+@torch.no_grad()
+def quantized_right(
+    source: Path, out: Path, recipe: str = "fast", scheme: str = "w4a16"
+) -> dict[str, Any]:
+    """Quantize ``source`` into ``out``, verify the result and load it.
+
+    Every tensor of the source is in it, packed or, where nothing is transformed, equal; its logits
+    are those of transformers' own model with the dequantized weights.
+    """
+    quantize(source, out, recipe, scheme)
+    problems = [row for row in qtool.verify(out) if row.problem]
+    assert not problems, f"verify: {problems[0].name}: {problems[0].problem}"
+    checkpoint, family = Checkpoint(source), family_of(Checkpoint(source).config)
+    assert_nothing_dropped(family, checkpoint, Checkpoint(out), equal=recipe == "fast")
+    loaded = qtool.load(out)
+    linears = quantized_linears(loaded)
+    assert linears, "no linear is quantized"
+    found, expected, plain = (
+        logits(model) for model in (loaded, float_twin(loaded, source), qtool.load(source))
+    )
+    error = distance(found, expected)
+    assert error < TOLERANCE, f"logits: {error:.1e} from those of the dequantized weights"
+    kinds = kinds_of_blocks(family, checkpoint.config)
+    kept = {name: why for kind in kinds for name, why in kind.kept.items()}
+    return {"quantized": len(linears), "kept": kept, "moved": distance(found, plain)}
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    recipe: str,
+    scheme: str = "w4a16",
+    progress: Callable[..., Any] | None = None,
+    resume: bool = False,
+) -> None:
+    """``qtool.quantize``, calibrated on :func:`windows`."""
+    samples, seqlen = WINDOWS
+    sizes: Any = {} if recipe == "fast" else {"samples": samples, "seqlen": seqlen}
+    calibration = None if recipe == "fast" else windows(source)
+    options = {"progress": progress, "resume": resume, **sizes}
+    qtool.quantize(source, scheme, recipe=recipe, calibration=calibration, out=out, **options)
+
+
+def windows(source: Path) -> Tensor:
+    """A few short windows of random tokens, ``[samples, seqlen]``."""
+    vocabulary = int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocabulary, WINDOWS, generator=generator)
+
+
+@torch.no_grad()
+def transforms_keep_logits(source: Path, out: Path, scheme: str = "w4a16") -> None:
+    """What ``best`` does to a model before it rounds leaves the function as it was."""
+    best = recipes.load(scheme, "best")
+    layers = tuple(replace(rule, scheme=None, layout=None) for rule in best.layers)
+    rounding = recipes.load(scheme, "fast").rounding
+    recipe = replace(best, variant="transforms", layers=layers, rounding=rounding)
+    pipeline.quantize(Checkpoint(source), recipe, out, calibration=Calibration([windows(source)]))
+    error = distance(logits(qtool.load(out)), logits(qtool.load(source)))
+    assert error < TOLERANCE, f"logits moved by {error:.1e}"
+
+
+def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None:
+    """A run killed after its second shard, and resumed, ends at the bytes of ``whole``."""
+
+    def kill(done: int, *_: Any) -> None:
+        if done >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        try:
+            quantize(source, out, recipe, progress=kill)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the run that was to be killed ended"
+    assert not out.exists()
+    quantize(source, out, recipe, resume=True)
+    for path in sorted(whole.glob("*.safetensors")):
+        assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} differs"
+    shutil.rmtree(out)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    """Of a few tokens, ``[1, 12, V]``."""
+    found: Tensor = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
+    return found.float()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``."""
+    assert bool(found.isfinite().all()), "logits are not finite"
+    return float((found - expected).norm() / expected.norm())
+
+
+def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
+    """transformers' own model of ``source`` with all weights of ``quantized``, dequantized."""
+    config = AutoConfig.from_pretrained(source)
+    tied = bool(getattr(quantized.config, "tie_word_embeddings", False))
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
+    model = AutoModelForCausalLM.from_pretrained(source, config=config)
+    family = family_of(quantized.config)
+    places = dict(model.state_dict(keep_vars=False))
+    for name, module in model.named_modules():
+        if family.experts and is_experts(module):
+            for part in [n for n, _ in module.named_parameters(recurse=False)]:
+                del places[f"{name}.{part}"]
+            roles = {
+                "gate": family.experts.gate,
+                "up": family.experts.up,
+                "down": family.experts.down,
+            }
+            for number, tensors in enumerate(expert_tensors(module)):
+                for part, view in tensors.items():
+                    role, kind = part.split(".")
+                    places[f"{name}.{number}.{roles[role]}.{kind}"] = view
+    left = set(places)
+    for name, tensor in weights(quantized).items():
+        own = name
+        if family.experts and f".{family.experts.moe}." in name and name not in places:
+            own = name.replace(f".{family.experts.moe}.", f".{family.experts.attribute}.")
+        places[own].copy_(tensor)
+        left.discard(own)
+    assert not left, f"{min(left)} of transformers' model is nowhere in the quantized one"
+    return model.eval()
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state of ``model``, packed linears dequantized."""
+    packed = quantized_linears(model)
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[0] not in packed
+    }
+    for name, linear in packed.items():
+        state[f"{name}.weight"] = linear.dequantize()
+        if linear.bias is not None:
+            state[f"{name}.bias"] = linear.bias
+    return state
+
+
+def assert_nothing_dropped(
+    family: Family, source: Checkpoint, result: Checkpoint, *, equal: bool
+) -> None:
+    """Every tensor of ``source`` is in ``result``, packed or (if ``equal``) with its numbers."""
+    own = dict((disk, name) for name, disk in family.disk_names.items())
+    packed = {name.rpartition(".")[0] for name in result.entries if name.endswith(".qweight")}
+    for disk in source.entries:
+        parts = disk.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        prefix = next((p for p in prefixes if p in own), None)
+        name = disk if prefix is None else own[prefix] + disk[len(prefix) :]
+        if name in result:
+            if equal:
+                assert torch.equal(result.read(name), source.read(disk)), f"{disk} is changed"
+        else:
+            owner = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+            stacked = any(p.startswith(f"{name.rpartition('.')[0]}.") for p in packed)
+            assert owner in packed or stacked, f"{disk} is dropped"
