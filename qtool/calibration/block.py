@@ -23,9 +23,7 @@ from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.base import Clip, Params, Scheme
 
-if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of it
-    from transformers import PretrainedConfig
-
+if TYPE_CHECKING:
     from qtool.calibration.forwards import Reference
 
 
@@ -35,6 +33,7 @@ class Block:
 
     Attributes:
         index: its number in the model.
+        config: the settings of the model (:meth:`~qtool.models.family.Family.settings`).
         schemes: the scheme of each linear to quantize; a linear that is absent stays as it is.
         clips: ``(clip, group_clip)`` chosen for a linear, see ``Scheme.fit``.
         permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
@@ -50,7 +49,7 @@ class Block:
     index: int
     module: nn.Module
     family: Family
-    config: "PretrainedConfig"
+    config: Any
     schemes: dict[str, Scheme]
     clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)

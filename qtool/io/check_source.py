@@ -47,7 +47,8 @@ def check_source(
             raise QtoolError(
                 f"{name}: shape {list(entry.shape)} found, {list(shape)} expected from config.json"
             )
-        if entry.dtype not in DTYPES.values() and name not in model.family.outside:
+        kept = name in model.family.outside or name in model.family.integers
+        if entry.dtype not in DTYPES.values() and not kept:
             raise QtoolError(
                 f"{name}: dtype {entry.dtype} found; a float16, bfloat16 or float32 weight is "
                 "expected"

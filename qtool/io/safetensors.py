@@ -53,13 +53,17 @@ class Within:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: position, dtype and shape, and what it is a part of."""
+    """One tensor of a file: position, dtype and shape, and what it is a part of.
+
+    With ``parts`` it is those, one after another along dimension 0, and lies nowhere itself.
+    """
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # byte offset in the file
     within: Within | None = None
+    parts: "tuple[Entry, ...]" = ()
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +135,10 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 
     ``pinned`` memory copies fast to a GPU.
     """
+    if entry.parts:
+        joined = torch.cat([read(part) for part in entry.parts])
+        joined = joined if rows is None else joined[rows]
+        return joined.pin_memory() if pinned else joined
     if (within := entry.within) is not None:
         whole = read(Entry(entry.path, entry.dtype, within.shape, entry.start))
         whole = whole.T if within.transposed else whole

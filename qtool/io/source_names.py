@@ -8,7 +8,9 @@ Other names and forms that occur; none of them costs a copy:
 - ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``, transformers 5's own
   form of a mixture: each expert's gate, up and down are rows of the stacks, or columns where these
   are transposed, gate and up one after the other or in turn; likewise biases;
-- ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``.
+- ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
+- several tensors that transformers joins along dimension 0 when it loads them, such as the
+  convolutions of q, k and v.
 """
 
 from collections.abc import Mapping
@@ -32,6 +34,9 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     if family.disk_names:
         source.entries = _renamed(source.entries, {d: o for o, d in family.disk_names.items()})
     entries = source.entries
+    for own, names in family.joined.items():
+        if own not in entries and all(name in entries for name in names):
+            entries[own] = _joined([entries.pop(name) for name in names])
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:
@@ -45,6 +50,11 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             _adopt_experts(
                 entries, model.full(block, names.attribute), model.full(block, names.moe), names
             )
+
+
+def _joined(parts: list[Entry]) -> Entry:
+    rows = sum(part.shape[0] for part in parts)
+    return replace(parts[0], shape=(rows, *parts[0].shape[1:]), parts=tuple(parts))
 
 
 def _renamed(entries: dict[str, Entry], own: Mapping[str, str]) -> dict[str, Entry]:

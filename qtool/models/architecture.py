@@ -77,7 +77,7 @@ class Architecture:
         has_bias = family.layer_norm if family.final_bias is None else family.final_bias
         if family.final_norm and has_bias:
             last[f"{family.final_norm}.bias"] = (dims["hidden"],)
-        last[f"{family.head}.weight"] = (dims["vocab"], dims["hidden"])
+        last[f"{family.head}.weight"] = (dims.get("head", dims["vocab"]), dims["hidden"])
         return dict(first), last | dict(family.outside)
 
 

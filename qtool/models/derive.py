@@ -9,7 +9,7 @@ left out: :attr:`~qtool.models.family.Family.kept` says why a linear stays in 16
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -35,7 +35,7 @@ CACHES = ("past_key_values", "layer_past", "past_key_value")
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "intermediate_size", "max_position_embeddings"),
-    "num_experts_per_tok",
+    *("num_experts_per_tok", "partial_rotary_factor", "rope_parameters"),
 )
 
 
@@ -71,10 +71,10 @@ class _Model:
         self.recorded, self.trace, self.model = recorded, recorded.trace, recorded.model
         self.config = recorded.config
         self.modules = dict(self.model.named_modules())
-        self.state = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        state = self.model.state_dict()
+        self.state = {name: tuple(t.shape) for name, t in state.items()}
+        self.integers = [name for name, t in state.items() if not t.is_floating_point()]
         self.heads = _heads(self.config)
-        if not hasattr(self.config, "num_attention_heads"):
-            raise QtoolError("it has no attention heads, by which qtool plans and cuts models")
         self.forms: dict[Any, NormForm | None] = {}
         self.leaves = leaf_names(self.model)
 
@@ -83,7 +83,7 @@ class _Model:
         kinds: dict[Any, Family] = {}
         for number in dict.fromkeys(self.recorded.like):
             block = _Block(self, f"{self.recorded.blocks}.{number}.")
-            family = self._with_disk_names(block.family(), block.prefix)
+            family = self._with_disk_names(block.family(), number)
             firsts[number] = kinds.setdefault(block.signature(), family)
         return self._whole([firsts[number] for number in self.recorded.like])
 
@@ -120,6 +120,8 @@ class _Model:
             "streamed_only": self._streamed_only(),
             "whole_embedding": self.recorded.reads_ids,
             "disk_names": self.disk_names,
+            "joined": self.joined,
+            "integers": frozenset(self.integers),
             "layer_norm": any(f.layer_norm for f in of_block),
             "derived": True,
         }
@@ -179,6 +181,8 @@ class _Model:
         """Sizes that are numbers of the model itself."""
         sizes = {"vocab": self.state[f"{self.recorded.embedding}.weight"][0]}
         sizes["hidden"] = self.state[f"{self.recorded.embedding}.weight"][1]
+        if (rows := self.state[f"{self.recorded.head}.weight"][0]) != sizes["vocab"]:
+            sizes["head"] = rows  # an embedding may have a row more, for padding
         if positions := self._positions():
             sizes["positions"] = self.state[f"{positions}.weight"][0]
         for name, module in self.modules.items():
@@ -190,6 +194,8 @@ class _Model:
         """Values of keys that config.json may leave out, or has in its text_config."""
         found = {key: _setting(self.config, key) for key in SIZES}
         found["num_hidden_layers"] = len(self.modules[self.recorded.blocks])  # type: ignore[arg-type]
+        found["num_experts_per_tok"] = self.recorded.active_experts or found["num_experts_per_tok"]
+        found["num_attention_heads"] = found["num_attention_heads"] or 1  # no attention at all
         head = self.model.get_output_embeddings()
         embedding = self.model.get_input_embeddings()
         tied = head is not None and head.weight is embedding.weight
@@ -208,10 +214,14 @@ class _Model:
             if not name.startswith(blocks) and name not in known
         }
 
-    def _with_disk_names(self, family: Family, prefix: str) -> Family:
-        """``family`` with its mixture called as on disk, where only the prefix is another."""
+    def _with_disk_names(self, family: Family, block: int) -> Family:
+        """``family`` of block ``block`` with its mixture called as on disk.
+
+        Only where nothing but the prefix is another.
+        """
         if family.experts is None:
             return family
+        prefix = f"{self.recorded.blocks}.{block}."
         own = family.experts.attribute
         names = {n: d for n, d in self.disk_names.items() if n.startswith(f"{prefix}{own}.")}
         stack = f"{prefix}{own}.experts"
@@ -224,29 +234,46 @@ class _Model:
                 continue
             if names.get(prefix + tensor) != f"{prefix}{disk}{tensor[len(own) :]}":
                 return family
+        alike = (n for n, like in enumerate(self.recorded.like) if like == block)
+        prefixes = tuple(f"{self.recorded.blocks}.{n}.{own}." for n in alike)
         self.disk_names = {
-            n: d
-            for n, d in self.disk_names.items()
-            if not re.fullmatch(rf"{re.escape(self.recorded.blocks)}\.\d+\.{own}\..*", n)
+            n: d for n, d in self.disk_names.items() if not n.startswith(prefixes)
         }
         return _renamed(family, own, disk)
 
     @cached_property
     def disk_names(self) -> dict[str, str]:
         """Names that ``save_pretrained`` gives to what is called otherwise in the model."""
-        prefix = self.recorded.blocks
-        renamed = disk_names(self.model, set(self.recorded.like), prefix)
-        found: dict[str, str] = {}
-        for own, disk in renamed.items():
-            if not own.startswith(f"{prefix}."):
-                found[own] = disk
-                continue
-            first = int(own[len(prefix) + 1 :].partition(".")[0])
-            for number, like in enumerate(self.recorded.like):
-                if like == first:
-                    old, new = rf"\.{first}\.", f".{number}."
-                    found[re.sub(old, new, own, count=1)] = re.sub(old, new, disk, count=1)
-        return {own: disk for own, disk in found.items() if own != disk}
+        return {
+            own: disk
+            for first, disk_name in self._on_disk[0].items()
+            for own, disk in self._in_all_blocks(first, disk_name)
+        }
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """The names on disk of tensors that loaders make of several."""
+        found: dict[str, tuple[str, ...]] = {}
+        for first, parts in self._on_disk[1].items():
+            each = [dict(self._in_all_blocks(first, part)) for part in parts]
+            found |= {own: tuple(names[own] for names in each) for own in each[0]}
+        return found
+
+    @cached_property
+    def _on_disk(self) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+        return disk_names(self.model, set(self.recorded.like), self.recorded.blocks)
+
+    def _in_all_blocks(self, own: str, disk: str) -> Iterator[tuple[str, str]]:
+        """A name and that on disk, in all blocks like the one they are of."""
+        prefix = f"{self.recorded.blocks}."
+        if not own.startswith(prefix):
+            yield own, disk
+            return
+        first = int(own[len(prefix) :].partition(".")[0])
+        for number, like in enumerate(self.recorded.like):
+            if like == first:
+                old, new = rf"\.{first}\.", f".{number}."
+                yield re.sub(old, new, own, count=1), re.sub(old, new, disk, count=1)
 
     def _streamed_only(self) -> str:
         """Why no method that runs blocks one by one can be had."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.parts import Experts
 from qtool.models.trace import Facts, Kind, Recorder
@@ -107,16 +108,22 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str]]:
     return found
 
 
-def disk_names(model: Any, numbers: set[int], blocks: str) -> dict[str, str]:
-    """Names on disk of tensors that are called otherwise in ``model``, and of stacks of experts.
+def disk_names(
+    model: Any, numbers: set[int], blocks: str
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
 
-    Only of the blocks ``numbers``. A tensor that is computed from those on disk is absent.
+    And of those that are several on disk, which follow one another along dimension 0. Only of the
+    blocks ``numbers``.
+
+    Raises:
+        QtoolError: a tensor is made of others in another way.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
     if not get_model_conversion_mapping(model, add_legacy=False):
-        return {}
+        return {}, {}
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
@@ -128,13 +135,37 @@ def disk_names(model: Any, numbers: set[int], blocks: str) -> dict[str, str]:
     for disk, tensor in revert_weight_conversion(model, dict(state)).items():
         if (own := owners.get(id(tensor))) is not None:
             found[own] = disk
+    made = [name for name in state if name not in found]
     for name, module in model.named_modules():
-        if is_experts(module) and any(n.startswith(f"{name}.") for n in state):
-            stacks = {n: t for n, t in state.items() if n.startswith(f"{name}.") and n not in found}
-            for disk in revert_weight_conversion(model, stacks) if stacks else ():
+        if is_experts(module) and any(n.startswith(f"{name}.") for n in made):
+            stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
+            made = [n for n in made if n not in stacks]
+            for disk in revert_weight_conversion(model, stacks):
                 if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
                     found.setdefault(name, base)
-    return {own: disk for own, disk in found.items() if own != disk}
+            if name not in found:
+                raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
+    joined = {}
+    for name in made:
+        parts = revert_weight_conversion(model, {name: state[name]})
+        rows = sum(part.shape[0] for part in parts.values())
+        same = {part.shape[1:] for part in parts.values()} == {state[name].shape[1:]}
+        if not (same and rows == state[name].shape[0] and _follow(model, name)):
+            raise QtoolError(f"{name}: transformers computes it from {min(parts)} when it loads it")
+        joined[name] = tuple(parts)
+    return {own: disk for own, disk in found.items() if own != disk}, joined
+
+
+def _follow(model: Any, name: str) -> bool:
+    """Whether transformers makes ``name`` of tensors that follow one another along dimension 0."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for converter in get_model_conversion_mapping(model, add_legacy=False):
+        if any(re.search(pattern, name) for pattern in converter.target_patterns):
+            operations = getattr(converter, "operations", ())
+            if operations:
+                return [(type(o).__name__, o.dim) for o in operations] == [("Concatenate", 0)]
+    return False
 
 
 def gate_facts(stacked: Any) -> tuple[Kind | None, Kind | None]:

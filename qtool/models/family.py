@@ -66,6 +66,8 @@ class Family:
         streamed_only: why no method can be had that looks at activations.
         whole_embedding: more than the embedding reads the token ids.
         disk_names: names that checkpoints have for tensors and modules, by those used here.
+        joined: tensors that loaders make of several on disk, one after another along dimension 0.
+        integers: names of tensors that hold whole numbers.
         derived: it is what transformers' own model does at one config's sizes.
     """
 
@@ -101,6 +103,8 @@ class Family:
     streamed_only: str = ""
     whole_embedding: bool = False
     disk_names: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    integers: frozenset[str] = frozenset()
     derived: bool = False
 
     def at(self, config: Any, block: int) -> "Family":

@@ -40,6 +40,7 @@ class Recorded:
         like: for each block the first one of the same modules and settings, which alone is
             recorded.
         reads_ids: more than the embedding reads the token ids.
+        active_experts: how many experts a token goes to; 0 where there are none.
     """
 
     model: Any
@@ -52,6 +53,7 @@ class Recorded:
     impure: str = ""
     like: list[int] = field(default_factory=list)
     reads_ids: bool = False
+    active_experts: int = 0
 
     @property
     def config(self) -> Any:
@@ -158,15 +160,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
-    """The name of the module list of the decoder's blocks: the one with the most parameters."""
+    """The name of the module list of the decoder's blocks: the one with the most parameters.
+
+    An encoder's only where the model has no other.
+    """
     config = model.config.get_text_config(decoder=True)
     sizes = {
         name: sum(p.numel() for p in module.parameters())
         for module, name in names.items()
         if isinstance(module, nn.ModuleList)
         and len(module) == config.num_hidden_layers
-        and not any(part in name for part in ("vision", "visual", "audio", "encoder."))
+        and not any(part in name for part in ("vision", "visual", "audio"))
     }
+    sizes = {name: s for name, s in sizes.items() if "encoder." not in name} or sizes
     if not sizes:
         raise QtoolError(
             f"{type(model).__name__} has no list of {config.num_hidden_layers} blocks, which is "
@@ -281,6 +287,8 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
 
     def experts(name: str, module: nn.Module) -> Any:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+                found.active_experts = args[0].shape[-1]
             if not recorder.muted:
                 read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
                 recorder.trace.experts[name] = read

@@ -158,7 +158,7 @@ class Windows(Calibration):
         sizes: dict[str, int] = {
             "samples": self.samples,
             "seqlen": self.seqlen,
-            "vocabulary": self.source.config["vocab_size"],
+            "vocabulary": self.job.namespace.vocab_size,
             "seed": self.seed,
         }
         if isinstance(self.given, TokenIds):

@@ -141,7 +141,7 @@ def job_of(
         for name, entry in source.entries.items()
         if name not in shapes and not is_second_head(name, job)
     }
-    kept = job.family.outside if cast else shapes
+    kept = {*job.family.outside, *job.family.integers} if cast else shapes
     others = {name: source.entry(name).dtype for name in kept}
     others = {name: other for name, other in others.items() if other != job.dtype}
     return replace(job, other_dtypes=others, unknown=unknown)

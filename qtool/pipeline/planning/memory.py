@@ -31,7 +31,7 @@ def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
     Where the rounding compares with the float model, the float model's too.
     """
     paths = 1 + job.rounding.compares
-    return paths * tokens * int(job.config["hidden_size"]) * compute_bytes(job, device)
+    return paths * tokens * int(job.namespace.hidden_size) * compute_bytes(job, device)
 
 
 def compute_bytes(job: Job, device: torch.device) -> int:
@@ -117,7 +117,7 @@ def continuation_memory(
         sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
     cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
-    window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.config["vocab_size"])
+    window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
     at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
     parameters = sum(map(prod, job.source_shapes().values()))
     return ContinuationMemory(given, at_once, parameters, itemsize * parameters, at_once * window)

@@ -238,7 +238,7 @@ class BuiltBlocks:
             index,
             module,
             job.block_family(index),
-            self.model.config,
+            job.namespace,
             schemes,
             notes=notes,
             exact=exact,
@@ -290,7 +290,7 @@ class BuiltBlocks:
                 for n, s in shapes.items()
             }
             module = self._module(index, weights, dtype)
-            block = Block(index, module, job.block_family(index), self.model.config, {})
+            block = Block(index, module, job.block_family(index), job.namespace, {})
             for name, (n, k) in job.linears(index).items():
                 if linear_format := job.format.of(prefix + name):
                     own = {
@@ -328,8 +328,13 @@ class BuiltBlocks:
             n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
         }
         all_finite({prefix + name: weight for name, weight in there.items() if not weight.is_meta})
-        fill(module, {n: w if w.is_meta else w.to(dtype) for n, w in there.items()}, self.device)
+        fill(module, {n: as_computed(w, dtype) for n, w in there.items()}, self.device)
         return module
+
+
+def as_computed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in the dtype of a forward; on ``meta``, and of whole numbers, as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
 def _empty(module: torch.nn.Module) -> None:
