@@ -6,6 +6,7 @@ temperature 1, a model's own continuations are distributed as it takes text to b
 "Self-calibration for language model quantization and pruning", 2025; LLM-QAT does so for training).
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 #: not cuDNN's, which makes a plan for each length of a cache: 60 ms a token on an H200, and not the
 #: same each time
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+#: most models' argument for keys and values of earlier tokens
+CACHE = "past_key_values"
 
 
 class Journal(Protocol):
@@ -81,13 +86,19 @@ class _Part:
     """Windows that are written side by side.
 
     Attributes:
+        state: the model's argument for what it keeps of earlier tokens; empty where it keeps
+            nothing, and reads all of them for each token.
         drawn: tokens of each window.
         kept, cached: how many of them, and of their keys and values, are in the journal.
     """
 
     def __init__(self, model: "PreTrainedModel", beginnings: Tensor, length: int) -> None:
-        self.model, self.cache = model, _cache(model, length)
-        self.layers = [layer for layer in self.cache.layers if isinstance(layer, _Roomy)]
+        known = inspect.signature(model.forward).parameters
+        self.model = model
+        self.state = next((name for name in (CACHE, "cache_params") if name in known), "")
+        self.cache: Any = _cache(model, length) if self.state == CACHE else None
+        layers = self.cache.layers if self.cache is not None else []
+        self.layers = [layer for layer in layers if isinstance(layer, _Roomy)]
         self.tokens = [beginnings.to(model.device)]
         self.drawn = self.kept = beginnings.shape[1]
         self.cached = 0
@@ -104,10 +115,12 @@ class _Part:
 
     def draw(self, random: torch.Generator) -> None:
         """One token more for each window."""
+        given = self.tokens[-1] if self.state else self.windows
+        kept = {self.state: self.cache} if self.state else {}
         with sdpa_kernel(ATTENTION):
-            out = self.model(
-                self.tokens[-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
+            out = self.model(given, **kept, use_cache=bool(self.state), logits_to_keep=1)
+        self.state = self.state if hasattr(out, self.state) else ""
+        self.cache = getattr(out, self.state) if self.state else None
         logits = out.logits[:, -1].float()
         self.finite &= torch.isfinite(logits).all()  # looked at later: no wait for a GPU
         self.tokens.append(
@@ -146,12 +159,15 @@ class _Part:
             )
 
 
-def _cache(model: "PreTrainedModel", length: int) -> Cache:
+def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
     """The model's cache with room for ``length`` tokens.
 
-    Without it some layers copy all they have for each token.
+    Without it some layers copy all they have for each token. None, for which the model makes one of
+    its own, where layers keep other things than keys and values.
     """
     cache = DynamicCache(config=model.config)
+    if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return None
     cache.layers = [
         _Roomy(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]

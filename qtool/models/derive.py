@@ -116,7 +116,7 @@ class _Model:
             "head": self.recorded.head,
             "sizes": self._sizes(),
             "defaults": self._defaults(),
-            "returns_tuple": self.recorded.outputs > 0,
+            "returns": self.recorded.outputs,
             "streamed_only": self._streamed_only(),
             "whole_embedding": self.recorded.reads_ids,
             "disk_names": self.disk_names,
@@ -236,9 +236,7 @@ class _Model:
                 return family
         alike = (n for n, like in enumerate(self.recorded.like) if like == block)
         prefixes = tuple(f"{self.recorded.blocks}.{n}.{own}." for n in alike)
-        self.disk_names = {
-            n: d for n, d in self.disk_names.items() if not n.startswith(prefixes)
-        }
+        self.disk_names = {n: d for n, d in self.disk_names.items() if not n.startswith(prefixes)}
         return _renamed(family, own, disk)
 
     @cached_property
@@ -277,11 +275,7 @@ class _Model:
 
     def _streamed_only(self) -> str:
         """Why no method that runs blocks one by one can be had."""
-        if self.recorded.impure:
-            return self.recorded.impure
-        if self.recorded.outputs > 1:
-            return "its blocks return more than the hidden states"
-        return ""
+        return self.recorded.impure
 
     @cached_property
     def hidden(self) -> int:

@@ -55,7 +55,7 @@ class Family:
             leave out.
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
-        returns_tuple: a block returns its output in a tuple.
+        returns: the length of the tuple that a block returns its output in; 0: in none.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
@@ -94,7 +94,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     choose: "Callable[[Any, int], Family] | None" = None
     refuses: Mapping[str, str] = field(default_factory=dict)
-    returns_tuple: bool = False
+    returns: int = 0
     always_tied: bool = False
     fixed_stream: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)

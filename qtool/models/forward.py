@@ -124,8 +124,8 @@ def record(model: Any) -> Recorded:
             stack.enter_context(recorder)
             model(input_ids=ids, use_cache=False)
         found.reads_ids |= IDS in recorder.trace.escapes
-        if found.outputs > 1 and _takes_first(model, found.blocks):
-            found.outputs = 1
+        if found.outputs > 1 and not _takes_first(model, found):
+            found.impure = "its blocks return more than the hidden states"
     except Exception as error:
         raise QtoolError(
             f"the forward of {type(model).__name__} cannot be followed without numbers "
@@ -135,13 +135,13 @@ def record(model: Any) -> Recorded:
 
 
 @torch.no_grad()
-def _takes_first(model: Any, blocks: str) -> bool:
-    """Whether the model runs with blocks that return their hidden states alone, in a tuple."""
+def _takes_first(model: Any, found: Recorded) -> bool:
+    """Whether the model runs with blocks that return nothing beside their hidden states."""
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-        return (hidden,)
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        return hidden, *(None,) * (found.outputs - 1)
 
-    modules: Any = model.get_submodule(blocks)
+    modules: Any = model.get_submodule(found.blocks)
     try:
         for block in modules:
             block.forward = forward

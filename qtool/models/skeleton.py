@@ -103,7 +103,8 @@ def block_arguments(
             seen[number] = Arguments(bound[first], kept)
             if number == len(seen) - 1:
                 raise _LastBlock
-            return (bound[first],) if family.returns_tuple else bound[first]
+            others = (None,) * (family.returns - 1)
+            return (bound[first], *others) if family.returns else bound[first]
 
         return forward
 

@@ -24,6 +24,7 @@ from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name
 from qtool.models.parts import Heads
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
+from qtool.pipeline.recipe_fit.group_fit import for_groups
 from qtool.pipeline.recipe_fit.layer_rules import require_matches
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.recipes import Recipe, Step
@@ -126,7 +127,7 @@ class Job(Architecture):
             for linear in family.at(settings, block).linears()
         )
         require_matches(recipe, names, next(iter(shapes)))
-        recipe = for_shapes(recipe, shapes)
+        recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted = tuple(
             dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind))

@@ -101,9 +101,7 @@ def speed(tmp: Path) -> None:
 
 TINY = "--shape llama-tiny --layers 1 --samples 1 --seqlen 16"
 SCRIPTS: dict[str, Case] = {
-    "accuracy/families.py": Case(
-        "smollm3 gpt_oss --steps plan fast", r"^2 of 2 passed$"
-    ),
+    "accuracy/families.py": Case("smollm3 gpt_oss --steps plan fast", r"^2 of 2 passed$"),
     "accuracy/outliers.py": Case("{model} {tmp}/out", check=loads("out")),
     "accuracy/peer_run.py": Case("full --samples 1 --seqlen 16 --limit 1 --work {tmp}"),
     "accuracy/peers.py": Case(

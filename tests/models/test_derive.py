@@ -52,7 +52,7 @@ def test_a_derived_family_is_the_declared_one(variant: str, make_model: MakeMode
     config = json.loads((make_model(variant) / "config.json").read_text())
     declared, derived = family_of(config), derive(config)
     assert not declared.derived and derived.derived
-    for part in ("embedding", "positions", "blocks", "final_norm", "head", "returns_tuple"):
+    for part in ("embedding", "positions", "blocks", "final_norm", "head", "returns"):
         assert getattr(derived, part) == getattr(declared, part), part
     settings = declared.settings(config)
     for block in range(config["num_hidden_layers"]):

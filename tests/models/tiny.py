@@ -53,20 +53,65 @@ SIZES: dict[str, Any] = {
 #: parameters of a tiny model
 LARGEST = 40_000_000
 MLA = {"num_key_value_heads": 4, "head_dim": None}
+DSA = {"num_key_value_heads": 4, "mlp_layer_types": None, "indexer_types": None} | {
+    "index_head_dim": 64,
+    "index_n_heads": 2,
+}
+MIXED = ["sliding_attention", "full_attention"]
+ROPE_BY_TYPE = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in MIXED}
+GEMMA4 = {
+    "layer_types": MIXED,
+    "per_layer_config": {"1": {"head_dim": 64}},
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 64,
+    "num_experts": None,
+}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 #: what else a class needs to be small, or to be built at all
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
-    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32"), MLA),
-    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "axk1": MLA,
+    "glm4_moe_lite": MLA | {"head_dim": ..., "mlp_layer_types": None},
+    **dict.fromkeys(("axk2", "glm_moe_dsa", "deepseek_v32"), DSA),
+    "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32},
+    "bamba": MAMBA2 | {"attn_layer_indices": [1], "layer_types": ...},
+    "cohere_compass_text": {"rope_parameters": ROPE_BY_TYPE, "layer_types": MIXED},
+    "ctrl": {"dff": 256},
+    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 64},
     "codegen": {"rotary_dim": 16},
     "dots1": {"n_shared_experts": 1},
     "falcon": {"num_key_value_heads": None, "head_dim": None},
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 256, "layer_types": ...},
+    "gemma3n_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 64,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": MAMBA2 | {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": ...,
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 256,
+        "expert_ffn_hidden_size": 128,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "num_key_value_heads": 4,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {
@@ -82,7 +127,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"layer_types": ..., "num_hidden_layers": 3},
-    "zamba2": MAMBA2,
+    "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3}
+    | {"mamba_dt_rank": 8, "layer_types": ...}
+    | {"attention_head_dim": 64, "attention_hidden_size": 256, "num_key_value_heads": 4},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "layer_types": ...,
+    }
+    | {"attention_head_dim": 64, "attention_hidden_size": 256, "num_key_value_heads": 4}
+    | {"mamba_headdim": 32, "n_mamba_heads": 8, "kv_channels": 32, "num_query_groups": 4},
+    "zaya": {"layer_types": None, "router_hidden_size": 64, "num_experts_per_tok": 1},
 }
 
 

@@ -4,8 +4,7 @@ The numbers are the same; there is no kernel for them.
 
 Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
 chosen by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
-an error. So it is where the group size does not divide the inputs, because another one would be
-another quantization.
+an error. Group sizes are :mod:`.group_fit`'s.
 """
 
 import re
@@ -33,7 +32,7 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     for name, shape in shapes.items():
         rule = next((rule for rule in recipe.layers if re.search(rule.match, name)), None)
         if rule and rule.scheme and rule.layout in own and not _fits(rule, *shape):
-            misfits.setdefault(rule, {})[_role(name)] = None
+            misfits.setdefault(rule, {})[role_pattern(name)] = None
     if not misfits:
         return recipe
     rules, sentences = [], []
@@ -61,7 +60,7 @@ def _fits(rule: LayerRule, n: int, k: int) -> bool:
     return True
 
 
-def _role(name: str) -> str:
+def role_pattern(name: str) -> str:
     """A pattern for the linears like ``name``: its name within the block, any expert."""
     parts = name.split(".")
     block = next(index for index, part in enumerate(parts) if part.isdigit())

@@ -1,0 +1,51 @@
+"""Leaves a few linears in 16 bit where a built-in recipe's groups do not divide their inputs.
+
+A model has some narrow ones beside its attention and MLP (low-rank branches, per-layer embeddings).
+Where they are more than a few, a misfit is an error: another group size is another quantization,
+which a user chooses.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from qtool.pipeline.recipe_fit.tile_fit import role_pattern
+from qtool.recipes import LayerRule, Recipe
+
+#: of the weights of the linears
+FEW = 1 / 16
+
+
+def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
+    """``recipe`` with a rule for the linears whose inputs its groups do not divide.
+
+    ``Recipe.adaptations`` says which.
+
+    Args:
+        shapes: ``(N, K)`` of the linears of one block of each kind, by full name.
+    """
+    if not recipe.built_in:
+        return recipe
+    misfits = {
+        name: (rule.group_size, shape[1])
+        for name, shape in shapes.items()
+        if (rule := _rule(recipe, name)) and rule.group_size and shape[1] % rule.group_size
+    }
+    weights = sum(prod(shapes[name]) for name in misfits)
+    if not misfits or weights > FEW * sum(map(prod, shapes.values())):
+        return recipe
+    roles = {role_pattern(name): found for name, found in misfits.items()}
+    kept = LayerRule(f"({'|'.join(roles)})$", None)
+    sentences = (
+        f"in 16 bit: {role.replace(chr(92), '').replace('d+', '*')}, "
+        f"{k} inputs, which groups of {size} do not divide"
+        for role, (size, k) in roles.items()
+    )
+    adaptations = (*recipe.adaptations, *sentences)
+    return replace(recipe, layers=(kept, *recipe.layers), adaptations=adaptations)
+
+
+def _rule(recipe: Recipe, name: str) -> LayerRule | None:
+    rule = next((rule for rule in recipe.layers if re.search(rule.match, name)), None)
+    return rule if rule and rule.scheme else None
