@@ -34,9 +34,9 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     if family.disk_names:
         source.entries = _renamed(source.entries, {d: o for o, d in family.disk_names.items()})
     entries = source.entries
-    for own, names in family.joined.items():
-        if own not in entries and all(name in entries for name in names):
-            entries[own] = _joined([entries.pop(name) for name in names])
+    for own, parts in family.joined.items():
+        if own not in entries and all(part in entries for part in parts):
+            entries[own] = _joined([entries.pop(part) for part in parts])
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:

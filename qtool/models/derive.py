@@ -75,6 +75,11 @@ class _Model:
         self.state = {name: tuple(t.shape) for name, t in state.items()}
         self.integers = [name for name, t in state.items() if not t.is_floating_point()]
         self.heads = _heads(self.config)
+        seen: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            first = seen.setdefault(id(parameter), name)
+            if first != name and name.startswith(f"{recorded.blocks}."):
+                raise QtoolError(f"{name} is {first}: its blocks share what each has of its own")
         self.forms: dict[Any, NormForm | None] = {}
         self.leaves = leaf_names(self.model)
 
@@ -111,8 +116,8 @@ class _Model:
             "embedding": self.recorded.embedding,
             "positions": self._positions(),
             "blocks": self.recorded.blocks,
-            "final_norm": final_norm if f"{final_norm}.weight" in self.state else "",
-            "final_bias": f"{final_norm}.bias" in self.state,
+            "final_norm": final_norm if self._is_hidden(f"{final_norm}.weight") else "",
+            "final_bias": self._is_hidden(f"{final_norm}.bias"),
             "head": self.recorded.head,
             "sizes": self._sizes(),
             "defaults": self._defaults(),
@@ -141,6 +146,10 @@ class _Model:
                 norms = {call.name for call in self.trace.norms}
                 return next((p for p, f in read.facts.items() if p in norms), None)
         return None
+
+    def _is_hidden(self, tensor: str) -> bool:
+        """Whether there is such a tensor, a number for each hidden channel."""
+        return self.state.get(tensor) == (self.hidden,)
 
     def _outside_stream(self) -> str:
         """Why the residual stream cannot be rotated, by what is before and after the blocks."""
@@ -579,6 +588,8 @@ class _Block:
             return False
         if name in self.model.trace.escapes or not _in_order(fact) or fact.kind > Kind.LINEAR:
             return False
+        if any(name in used for used in self._used_unread):
+            return False
         readers = [r for r in self.reads if name in r.facts]
         return all(
             isinstance(m := self.model.modules.get(r.weight.removesuffix(".weight")), nn.Module)
@@ -590,6 +601,12 @@ class _Block:
             for r in readers
         )
 
+    @cached_property
+    def _used_unread(self) -> list[Facts]:
+        """Facts of what norms norm, and of what is added to the residual stream."""
+        used = [call.facts for call in self.norms] + [f for _, f in self.model.trace.writers]
+        return [{p: f for p, f in facts.items() if f.channels is not None} for facts in used]
+
     def _only(self, facts: Facts, linears: tuple[str, ...]) -> bool:
         """Whether the producers of ``facts`` go into ``linears`` and nowhere else."""
         for producer, fact in facts.items():
@@ -597,10 +614,10 @@ class _Block:
             for escape in self.model.trace.escapes.get(owner, ()):
                 if bool(escape.channels[rows[rows < len(escape.channels)]].any()):
                     return False
-            for read in [*self.model.trace.reads, *self.experts.values()]:
-                if self.short(read.weight) in linears:
-                    continue
-                for name, other in read.facts.items():
+            others = [r for r in self.model.trace.reads if self.short(r.weight) not in linears]
+            reads = [r.facts for r in (*others, *self.experts.values())]
+            for used in [*reads, *self._used_unread]:
+                for name, other in used.items():
                     known = name.partition(PART)[0] == owner and other.channels is not None
                     if known and bool(torch.isin(_rows(other), rows).any()):
                         return False

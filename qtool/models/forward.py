@@ -165,11 +165,12 @@ def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     An encoder's only where the model has no other.
     """
     config = model.config.get_text_config(decoder=True)
+    counts = {config.num_hidden_layers, getattr(config, "num_layers", None)}
     sizes = {
         name: sum(p.numel() for p in module.parameters())
         for module, name in names.items()
         if isinstance(module, nn.ModuleList)
-        and len(module) == config.num_hidden_layers
+        and len(module) in counts
         and not any(part in name for part in ("vision", "visual", "audio"))
     }
     sizes = {name: s for name, s in sizes.items() if "encoder." not in name} or sizes
@@ -266,6 +267,8 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
             result = out[0] if isinstance(out, (tuple, list)) else out
             found.outputs = len(out) if isinstance(out, (tuple, list)) else 0
             last[:] = [recorder.root(result)]
+            passed = {p: f for p, f in recorder.of(result).items() if p != STREAM}
+            recorder.escape(passed, "the block's output")
             if found.like[numbers[module]] != numbers[module]:
                 recorder.muted -= 1
                 recorder.produce(STREAM, result)

@@ -103,8 +103,9 @@ def block_arguments(
             seen[number] = Arguments(bound[first], kept)
             if number == len(seen) - 1:
                 raise _LastBlock
-            others = (None,) * (family.returns - 1)
-            return (bound[first], *others) if family.returns else bound[first]
+            return (
+                (bound[first], *(None,) * (family.returns - 1)) if family.returns else bound[first]
+            )
 
         return forward
 

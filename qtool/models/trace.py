@@ -177,9 +177,10 @@ class Recorder(TorchDispatchMode):
         """Note that values with ``facts`` go where no rule follows them."""
         for producer, fact in facts.items():
             if fact.kind < Kind.MIXED and fact.channels is not None:
-                mask = torch.zeros(int(fact.channels.max()) + 2, dtype=torch.bool)
-                mask[fact.channels.flatten().long()] = True  # -1 is the last
-                found = Escape(what, self.modules[-1], mask[:-1])
+                with _disable_current_modes():
+                    mask = torch.zeros(int(fact.channels.max()) + 2, dtype=torch.bool)
+                    mask[fact.channels.flatten().long()] = True  # -1 is the last
+                    found = Escape(what, self.modules[-1], mask[:-1])
                 self.trace.escapes.setdefault(producer, []).append(found)
 
     # operations

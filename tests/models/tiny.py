@@ -86,7 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": 320,
-        "hidden_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 128,
         "activation_sparsity_pattern": None,
     },
     "gemma4_text": GEMMA4,
@@ -127,6 +127,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"layer_types": ..., "num_hidden_layers": 3},
+    "xlnet": {"d_inner": 256},
+    "qwen4_exp_text": {
+        "hc_lowrank": 128,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
     "zamba": {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3}
     | {"mamba_dt_rank": 8, "layer_types": ...}
     | {"attention_head_dim": 64, "attention_hidden_size": 256, "num_key_value_heads": 4},
