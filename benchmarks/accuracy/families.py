@@ -1,4 +1,4 @@
-"""Every causal class of transformers, quantized at a tiny size and held against transformers' own.
+"""Every causal and multimodal class of transformers, quantized at a tiny size and proved right.
 
     python benchmarks/accuracy/families.py [smollm3 gpt_oss ...] [--write]
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto import modeling_auto
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tests/models, which is not installed
@@ -37,6 +37,11 @@ from qtool.models.unsupported import why_unsupported  # noqa: E402
 from tests.models import proof  # noqa: E402
 from tests.models.tiny import save_tiny  # noqa: E402
 
+#: causal classes by type, and wrappers of text models
+CLASSES: dict[str, str] = {
+    **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 SCHEME = "w4a16"
 #: what is proved of a class, in order; a row says of each why it failed, or nothing
@@ -74,7 +79,7 @@ def prove(model_type: str, steps: list[str], answers: Any) -> None:
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
-    row: dict[str, Any] = {"type": model_type, "class": CAUSAL[model_type]}
+    row: dict[str, Any] = {"type": model_type, "class": CLASSES[model_type]}
     with TemporaryDirectory(prefix="qtool-families-") as work:
         try:
             source = save_tiny(model_type, Path(work) / "source")
@@ -102,7 +107,7 @@ def first_line(error: Exception) -> str:
 def row_of(model_type: str, steps: list[str]) -> dict[str, Any]:
     """The row of one class, made in a process of its own."""
     if refusal := why_unsupported(model_type):
-        return {"type": model_type, "class": CAUSAL[model_type], "refused": refusal}
+        return {"type": model_type, "class": CLASSES[model_type], "refused": refusal}
     context = multiprocessing.get_context("fork")  # everything is imported already
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=prove, args=(model_type, steps, sender))
@@ -134,12 +139,12 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--write", action="store_true", help=f"keep the rows in {RESULTS.name}")
     arguments = parser.parse_args()
-    if unknown := set(arguments.types) - set(CAUSAL):
-        parser.error(f"{min(unknown)!r} is no causal model type of transformers")
+    if unknown := set(arguments.types) - set(CLASSES):
+        parser.error(f"{min(unknown)!r} is no causal or multimodal model type of transformers")
     rows: dict[str, dict[str, Any]] = {}
     if arguments.write and arguments.types and RESULTS.exists():
         rows = {row["type"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-    for model_type in arguments.types or CAUSAL:
+    for model_type in arguments.types or CLASSES:
         row = rows[model_type] = row_of(model_type, arguments.steps)
         failed = [
             f"{name}: {row[name]}" for name in ("refused", "unbuilt", *STEPS) if row.get(name)
@@ -153,7 +158,7 @@ def main() -> None:
                 "date": time.strftime("%Y-%m-%d"),
                 "scheme": SCHEME,
             }
-            kept = [rows[name] for name in CAUSAL if name in rows]
+            kept = [rows[name] for name in CLASSES if name in rows]
             RESULTS.write_text(json.dumps(facts | {"rows": kept}, indent=1) + "\n")
     good = sum(passed(row, arguments.steps) for row in rows.values())
     print(f"{good} of {len(rows)} passed")

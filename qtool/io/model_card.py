@@ -26,8 +26,8 @@ import qtool
 model, tokenizer = qtool.load("{name}"), qtool.load_tokenizer("{name}")
 ```
 
-Run `import qtool.transformers` before `AutoModelForCausalLM.from_pretrained`; transformers alone
-refuses this checkpoint and says so. lm-eval's own command line:
+Run `import qtool.transformers` before transformers' `from_pretrained`; transformers alone refuses
+this checkpoint and says so. lm-eval's own command line:
 `python -m qtool.lm_eval run --model hf --model_args pretrained={name},dtype=auto --tasks ...`.
 
 ## Serve

@@ -39,7 +39,7 @@ class Architecture:
 
     def window(self, seqlen: int) -> int:
         """Tokens of a window where ``seqlen`` are asked for: at most the model's context."""
-        return min(seqlen, self.config.get("max_position_embeddings") or seqlen)
+        return min(seqlen, getattr(self.namespace, "max_position_embeddings", None) or seqlen)
 
     def block_family(self, block: int) -> Family:
         """The family as it is in block ``block``."""

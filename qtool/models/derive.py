@@ -131,6 +131,10 @@ class _Model:
             "derived": True,
         }
         common["outside"] = self._outside(common)
+        called = set(self.trace.called)
+        common["read_of_text"] = tuple(
+            name for name in common["outside"] if name.rpartition(".")[0] in called
+        )
         own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
         whole = own[id(main)]
         if len(own) == 1:
@@ -156,6 +160,8 @@ class _Model:
         tables = {f"{self.recorded.embedding}.weight"}
         if positions := self._positions():
             tables.add(f"{positions}.weight")
+        if self.model.config is not self.config:
+            return "what is no text enters it too"
         start = self.recorded.start
         if start.keys() != tables or any(f.kind > Kind.SUM for f in start.values()):
             return "what enters the first block is not the embedding alone"
@@ -875,6 +881,13 @@ class _Block:
                 biased.append(self.short(owner))
                 continue
             tensors[short] = " ".join(map(str, self.model.state[name]))
+        for name in names:
+            owner = self.short(name.rpartition(".")[0])
+            module = self.model.modules[name.rpartition(".")[0]]
+            known = owner in linears or owner in self.kept or isinstance(module, nn.Linear)
+            known |= name.rpartition(".")[0] in self.experts
+            if len(self.model.state[name]) > 1 and not known:
+                self.kept[self.short(name)] = f"{type(module).__name__} is no linear"
         for name in self.experts:
             parts = self._expert_names(name)
             for role, shape, bias in expert_parts(self.model.modules[name]):

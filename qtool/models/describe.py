@@ -11,7 +11,7 @@ from qtool.models.parts import Fold, LinearGroup
 TOLD = frozenset(
     {
         *("kept", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
-        *("fixed_stream", "streamed_only", "disk_names", "joined", "integers"),
+        *("fixed_stream", "streamed_only", "disk_names", "joined", "integers", "read_of_text"),
     }
 )
 

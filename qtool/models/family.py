@@ -62,6 +62,7 @@ class Family:
         kept: linears of a block that stay in 16 bit, and why.
         outside: shapes of tensors beside blocks, tables, final norm and head, which stay as they
             are.
+        read_of_text: those of ``outside`` that a forward of text reads; others are of towers.
         final_bias: the final norm has a bias; None: where ``layer_norm`` says so.
         streamed_only: why no method can be had that looks at activations.
         whole_embedding: more than the embedding reads the token ids.
@@ -99,6 +100,7 @@ class Family:
     fixed_stream: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    read_of_text: tuple[str, ...] = ()
     final_bias: bool | None = None
     streamed_only: str = ""
     whole_embedding: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtool.errors import QtoolError
+from qtool.models.auto import auto_class
 from qtool.models.experts import is_experts
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
 from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace, tensors_in
@@ -74,11 +75,10 @@ def build(config: Mapping[str, Any]) -> Any:
     try:
         made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
         _require_counts(made.get_text_config())
-        auto: Any = transformers.AutoModelForCausalLM
-        if type(made) not in auto._model_mapping:
-            auto = transformers.AutoModelForImageTextToText
+        if made.get_text_config(decoder=True).is_encoder_decoder or made.is_encoder_decoder:
+            raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
         with FakeTensorMode(), no_init_weights():
-            model = auto.from_config(made, attn_implementation="eager").eval()
+            model = auto_class(made).from_config(made, attn_implementation="eager").eval()
             model.tie_weights()
             return model
     except QtoolError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtool.models.auto import auto_class
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
 
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """The model of ``config`` in eval mode, all parameters on ``meta``."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     separate_experts(model)
     return model.eval()
 

@@ -18,12 +18,8 @@ def why_unsupported(model_type: str) -> str:
 
     if is_listed("MASKED_LM") and not is_listed("MULTIMODAL_LM") and model_type not in DECODERS:
         return "an encoder; qtool quantizes decoder-only models"
-    if is_listed("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT"):
-        return (
-            "a multimodal wrapper; qtool quantizes text models alone: if the model_type of its "
-            "text_config is one of those below, save that model by itself (docs/limits.md has the "
-            "lines)"
-        )
+    if is_listed("MULTIMODAL_LM"):
+        return ""
     if is_listed("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
         return "an encoder-decoder; qtool quantizes decoder-only models"
     if is_listed("CAUSAL_LM"):

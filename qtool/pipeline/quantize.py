@@ -175,6 +175,8 @@ def _config(job: Job) -> dict[str, Any]:
     config = job.format.in_config(job.config)
     if job.unties:
         config["tie_word_embeddings"] = False
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {**text, "tie_word_embeddings": False}
     if job.dtype != job.source_dtype:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(job.dtype)

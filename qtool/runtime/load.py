@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -15,6 +15,7 @@ from transformers import (
 from qtool.errors import QtoolError
 from qtool.io.integrity import require_intact
 from qtool.io.source import resolve
+from qtool.models.auto import auto_class
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.device import require_device
@@ -101,7 +102,8 @@ def _from_pretrained(
     The quantizer checks the shards' hashes.
     """
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        found: Any = auto_class(config).from_pretrained(
             path,
             dtype=dtype or "auto",
             device_map=device_map,

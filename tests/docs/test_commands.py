@@ -38,8 +38,6 @@ ONLY_PARSED = {
     ("bench", "kv"): "times kernels on a GPU",
     ("bench", "quantize"): "makes a checkpoint of a large shape; tests/pipeline runs a tiny one",
 }
-#: blocks that another test runs
-ELSEWHERE = {"docs/limits.md": "tests/models/test_wrappers.py"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMANDS = list(commands())
 QTOOL = [c for c in COMMANDS if c.words[0] == "qtool" or "-m qtool " in c.text]
@@ -136,7 +134,7 @@ def test_other_command(command: Command) -> None:
         pytest.fail(f"{command}: no test knows the program {program!r}")
 
 
-PYTHON = [page for page in PAGES if blocks(page, "python") and name_of(page) not in ELSEWHERE]
+PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
@@ -158,12 +156,6 @@ def test_python_blocks(
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     assert namespace["qtool"] is qtool
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_blocks_that_another_test_runs(name: str) -> None:
-    assert blocks(ROOT / name, "python")
-    assert name.removeprefix("docs/") in (ROOT / ELSEWHERE[name]).read_text()
 
 
 def test_the_recipe_of_the_reference() -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import qtool
 from qtool import recipes
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
+from qtool.models.auto import auto_class
 from qtool.models.describe import kinds_of_blocks
 from qtool.models.experts import expert_tensors, is_experts
 from qtool.pipeline import quantize as pipeline
@@ -142,7 +143,7 @@ def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(source)
     tied = bool(getattr(quantized.config, "tie_word_embeddings", False))
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
-    model = AutoModelForCausalLM.from_pretrained(source, config=config)
+    model = auto_class(config).from_pretrained(source, config=config)
     family = family_of(quantized.config)
     places = dict(model.state_dict(keep_vars=False))
     for name, module in model.named_modules():

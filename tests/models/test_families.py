@@ -22,6 +22,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
+from tests.models.tiny import tiny_config
 
 
 def config_of(source: Path, **changes: Any) -> dict[str, Any]:
@@ -72,8 +73,6 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
         ("whisper", "an encoder-decoder"),
         ("bert", "an encoder;"),
         ("vit", "a vision model"),
-        ("gemma3", "a multimodal wrapper; .*docs/limits.md"),
-        ("mistral3", "a multimodal wrapper"),
         ("gpt2", "its blocks have no linear that can be quantized"),
         ("sam", "no causal language model"),
         ("lama", "transformers .* does not know it either"),
@@ -154,3 +153,15 @@ def test_a_config_may_leave_out_what_transformers_knows(make_model: MakeModel) -
     config = config_of(make_model("gemma2"))
     del config["tie_word_embeddings"]
     assert Job.of(config, recipes.load("w4a16")).tied
+
+
+def test_groups_that_do_not_divide_leave_a_few_linears_in_16_bit() -> None:
+    config = tiny_config("gemma4_text").to_dict()
+    job = Job.of(config, recipes.load("w4a16"))
+    said = "in 16 bit: per_layer_projection, 64 inputs, which groups of 128 do not divide"
+    assert said in job.recipe.adaptations
+    assert job.format.of("model.layers.0.per_layer_projection") is None
+    assert job.format.of("model.layers.0.mlp.down_proj") is not None
+    config["hidden_size_per_layer_input"], config["intermediate_size"] = 128, 192
+    with pytest.raises(QtoolError, match=r"mlp.down_proj: w4a16: 192 input channels are not"):
+        Job.of(config, recipes.load("w4a16"))

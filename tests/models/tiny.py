@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from qtool.models.auto import auto_class
 
 #: by the names that configs have for them; a class takes those that it knows
 SIZES: dict[str, Any] = {
@@ -65,6 +67,11 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 320,
     "hidden_size_per_layer_input": 64,
     "num_experts": None,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 #: what else a class needs to be small, or to be built at all
@@ -151,13 +158,65 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+#: sizes of what is beside a wrapper's text model
+TOWER: dict[str, Any] = {
+    **{key: SIZES[key] for key in ("vocab_size", "pad_token_id")},
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "width"), 64),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 128),
+    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 2),
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "out_hidden_size": 128,
+    "projector_hidden_size": 128,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 128,
+    "projector_input_dim": 128,
+    "projector_output_dim": 128,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+    "pixel_shuffle_ratio": 0.5,
+}
+#: of wrappers' sub-configs, beside :data:`SIZES` and :data:`TOWER`
+INNER: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma3": {"text_config": {"layer_types": MIXED}},
+    "gemma4": {"text_config": GEMMA4},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": {"hidden_size": 128}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen3_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen3_vl_moe": {"text_config": {"rope_parameters": MROPE}},
+    "qwen3_5": {"text_config": GATED_DELTA},
+    "qwen3_5_moe": {"text_config": GATED_DELTA},
+}
+
+
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A small config of ``model_type``; ``...`` leaves a setting as the class has it."""
-    base = type(AutoConfig.for_model(model_type))
+    config = AutoConfig.for_model(model_type)
+    inner = {
+        name: _tiny_part(name, getattr(config, name), INNER.get(model_type, {}).get(name, {}))
+        for name in type(config).sub_configs
+        if getattr(config, name, None) is not None
+    }
+    base = type(config)
     known = set(base().to_dict()) | set(base.attribute_map)
     wanted = {**SIZES, **CHANGES.get(model_type, {}), **changes}
+    if inner:
+        wanted = {"image_token_index": 319, "image_token_id": 319, "projector_hidden_act": "gelu"}
+        wanted |= {"tie_word_embeddings": False, **CHANGES.get(model_type, {}), **changes}
     own = {key: value for key, value in wanted.items() if key in known and value is not ...}
-    return AutoConfig.for_model(model_type, **own)
+    return AutoConfig.for_model(model_type, **inner, **own)
+
+
+def _tiny_part(name: str, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """A small config of a wrapper's text model or tower, of the class that ``config`` has."""
+    sizes = SIZES if name in ("text_config", "language_config", "llm_config") else TOWER
+    known = set(config.to_dict()) | set(config.attribute_map)
+    own = {**sizes, **CHANGES.get(config.model_type, {}), **changes}
+    found: dict[str, Any] = {"model_type": config.model_type}
+    return found | {key: value for key, value in own.items() if key in known and value is not ...}
 
 
 def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
@@ -165,10 +224,10 @@ def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{model_type}: {size} parameters; the table does not make it small")
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = auto_class(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not name.endswith(("A_log", "dt_bias")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

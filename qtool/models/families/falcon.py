@@ -56,7 +56,7 @@ FALCON = Family(
     },
     defaults={"tie_word_embeddings": True, "multi_query": True, "parallel_attn": True},
     choose=_choose,
-    returns=1,
+    returns=2,
 )
 
 ONE_NORM = replace(FALCON, choose=None)

@@ -158,13 +158,13 @@ class BuiltBlocks:
         batches = first_inputs(self.model, job.family, places, batch)
         for name in tables:
             release(self.model.get_submodule(name))
-        for name in job.family.outside:
+        for name in job.family.read_of_text:
             release(self.model.get_submodule(name.rpartition(".")[0]))
         return batches
 
     def _fill_outside(self) -> None:
-        """Give the model what it has before the blocks beside the tables (norms, projections)."""
-        for name in self.job.family.outside:
+        """Give the model what text passes beside tables and blocks (norms, projections)."""
+        for name in self.job.family.read_of_text:
             owner, _, part = name.rpartition(".")
             tensor = self.source.read(name).to(self.device)
             if tensor.is_floating_point():
