@@ -189,7 +189,7 @@ def quantize() -> str:
     return markdown(head, rows) + made_by(found)
 
 
-FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"
+FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"  # and then an export
 
 
 def families() -> str:
@@ -206,9 +206,11 @@ def families() -> str:
         if reasons and passed:
             said += f" (right: {', '.join(passed)})"
         by = {True: "derived", False: "declared"}.get(row.get("derived"), "-")
-        cells = [f"`{row['type']}`", by, said, str(row.get("quantized", "-")), kept or "-"]
+        exported = {"": "yes", None: "-"}.get(row.get("export"), f"no: {row.get('export')}")
+        cells = [f"`{row['type']}`", by, said, exported, str(row.get("quantized", "-"))]
+        cells.append(kept or "-")
         rows.append([cell.replace("|", "\\|") for cell in cells])
-    head = ["`model_type`", "family", "every step right", "linears", "left in 16 bit"]
+    head = ["`model_type`", "family", "every step right", "export", "linears", "left in 16 bit"]
     counted = f"{right} of {len(rows)} types pass every step.\n\n"
     return counted + markdown(head, rows) + made_by(found)
 

@@ -126,7 +126,7 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "meta")
         else:
-            yield from super().specs(owner)
+            yield from self._on_disk(super().specs(owner))
 
     @torch.no_grad()
     def tensors(self, owner: str, notes: Json) -> Tensors:
@@ -139,7 +139,8 @@ class _Export(Conversion):
                 stored = dict(self._linear(owner, codes, params))
             except CheckFailed as error:
                 raise CheckFailed(f"{owner}: {error}") from error
-            parts = {part.removeprefix(owner + "."): tensor for part, tensor in stored.items()}
+            prefix = f"{self.family.disk_name(owner)}."
+            parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours = linear.dequantize()
             theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
             norm = float(ours.norm().clamp(min=1e-30))
@@ -148,11 +149,20 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "cpu")
         else:
-            yield from super().tensors(owner, notes)
+            yield from self._on_disk(super().tensors(owner, notes))
 
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
+        disk = self.family.disk_name(name)
         for part, tensor in self.target.tensors(self.formats[name], codes, params).items():
-            yield f"{name}.{part}", tensor
+            yield f"{disk}.{part}", tensor
+
+    def _on_disk(self, tensors: Tensors) -> Tensors:
+        """``tensors`` by the names of published checkpoints, what loaders join in its parts."""
+        for name, tensor in tensors:
+            if parts := self.family.joined.get(name):
+                yield from zip(parts, tensor.split(list(parts.values())), strict=True)
+            else:
+                yield self.family.disk_name(name), tensor
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
@@ -165,7 +175,8 @@ class _Export(Conversion):
             yield f"{attention}.{part}", tensor
 
     def metadata(self) -> Metadata:
-        quantization = self.target.quantization_config(self.all_formats, self.kv)
+        named = {self.family.disk_name(name): found for name, found in self.all_formats.items()}
+        quantization = self.target.quantization_config(named, self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
             # its loader asks for a number that OPT's configuration does not have
@@ -190,6 +201,7 @@ def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
     scales = torch.ones(1, 1, device="meta")
     return (
         kv == "kv8"
+        and family.attention is not None
         and attention_name(family) == "self_attn"
         and bool(target.kv_tensors(scales, scales))
     )
@@ -199,6 +211,8 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
     """How the loader's arithmetic will differ from ours beyond the weights."""
     target, formats, config = work.target, work.formats, work.source.config
     notes = []
+    if work.family.derived:
+        notes.append(f"no serving engine was tried with an export of a {work.family.name} model")
     for scheme, ours in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
         if ours != (theirs := target.activations(scheme)):
             notes.append(f"activations of {scheme}: {ours} here, {theirs} there")

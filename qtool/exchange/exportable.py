@@ -69,10 +69,10 @@ def _takes(target: Target, *model: Any) -> bool:
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
     """Refuse models that no format can hold."""
     family = family_of(config)
-    if family.derived:
+    if family.experts and family.experts.stacked:
         raise QtoolError(
-            f"exports of {family.name} models are not worked out: their family is derived, and no "
-            "loader of another format was held against it"
+            f"published {family.name} checkpoints hold a block's experts as one stack: no loader "
+            "of another format takes them packed one by one"
         )
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
@@ -83,7 +83,7 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
         )
     names = (
         f"{family.blocks}.{block}.{linear}"
-        for block in range(int(config["num_hidden_layers"]))
+        for block in range(int(settings.num_hidden_layers))
         for linear in family.at(settings, block).linears()
     )
     if not any(checkpoint_format.of(name) for name in names):
@@ -98,9 +98,11 @@ def _formats(
 ) -> ByLinear:
     """:func:`exported_formats`, without the formats that can."""
     model = family_of(config)
+    if model.derived and not target.any_architecture:
+        raise QtoolError(f"{target.name}: its loaders do not know {model.name} models")
     namespace = model.settings(config)
-    formats: ByLinear = {}
-    for block in range(int(config["num_hidden_layers"])):
+    formats: ByLinear = dict.fromkeys(model.other_linears)
+    for block in range(int(namespace.num_hidden_layers)):
         family = model.at(namespace, block)
         shapes, ranks = (
             family.block_shapes(namespace),
@@ -131,7 +133,8 @@ def _formats(
                 k // columns,
             )
         routers = (router for readers in family.readers.values() for router in readers)
-        formats |= dict.fromkeys((f"{family.blocks}.{block}.{router}" for router in routers), None)
+        beside = (*routers, *family.kept)
+        formats |= dict.fromkeys((f"{family.blocks}.{block}.{name}" for name in beside), None)
         for fused in _fused(family):
             fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in fused])
         _require_experts(target, family, f"{family.blocks}.{block}.", formats)

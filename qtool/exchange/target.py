@@ -39,6 +39,8 @@ class Target(ABC):
     leaves_16_bit: ClassVar[bool] = True
     #: the dtype of the whole model, where the format's kernels know only one
     dtype: ClassVar[torch.dtype | None] = None
+    #: its loaders take every architecture, linear by linear
+    any_architecture: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True
 

@@ -126,6 +126,13 @@ class _Model:
             "whole_embedding": self.recorded.reads_ids,
             "disk_names": self.disk_names,
             "joined": self.joined,
+            "other_linears": tuple(
+                name
+                for name, module in self.modules.items()
+                if isinstance(module, nn.Linear)
+                and not name.startswith(f"{self.recorded.blocks}.")
+                and name != self.recorded.head
+            ),
             "integers": frozenset(self.integers),
             "layer_norm": any(f.layer_norm for f in of_block),
             "derived": True,
@@ -264,16 +271,17 @@ class _Model:
         }
 
     @cached_property
-    def joined(self) -> dict[str, tuple[str, ...]]:
-        """The names on disk of tensors that loaders make of several."""
-        found: dict[str, tuple[str, ...]] = {}
+    def joined(self) -> dict[str, dict[str, int]]:
+        """The names on disk of tensors that loaders make of several, and the rows of each."""
+        found: dict[str, dict[str, int]] = {}
         for first, parts in self._on_disk[1].items():
-            each = [dict(self._in_all_blocks(first, part)) for part in parts]
-            found |= {own: tuple(names[own] for names in each) for own in each[0]}
+            for part, rows in parts.items():
+                for own, disk in self._in_all_blocks(first, part):
+                    found.setdefault(own, {})[disk] = rows
         return found
 
     @cached_property
-    def _on_disk(self) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    def _on_disk(self) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         return disk_names(self.model, set(self.recorded.like), self.recorded.blocks)
 
     def _in_all_blocks(self, own: str, disk: str) -> Iterator[tuple[str, str]]:
@@ -899,15 +907,15 @@ class _Block:
 
     def _expert_names(self, module: str) -> "_ExpertNames":
         base = f"{self.short(module)}.*"
-        gate, up, down = self.model.leaves[module]
+        gate, up, down, _ = self.model.leaves[module]
         return _ExpertNames(gate and f"{base}.{gate}", f"{base}.{up}", f"{base}.{down}")
 
     def _experts(self, module: str) -> Experts:
         moe = self.short(module).removesuffix(".experts")
-        gate, up, down = self.model.leaves[module]
+        gate, up, down, stacked = self.model.leaves[module]
         stack: Any = self.model.modules[module]
         form = Form.of(stack)
-        return Experts(moe, moe, gate, up, down, form.transposed, form.interleaved)
+        return Experts(moe, moe, gate, up, down, form.transposed, form.interleaved, stacked)
 
 
 @dataclass(frozen=True)

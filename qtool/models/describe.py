@@ -11,7 +11,15 @@ from qtool.models.parts import Fold, LinearGroup
 TOLD = frozenset(
     {
         *("kept", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
-        *("fixed_stream", "streamed_only", "disk_names", "joined", "integers", "read_of_text"),
+        *(
+            "fixed_stream",
+            "streamed_only",
+            "disk_names",
+            "joined",
+            "integers",
+            "read_of_text",
+            "other_linears",
+        ),
     }
 )
 
@@ -42,7 +50,7 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "outside": {name: list(shape) for name, shape in family.outside.items()},
         "disk_names": dict(family.disk_names),
-        "joined": {name: list(parts) for name, parts in family.joined.items()},
+        "joined": {name: dict(parts) for name, parts in family.joined.items()},
         "left_out": left_out(family),
     }
 

@@ -76,10 +76,11 @@ def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
     return [*first, ("down", (hidden, width), Form.of(stacked).bias)]
 
 
-def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str]]:
+def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
     """Names of gate, up and down of each stack of experts, as checkpoints have them.
 
-    transformers' own list of conversions says from which names a stack is made.
+    And whether checkpoints have the stack itself. transformers' own list of conversions says from
+    which names a stack is made.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -96,24 +97,25 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str]]:
                 return [parts[-2] for parts in names]
         return []
 
-    found: dict[str, tuple[str | None, str, str]] = {}
+    found: dict[str, tuple[str | None, str, str, bool]] = {}
     for name, stack in stacks.items():
         gate, up, down = LEAVES
         if Form.of(stack).gate and len(pair := leaves(name, "gate_up_proj")) == 2:
             gate, up = pair
         if not Form.of(stack).gate and (single := leaves(name, "up_proj")):
             up = single[0]
-        down = next(iter(leaves(name, "down_proj")), down)
-        found[name] = (gate if Form.of(stack).gate else None), up, down
+        single = leaves(name, "down_proj")
+        down = single[0] if single else down
+        found[name] = (gate if Form.of(stack).gate else None), up, down, not single
     return found
 
 
 def disk_names(
     model: Any, numbers: set[int], blocks: str
-) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
     """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
 
-    And of those that are several on disk, which follow one another along dimension 0. Only of the
+    And of those that are several on disk, with their rows: they follow one another. Only of the
     blocks ``numbers``.
 
     Raises:
@@ -152,7 +154,7 @@ def disk_names(
         same = {part.shape[1:] for part in parts.values()} == {state[name].shape[1:]}
         if not (same and rows == state[name].shape[0] and _follow(model, name)):
             raise QtoolError(f"{name}: transformers computes it from {min(parts)} when it loads it")
-        joined[name] = tuple(parts)
+        joined[name] = {part: tensor.shape[0] for part, tensor in parts.items()}
     return {own: disk for own, disk in found.items() if own != disk}, joined
 
 

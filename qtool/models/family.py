@@ -67,7 +67,9 @@ class Family:
         streamed_only: why no method can be had that looks at activations.
         whole_embedding: more than the embedding reads the token ids.
         disk_names: names that checkpoints have for tensors and modules, by those used here.
-        joined: tensors that loaders make of several on disk, one after another along dimension 0.
+        joined: tensors that loaders make of several on disk, one after another along dimension 0:
+            their names there, and the rows of each.
+        other_linears: linears beside the blocks and the head.
         integers: names of tensors that hold whole numbers.
         derived: it is what transformers' own model does at one config's sizes.
     """
@@ -105,7 +107,8 @@ class Family:
     streamed_only: str = ""
     whole_embedding: bool = False
     disk_names: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    other_linears: tuple[str, ...] = ()
     integers: frozenset[str] = frozenset()
     derived: bool = False
 
@@ -188,6 +191,17 @@ class Family:
                     f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} "
                     f"there{most}"
                 )
+
+    def disk_name(self, name: str) -> str:
+        """The name that checkpoints have for the tensor or module ``name``."""
+        parts = name.split(".")
+        for count in range(len(parts), 0, -1):
+            for suffix in ("", ".weight"):
+                own = ".".join(parts[:count]) + suffix
+                if own in self.disk_names:
+                    disk = self.disk_names[own].removesuffix(suffix)
+                    return ".".join([disk, *parts[count:]])
+        return name
 
     def linears(self) -> Iterator[str]:
         """Names within a block of the linears that may be quantized."""

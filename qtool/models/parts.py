@@ -84,6 +84,7 @@ class Experts:
         attribute: what transformers calls it.
         transposed: transformers' stacks hold inputs before outputs.
         interleaved: gate and up take turns there.
+        stacked: published checkpoints hold the stacks, not each expert.
     """
 
     moe: str = "mlp"
@@ -93,6 +94,7 @@ class Experts:
     down: str = "down_proj"
     transposed: bool = False
     interleaved: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, CompressedTensorsConfig, PreTrainedModel
 
 import qtool
 from qtool import recipes
@@ -102,6 +102,23 @@ def transforms_keep_logits(source: Path, out: Path, scheme: str = "w4a16") -> No
     pipeline.quantize(Checkpoint(source), recipe, out, calibration=Calibration([windows(source)]))
     error = distance(logits(qtool.load(out)), logits(qtool.load(source)))
     assert error < TOLERANCE, f"logits moved by {error:.1e}"
+
+
+@torch.no_grad()
+def exported_right(native: Path, out: Path) -> None:
+    """transformers and compressed-tensors load an export, and compute what the native model does.
+
+    Every tensor of it is in the file, and none more.
+    """
+    qtool.export(native, "compressed-tensors", out)
+    config = AutoConfig.from_pretrained(out)
+    how: Any = {"experts_implementation": "eager", "output_loading_info": True}
+    how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
+    loaded, info = auto_class(config).from_pretrained(out, **how)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], f"{kind} {min(map(str, info[kind]))}"
+    error = distance(logits(loaded.eval()), logits(qtool.load(native)))
+    assert error < TOLERANCE, f"logits of the export: {error:.1e} from those of the native model"
 
 
 def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None:

@@ -1,15 +1,17 @@
 """A sample of the classes of ``make families``: quantized, loaded and held against their own."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.quantize import quantize
-from tests.models.proof import check, transforms_keep_logits
+from tests.models.proof import check, exported_right, quantized_right, transforms_keep_logits
 from tests.models.tiny import save_tiny
 
 #: post-norms, layers without RoPE, parallel branches, by-head fused rows, stacked, transposed,
@@ -30,6 +32,38 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
 def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Path) -> None:
     """XLNet norms a norm's output again: nothing may be folded into the first."""
     transforms_keep_logits(save_tiny(model_type, tmp_path / "source"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "minimax_m2"])
+def test_an_export_has_the_names_of_published_checkpoints(model_type: str, tmp_path: Path) -> None:
+    source = save_tiny(model_type, tmp_path / "source")
+    published = set(Checkpoint(source).entries)
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
+    found = {
+        re.sub(r"_(packed|scale|shape)$", "", name)
+        for name in Checkpoint(tmp_path / "exported").entries
+    }
+    assert found == published
+
+
+def test_an_export_loads_in_transformers(tmp_path: Path) -> None:
+    quantized_right(save_tiny("cohere", tmp_path / "source"), tmp_path / "native")
+    exported_right(tmp_path / "native", tmp_path / "exported")
+
+
+def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
+    source = save_tiny("gpt_oss", tmp_path / "source")
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    with pytest.raises(QtoolError, match="hold a block's experts as one stack"):
+        export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
+
+
+def test_loaders_of_few_architectures_take_no_derived_family(tmp_path: Path) -> None:
+    source = save_tiny("smollm3", tmp_path / "source")
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    with pytest.raises(QtoolError, match=r"qqq: its loaders do not know SmolLM3 .*: comp.*, awq"):
+        export(tmp_path / "native", "qqq", tmp_path / "exported")
 
 
 def test_what_depends_on_more_than_hidden_states_is_only_streamed(tmp_path: Path) -> None:

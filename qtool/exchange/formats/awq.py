@@ -12,7 +12,7 @@ weights are expressed, not the 8-bit activations. Readers: vLLM, SGLang, GPTQMod
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Awq(Target):
     about = "4-bit weights with zero points, 16-bit activations: vLLM, SGLang, GPTQModel"
     expressible = ASYMMETRIC_4
     tile = (8, 1)
+    any_architecture: ClassVar[bool] = True
 
     def refuses_experts(self, found: LinearFormat) -> str:
         return "" if found.group_size else "its loaders want groups of input channels in experts"

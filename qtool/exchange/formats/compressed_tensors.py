@@ -85,6 +85,7 @@ class CompressedTensors(Target):
     """A compressed-tensors target: a table of :class:`CompressedFormat` by scheme."""
 
     uniform: ClassVar[bool] = False
+    any_architecture: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ are imported may have any z, and with ``desc_act=true`` any ``g_idx`` with g cha
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Gptq(Target):
 
     expressible = SYMMETRIC_4
     tile = (8, 8)
+    any_architecture: ClassVar[bool] = True
 
     def __init__(self, name: str, checkpoint_format: str, about: str) -> None:
         self.name, self.checkpoint_format, self.about = name, checkpoint_format, about
