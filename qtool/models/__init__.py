@@ -66,7 +66,7 @@ def family_of(model: str | Mapping[str, Any] | Any) -> Family:
 
     reason = why_unsupported(model_type)
     if not reason and not isinstance(config, str):
-        from qtool.models.derive import derive
+        from qtool.models.derived import derive
 
         try:
             return derive(config)

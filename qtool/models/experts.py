@@ -8,20 +8,14 @@ not, with a gate or not.
 """
 
 import inspect
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.parts import Experts
-from qtool.models.trace import Facts, Kind, Recorder
-
-#: names of an expert's linears where a checkpoint stacks them
-LEAVES = "gate_proj", "up_proj", "down_proj"
 
 
 @dataclass(frozen=True)
@@ -74,123 +68,6 @@ def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
     roles = ["gate", "up"] if Form.of(stacked).gate else ["up"]
     first = [(role, (width, hidden), Form.of(stacked).bias) for role in roles]
     return [*first, ("down", (hidden, width), Form.of(stacked).bias)]
-
-
-def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
-    """Names of gate, up and down of each stack of experts, as checkpoints have them.
-
-    And whether checkpoints have the stack itself. transformers' own list of conversions says from
-    which names a stack is made.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    stacks = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if not stacks:
-        return {}
-    converters = [c for c in get_model_conversion_mapping(model) if hasattr(c, "operations")]
-
-    def leaves(name: str, part: str) -> list[str]:
-        for converter in converters:
-            made = any(re.search(t, f"{name}.{part}") for t in converter.target_patterns)
-            names = [str(s).split(".") for s in converter.source_patterns]
-            if made and all("*" in parts and parts[-1] == "weight" for parts in names):
-                return [parts[-2] for parts in names]
-        return []
-
-    found: dict[str, tuple[str | None, str, str, bool]] = {}
-    for name, stack in stacks.items():
-        gate, up, down = LEAVES
-        if Form.of(stack).gate and len(pair := leaves(name, "gate_up_proj")) == 2:
-            gate, up = pair
-        if not Form.of(stack).gate and (single := leaves(name, "up_proj")):
-            up = single[0]
-        single = leaves(name, "down_proj")
-        down = single[0] if single else down
-        found[name] = (gate if Form.of(stack).gate else None), up, down, not single
-    return found
-
-
-def disk_names(
-    model: Any, numbers: set[int], blocks: str
-) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
-
-    And of those that are several on disk, with their rows: they follow one another. Only of the
-    blocks ``numbers``.
-
-    Raises:
-        QtoolError: a tensor is made of others in another way.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not get_model_conversion_mapping(model, add_legacy=False):
-        return {}, {}
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if not name.startswith(f"{blocks}.")
-        or int(name[len(blocks) + 1 :].partition(".")[0]) in numbers
-    }
-    owners = {id(tensor): name for name, tensor in state.items()}
-    found = {}
-    for disk, tensor in revert_weight_conversion(model, dict(state)).items():
-        if (own := owners.get(id(tensor))) is not None:
-            found[own] = disk
-    made = [name for name in state if name not in found]
-    for name, module in model.named_modules():
-        if is_experts(module) and any(n.startswith(f"{name}.") for n in made):
-            stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
-            made = [n for n in made if n not in stacks]
-            for disk in revert_weight_conversion(model, stacks):
-                if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
-                    found.setdefault(name, base)
-            if name not in found:
-                raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
-    joined = {}
-    for name in made:
-        parts = revert_weight_conversion(model, {name: state[name]})
-        rows = sum(part.shape[0] for part in parts.values())
-        same = {part.shape[1:] for part in parts.values()} == {state[name].shape[1:]}
-        if not (same and rows == state[name].shape[0] and _follow(model, name)):
-            raise QtoolError(f"{name}: transformers computes it from {min(parts)} when it loads it")
-        joined[name] = {part: tensor.shape[0] for part, tensor in parts.items()}
-    return {own: disk for own, disk in found.items() if own != disk}, joined
-
-
-def _follow(model: Any, name: str) -> bool:
-    """Whether transformers makes ``name`` of tensors that follow one another along dimension 0."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    for converter in get_model_conversion_mapping(model, add_legacy=False):
-        if any(re.search(pattern, name) for pattern in converter.target_patterns):
-            operations = getattr(converter, "operations", ())
-            if operations:
-                return [(type(o).__name__, o.dim) for o in operations] == [("Concatenate", 0)]
-    return False
-
-
-def gate_facts(stacked: Any) -> tuple[Kind | None, Kind | None]:
-    """How the input of down depends on up, and on gate if there is one; None: on no one channel."""
-    size, recorder = 8, Recorder(nn.Module())
-    up, gate = (torch.empty(2, size, device="meta") for _ in range(2))
-    recorder.produce("up", up)
-    recorder.produce("gate", gate)
-    with torch.no_grad(), recorder:
-        out = gated(stacked, gate if Form.of(stacked).gate else None, up)
-    facts = recorder.of(out)
-    expected = {"up", "gate"} if Form.of(stacked).gate else {"up"}
-    if facts.keys() != expected or recorder.trace.escapes:
-        return None, None
-    return _kind(facts, "up"), _kind(facts, "gate")
-
-
-def _kind(facts: Facts, name: str) -> Kind | None:
-    fact = facts.get(name)
-    if fact is None or fact.channels is None:
-        return None
-    in_order = bool((fact.channels == torch.arange(fact.channels.shape[-1])).all())
-    return fact.kind if in_order else Kind.MIXED
 
 
 def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from qtool.errors import QtoolError
 from qtool.models import Family, family_of
-from qtool.models.derive import derive
+from qtool.models.derived import derive
 from qtool.models.parts import LinearGroup
 from tests.conftest import VARIANTS, MakeModel
 

@@ -1,32 +1,26 @@
-"""One forward of transformers' model of a config on ``meta``, recorded (:mod:`.trace`)."""
+"""One forward of transformers' model of a config on ``meta``, recorded (:mod:`.recorder`)."""
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtool.errors import QtoolError
-from qtool.models.auto import auto_class
+from qtool.models.derived.build import first_line
+from qtool.models.derived.facts import STREAM, Facts
+from qtool.models.derived.module_kinds import acts_linear, is_norm
+from qtool.models.derived.recorder import Recorder, tensors_in
+from qtool.models.derived.trace import NormCall, Read, Trace
 from qtool.models.experts import is_experts
-from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
-from qtool.models.trace import STREAM, Facts, NormCall, Read, Recorder, Trace, tensors_in
 
 #: the producer of the token ids
 IDS = "token ids"
 #: sequences and tokens of the forward
 SHAPE = 1, 4
-#: how many blocks and experts a config may ask for, by transformers' names
-MOST = {
-    "num_hidden_layers": MOST_BLOCKS,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
-}
 
 
 @dataclass
@@ -62,41 +56,6 @@ class Recorded:
         return self.model.config.get_text_config(decoder=True)
 
 
-def build(config: Mapping[str, Any]) -> Any:
-    """transformers' model of a config.json, on ``meta``, in eval mode.
-
-    Raises:
-        QtoolError: transformers has no such model, or cannot build this one.
-    """
-    import transformers
-    from transformers.initialization import no_init_weights
-
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
-    try:
-        made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
-        _require_counts(made.get_text_config())
-        if made.get_text_config(decoder=True).is_encoder_decoder or made.is_encoder_decoder:
-            raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
-        with FakeTensorMode(), no_init_weights():
-            model = auto_class(made).from_config(made, attn_implementation="eager").eval()
-            model.tie_weights()
-            return model
-    except QtoolError:
-        raise
-    except Exception as error:
-        raise QtoolError(
-            f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
-            f"the model of this config.json ({_first_line(error)})"
-        ) from error
-
-
-def _require_counts(config: Any) -> None:
-    """Refuse more blocks or experts than any model has: each is an object, even without numbers."""
-    for key, most in MOST.items():
-        if isinstance(found := getattr(config, key, None), int) and found > most:
-            raise QtoolError(f"config.json: {key} is {found}; at most {most} are expected")
-
-
 def record(model: Any) -> Recorded:
     """Run ``model`` on a few tokens and record it.
 
@@ -129,7 +88,7 @@ def record(model: Any) -> Recorded:
     except Exception as error:
         raise QtoolError(
             f"the forward of {type(model).__name__} cannot be followed without numbers "
-            f"({_first_line(error)} in {recorder.modules[-1] or 'the model'})"
+            f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
 
@@ -153,10 +112,6 @@ def _takes_first(model: Any, found: Recorded) -> bool:
         for block in modules:
             block.__dict__.pop("forward", None)
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
@@ -200,42 +155,6 @@ def _alike(model: Any, blocks: Any) -> list[int]:
         key = shapes, settings, types[number] if number < len(types) else None
         found.append(firsts.setdefault(key, number))
     return found
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a norm: so called, with at most a weight and a bias of its own."""
-    if "norm" not in type(module).__name__.lower() or list(module.children()):
-        return False
-    return all(p.dim() == 1 and n in ("weight", "bias") for n, p in module.named_parameters())
-
-
-@cache
-def _computes_linear(kind: Any) -> bool:
-    """Whether a class of linears computes ``x W^T + b`` and nothing else."""
-    if kind.forward is nn.Linear.forward:
-        return True
-    module: Any = kind.__new__(kind)
-    nn.Module.__init__(module)
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 5), (3, 5), (3,)))
-    module.in_features, module.out_features = 5, 3
-    for own in (None, bias):
-        module.weight = nn.Parameter(weight)
-        module.bias = None if own is None else nn.Parameter(own)
-        try:
-            out = module(x)
-        except (AttributeError, TypeError, RuntimeError):
-            return False
-        expected = nn.functional.linear(x, weight, own)
-        if not isinstance(out, Tensor) or not torch.allclose(out, expected, atol=1e-5):
-            return False
-    return True
-
-
-def acts_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear, and does nothing else."""
-    kind: Any = type(module)
-    return isinstance(module, nn.Linear) and _computes_linear(kind)
 
 
 @contextmanager

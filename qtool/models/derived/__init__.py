@@ -1,0 +1,49 @@
+"""A family derived from config.json alone, by one forward of transformers' own model.
+
+No weight is read. :mod:`.build` makes the model without numbers, :mod:`.forward` runs it once
+and :mod:`.recorder` follows the channels. A :class:`.recorded_model.RecordedModel` and its
+:class:`.recorded_block.RecordedBlock` are what was seen. :mod:`.linears`, :mod:`.folds`,
+:mod:`.attention` and :mod:`.stream` prove from it what :mod:`.block_family` states;
+:mod:`.whole` puts the blocks together. What is not proved is left out:
+:attr:`~qtool.models.family.Family.kept` says why a linear stays in 16 bit, and ``refuses`` and
+``fixed_stream`` why a transform is left out.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.models.derived.build import build
+from qtool.models.derived.forward import record
+from qtool.models.derived.recorded_model import RecordedModel
+from qtool.models.derived.whole import whole_family
+from qtool.models.family import Family
+
+
+def derive(config: Mapping[str, Any]) -> Family:
+    """The family of the model of a config.json, at its sizes.
+
+    Raises:
+        QtoolError: transformers cannot build it, or its forward has no blocks that can be followed.
+    """
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "_name_or_path")}
+    return _derived(json.dumps(plain, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _derived(config: str) -> Family:
+    try:
+        with torch.device("cpu"):  # a caller may be building a model on another one
+            plain = json.loads(config, object_hook=_number)
+            return whole_family(RecordedModel(record(build(plain))))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise QtoolError(f"its structure is not understood ({error})") from error
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """What transformers writes for an infinite number: ``{"__float__": "Infinity"}``."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found

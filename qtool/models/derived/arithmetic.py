@@ -1,0 +1,131 @@
+"""Rules for elementwise operations: they weaken what is known of a channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qtool.models.derived.facts import PART, STREAM, Fact, Facts, Kind
+
+if TYPE_CHECKING:
+    from qtool.models.derived.recorder import Recorder
+
+#: elementwise functions of one tensor
+UNARY = {
+    *("silu", "gelu", "sigmoid", "tanh", "exp", "pow", "clamp", "softplus", "erf", "sqrt"),
+    *("rsqrt", "log", "abs", "square", "elu", "leaky_relu", "hardswish", "mish", "log_sigmoid"),
+    *("clamp_min", "clamp_max", "sin", "cos", "reciprocal", "expm1", "log1p", "hardtanh", "relu6"),
+    *("celu", "selu", "log_sigmoid_forward", "threshold"),
+}
+#: that a positive factor on the input passes through
+POSITIVE = {"relu", "leaky_relu"}
+
+
+def combine(
+    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> None:
+    """Sums and products of two operands."""
+    a, b = args[:2]
+    sides = [broadcast(recorder, x, out) if isinstance(x, Tensor) else {} for x in (a, b)]
+    if name in ("add", "sub") and any(STREAM in side for side in sides):
+        write(recorder, *sides, out=out)
+        return
+    combined: Facts = {}
+    for side, other, operand in ((sides[0], sides[1], b), (sides[1], sides[0], a)):
+        for producer, fact in side.items():
+            if producer in combined:
+                continue
+            if name == "mul" and producer in other and _apart(fact, other[producer]):
+                part = f"{producer}{PART}{int(fact.channels.min())}"  # type: ignore[union-attr]
+                kind = kind_of(recorder, name, fact, operand, {}, divisor=False)
+                combined[part] = recorder.weaker(producer, fact, kind)
+            elif producer in other:
+                combined[producer] = with_itself(recorder, name, producer, fact, other[producer])
+            else:
+                kind = kind_of(recorder, name, fact, operand, other, divisor=operand is a)
+                combined[producer] = recorder.weaker(producer, fact, kind)
+    recorder.set(out, combined)
+
+
+def kind_of(
+    recorder: Recorder, name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool
+) -> Kind:
+    """What is left of ``fact`` once ``operand`` multiplies it or is added to it."""
+    if name in ("mul", "div"):
+        if name == "div" and divisor:
+            return Kind.ORDERED
+        return _coefficient(fact, operand)
+    if not isinstance(operand, Tensor):
+        return Kind.LINEAR if operand == 0 else Kind.ORDERED
+    if other and fact.kind <= Kind.SUM and all(f.kind <= Kind.SUM for f in other.values()):
+        return Kind.SUM
+    return Kind.MIXED if other else Kind.ORDERED
+
+
+def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other: Fact) -> Fact:
+    """Two dependences on one producer: on one channel, or on a pair that RoPE turns."""
+    a, b = fact.channels, other.channels
+    if a is None or b is None:
+        return Fact(None, Kind.MIXED)
+    if torch.equal(a, b):
+        linear = name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED
+        same = max(fact.kind, other.kind) if linear else Kind.ORDERED
+        return recorder.weaker(producer, fact, same)
+    if name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED:
+        recorder.trace.pairs[producer] = torch.stack([a.flatten(), b.flatten()], 1).unique(dim=0)
+        return Fact(a, Kind.TURNED)
+    recorder.escape({producer: fact}, name)
+    return Fact(None, Kind.MIXED)
+
+
+def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor) -> None:
+    """Something is added to the residual stream."""
+    stream, other = (a, b) if STREAM in a else (b, a)
+    if STREAM in other:
+        both = stream[STREAM], other[STREAM]
+        kind = max(f.kind for f in both)
+        recorder.trace.writers.append((recorder.modules[-1], {STREAM: Fact(None, Kind.MIXED)}))
+        recorder.set(out, {STREAM: Fact(both[0].channels, max(kind, Kind.SUM))})
+        return
+    beside = {p: f for p, f in stream.items() if p != STREAM}
+    recorder.trace.writers.append((recorder.modules[-1], beside | other))
+    recorder.set(out, {STREAM: stream[STREAM]})
+
+
+def broadcast(recorder: Recorder, tensor: Tensor, out: Tensor) -> Facts:
+    """The facts of ``tensor`` in the shape of ``out``."""
+    if tensor.shape == out.shape:
+        return recorder.of(tensor)
+    spread: Facts = {}
+    for producer, fact in recorder.of(tensor).items():
+        if fact.channels is None:
+            spread[producer] = fact
+        elif tensor.dim() and tensor.shape[-1] == out.shape[-1] > 1:
+            spread[producer] = Fact(fact.channels.expand(out.shape).contiguous(), fact.kind)
+        else:  # one number for many channels: no channel of the result
+            recorder.escape({producer: fact}, "broadcast")
+    return spread
+
+
+def _coefficient(fact: Fact, operand: Any) -> Kind:
+    """How a product with ``operand`` changes what its other factor promises."""
+    if not isinstance(operand, Tensor) or operand.numel() == 1 or fact.channels is None:
+        return Kind.LINEAR
+    channels = fact.channels
+    shape = (1,) * (channels.dim() - operand.dim()) + tuple(operand.shape)
+    along = [
+        d
+        for d, size in enumerate(shape)
+        if size > 1 and not bool((channels.narrow(d, 0, 1) == channels).all())
+    ]
+    if not along:
+        return Kind.LINEAR
+    return Kind.SCALED if channels.dim() - 1 in along else Kind.HEADS
+
+
+def _apart(fact: Fact, other: Fact) -> bool:
+    """Whether two facts of one producer take other channels of it, as gate and up in one linear."""
+    a, b = fact.channels, other.channels
+    return a is not None and b is not None and not bool(torch.isin(a.unique(), b.unique()).any())

@@ -1,0 +1,141 @@
+"""The attention of a block, where it is proved to be the common one."""
+
+import inspect
+from functools import cached_property
+
+import torch
+
+from qtool.models.derived.facts import Fact, Facts, Kind, channelwise, rows_of
+from qtool.models.derived.fused import FusedLinears
+from qtool.models.derived.recorded_block import RecordedBlock
+from qtool.models.derived.recorded_model import setting
+from qtool.models.derived.trace import AttentionCall
+from qtool.models.parts import Attention, Fold, LinearGroup
+
+#: names that a block's argument for the KV cache has
+CACHES = ("past_key_values", "layer_past", "past_key_value")
+
+
+class BlockAttention:
+    """Queries, keys and values of one block."""
+
+    def __init__(self, block: RecordedBlock, fused: FusedLinears) -> None:
+        self.block, self.fused = block, fused
+        #: the pairs of channels that RoPE turns, of queries and of keys
+        self.turned: list[torch.Tensor | None] = []
+
+    def is_output(self, producer: str, fact: Fact) -> bool:
+        """Whether the input is attention's output in the order of heads that config.json says."""
+        heads = self.block.model.heads
+        if heads is None or fact.kind < Kind.HEADS or heads.query % heads.kv:
+            return False
+        if not any(channelwise(call.v) == [producer] for call in self.block.model.trace.attentions):
+            return False
+        rows = rows_of(fact)
+        values = fact.channels[(0,) * (fact.channels.dim() - 1)]  # type: ignore[union-attr, index]
+        if len(rows) != heads.kv * heads.dim or len(values) != heads.query * heads.dim:
+            return False
+        place = torch.arange(heads.kv).repeat_interleave(heads.query // heads.kv)
+        expected = (place[:, None] * heads.dim + torch.arange(heads.dim)).flatten()
+        return bool((values.long() == rows[expected]).all())
+
+    def heads_of(self, producer: str, fact: Fact) -> dict[str, str] | None:
+        """Names of q, k and v (or of v alone) where ``producer`` makes the values."""
+        call = self._call_of(producer)
+        if call is None:
+            return None
+        roles = {"v_proj": (producer, call.v[producer])}
+        for role, side in (("q_proj", call.q), ("k_proj", call.k)):
+            if (found := self._projection(side)) is not None:
+                roles[role] = found[0]
+        return self.fused.names_of(roles)
+
+    def declared(self, groups: list[LinearGroup]) -> Attention | None:
+        """The attention of the block where it is proved to be the common one."""
+        for group in groups:
+            if group.fold is not Fold.HEADS:
+                continue
+            owner = next(
+                (o for o, parts in self.fused.parts.items() if group.source in parts), group.source
+            )
+            producer = f"{self.block.prefix}{owner}.weight"
+            call = self._call_of(producer)
+            read = next(
+                r for r in self.block.reads if self.block.short(r.weight) == group.linears[0]
+            )
+            if call is None or read.facts[producer].kind != Kind.HEADS:
+                continue
+            sides = [self._projection(side) for side in (call.q, call.k)]
+            names = self.heads_of(producer, call.v[producer])
+            if None in sides or names is None or not {"q_proj", "k_proj"} <= names.keys():
+                continue
+            norms = [side[1] for side in sides if side is not None]
+            kinds = [side[name].kind for side in (call.q, call.k) for name in channelwise(side)]
+            self.turned = [
+                self.block.model.trace.pairs.get(name)
+                for side in (call.q, call.k)
+                for name in channelwise(side)
+            ]
+            return Attention(
+                q=names["q_proj"],
+                k=names["k_proj"],
+                v=names["v_proj"],
+                o=group.linears[0],
+                q_norm=norms[0],
+                k_norm=norms[1],
+                rotary=Kind.TURNED in kinds,
+                cache=self._cache_argument,
+            )
+        return None
+
+    def refused(self, attention: Attention | None, offset: float) -> dict[str, str]:
+        """Methods that look into the attention, which this block's does not let them."""
+        if attention is None:
+            reason = "its attention is not queries, keys and values of one head size alone"
+            return dict.fromkeys(("smooth-attention", "value-basis", "kv"), reason)
+        if attention.rotary and not all(map(self._turns_halves, self.turned)):
+            reason = "RoPE turns other pairs of channels than those half a head apart"
+            return {"smooth-attention": reason}
+        forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
+        if any(form.biased or form.offset != offset for form in forms):
+            return {"smooth-attention": "its norms on queries and keys are not those of the block"}
+        return {}
+
+    def _call_of(self, values: str) -> AttentionCall | None:
+        calls = [c for c in self.block.model.trace.attentions if channelwise(c.v) == [values]]
+        return calls[0] if len(calls) == 1 else None
+
+    def _projection(self, side: Facts) -> tuple[tuple[str, Fact], str | None] | None:
+        """The linear that makes queries or keys, and the norm behind it."""
+        names = channelwise(side)
+        if len(names) != 1:
+            return None
+        name = names[0]
+        call = next((n for n in self.block.norms if n.name == name), None)
+        if call is None:
+            return ((name, side[name]), None) if self.block.linear(name) else None
+        inner = channelwise(call.facts)
+        if len(inner) != 1 or not self.block.linear(inner[0]) or self.block.form(name) is None:
+            return None
+        return (inner[0], call.facts[inner[0]]), self.block.short(name)
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        block = self.block.model.modules[self.block.prefix[:-1]]
+        known = inspect.signature(type(block).forward).parameters
+        return next((name for name in CACHES if name in known), CACHES[0])
+
+    def _turns_halves(self, pairs: torch.Tensor | None) -> bool:
+        """Whether RoPE turns channels i and i + R / 2 of the R it turns in a head."""
+        heads = self.block.model.heads
+        if pairs is None or heads is None:
+            return False
+        apart = (pairs[:, 0] - pairs[:, 1]).abs().unique()
+        scaling = getattr(self.block.model.config, "rope_parameters", None) or {}
+        kinds = [v for v in scaling.values() if isinstance(v, dict)]  # of several kinds of blocks
+        if any(v.get("partial_rotary_factor") for v in kinds):
+            return False
+        factor = scaling.get("partial_rotary_factor") or setting(
+            self.block.model.config, "partial_rotary_factor"
+        )
+        return apart.tolist() == [int(heads.dim * (factor or 1.0)) // 2]

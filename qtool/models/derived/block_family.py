@@ -1,0 +1,99 @@
+"""The family of one recorded block: everything that is not common to all blocks."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qtool.models.derived import stream
+from qtool.models.derived.attention import BlockAttention
+from qtool.models.derived.folds import Folds
+from qtool.models.derived.fused import FusedLinears
+from qtool.models.derived.linears import groups_of
+from qtool.models.derived.recorded_block import RecordedBlock
+from qtool.models.experts import Form, expert_parts
+from qtool.models.family import Family
+from qtool.models.parts import Experts, Fold
+
+
+def block_family(block: RecordedBlock) -> Family:
+    """The block's family, without what is common to all blocks."""
+    kept: dict[str, str] = {}
+    fused = FusedLinears(block)
+    attention = BlockAttention(block, fused)
+    folds = Folds(block, fused, attention)
+    groups = [folds.of(linears, read) for linears, read in groups_of(block, kept)]
+    norms = [f for g in groups if g.fold is Fold.NORM and (f := block.form(g.source))]
+    fixed = ""
+    if len({form.offset for form in norms}) > 1:
+        fixed = "its norms do not multiply by their weights in one way"
+        groups = [
+            replace(g, source="", fold=Fold.NONE, gate=None) if g.fold is Fold.NORM else g
+            for g in groups
+        ]
+    offset = norms[0].offset if norms else 0.0
+    linears = {linear for group in groups for linear in group.linears}
+    tensors, biased = _tensors(block, linears, kept)
+    declared = attention.declared(groups)
+    experts = next(iter(block.experts), None)
+    return Family(
+        name="",
+        model_types=(),
+        groups=tuple(groups),
+        attention=declared,
+        tensors=tensors,
+        biased=biased,
+        fused=fused.parts,
+        fused_by_head=fused.by_head,
+        readers=stream.readers(block, groups),
+        post_norms=stream.post_norms(block),
+        norm_offset=offset,
+        layer_norm=any(form.centred for form in norms),
+        experts=_experts(block, experts) if experts else None,
+        refuses=attention.refused(declared, offset),
+        fixed_stream=fixed or stream.why_fixed(block, groups),
+        kept=kept,
+    )
+
+
+def _tensors(
+    block: RecordedBlock, linears: set[str], kept: dict[str, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Shapes in words of all tensors of the block, and the linears with a bias."""
+    order = {name: i for i, name in enumerate(block.model.trace.called)}
+    names = [n for n in block.model.state if n.startswith(block.prefix)]
+    names.sort(key=lambda n: order.get(n.rpartition(".")[0], len(order)))
+    tensors: dict[str, str] = {}
+    biased = []
+    for name in names:
+        owner, _, part = name.rpartition(".")
+        if owner in block.experts:
+            continue
+        short = name.removeprefix(block.prefix)
+        if part == "bias" and block.short(owner) in linears:
+            biased.append(block.short(owner))
+            continue
+        tensors[short] = " ".join(map(str, block.model.state[name]))
+    for name in names:
+        owner = block.short(name.rpartition(".")[0])
+        module = block.model.modules[name.rpartition(".")[0]]
+        known = owner in linears or owner in kept or isinstance(module, nn.Linear)
+        known |= name.rpartition(".")[0] in block.experts
+        if len(block.model.state[name]) > 1 and not known:
+            kept[block.short(name)] = f"{type(module).__name__} is no linear"
+    for name in block.experts:
+        parts = block.expert_names(name)
+        for role, shape, bias in expert_parts(block.model.modules[name]):
+            leaf = getattr(parts, role)
+            tensors[f"{leaf}.weight"] = " ".join(map(str, shape))
+            if bias:
+                biased.append(leaf)
+    return tensors, tuple(biased)
+
+
+def _experts(block: RecordedBlock, module: str) -> Experts:
+    moe = block.short(module).removesuffix(".experts")
+    gate, up, down, stacked = block.model.leaves[module]
+    stack: Any = block.model.modules[module]
+    form = Form.of(stack)
+    return Experts(moe, moe, gate, up, down, form.transposed, form.interleaved, stacked)

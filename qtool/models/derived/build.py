@@ -1,0 +1,57 @@
+"""transformers' model of a config.json, without numbers."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qtool.errors import QtoolError
+from qtool.models.auto import auto_class
+from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
+
+#: how many blocks and experts a config may ask for, by transformers' names
+MOST = {
+    "num_hidden_layers": MOST_BLOCKS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
+}
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, on ``meta``, in eval mode.
+
+    Raises:
+        QtoolError: transformers has no such model, or cannot build this one.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    try:
+        made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
+        _require_counts(made.get_text_config())
+        if made.get_text_config(decoder=True).is_encoder_decoder or made.is_encoder_decoder:
+            raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
+        with FakeTensorMode(), no_init_weights():
+            model = auto_class(made).from_config(made, attn_implementation="eager").eval()
+            model.tie_weights()
+            return model
+    except QtoolError:
+        raise
+    except Exception as error:
+        raise QtoolError(
+            f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
+            f"the model of this config.json ({first_line(error)})"
+        ) from error
+
+
+def _require_counts(config: Any) -> None:
+    """Refuse more blocks or experts than any model has: each is an object, even without numbers."""
+    for key, most in MOST.items():
+        if isinstance(found := getattr(config, key, None), int) and found > most:
+            raise QtoolError(f"config.json: {key} is {found}; at most {most} are expected")
+
+
+def first_line(error: Exception) -> str:
+    """What ``error`` says, shortened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

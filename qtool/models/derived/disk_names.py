@@ -1,0 +1,102 @@
+"""What a recorded model's tensors are called in published checkpoints, in all its blocks."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qtool.models.derived.on_disk import disk_names
+from qtool.models.derived.recorded_model import RecordedModel
+from qtool.models.family import Family
+
+
+class DiskNames:
+    """The names on disk of the tensors of all blocks.
+
+    Attributes:
+        names: by those in the model, where they differ. joined: of tensors that loaders make of
+            several, with the rows of each.
+    """
+
+    def __init__(self, model: RecordedModel) -> None:
+        self.model, self.recorded = model, model.recorded
+        names, joined = disk_names(model.model, set(self.recorded.like), self.recorded.blocks)
+        self.names = {
+            own: disk
+            for first, disk_name in names.items()
+            for own, disk in self._in_all_blocks(first, disk_name)
+        }
+        self.joined: dict[str, dict[str, int]] = {}
+        for first, parts in joined.items():
+            for part, rows in parts.items():
+                for own, disk in self._in_all_blocks(first, part):
+                    self.joined.setdefault(own, {})[disk] = rows
+
+    def with_mixture(self, family: Family, block: int) -> Family:
+        """``family`` of block ``block`` with its mixture called as on disk.
+
+        Only where nothing but the prefix is another; :attr:`names` then lacks it.
+        """
+        if family.experts is None:
+            return family
+        prefix = f"{self.recorded.blocks}.{block}."
+        own = family.experts.attribute
+        names = {n: d for n, d in self.names.items() if n.startswith(f"{prefix}{own}.")}
+        stack = f"{prefix}{own}.experts"
+        if stack not in names or not names[stack].endswith(".experts"):
+            return family
+        disk = names[stack].removeprefix(prefix).removesuffix(".experts")
+        tensors = {
+            n.removeprefix(prefix) for n in self.model.state if n.startswith(f"{prefix}{own}.")
+        }
+        for tensor in tensors:
+            if tensor.startswith(f"{own}.experts."):
+                continue
+            if names.get(prefix + tensor) != f"{prefix}{disk}{tensor[len(own) :]}":
+                return family
+        alike = (n for n, like in enumerate(self.recorded.like) if like == block)
+        prefixes = tuple(f"{self.recorded.blocks}.{n}.{own}." for n in alike)
+        self.names = {n: d for n, d in self.names.items() if not n.startswith(prefixes)}
+        return _renamed(family, own, disk)
+
+    def _in_all_blocks(self, own: str, disk: str) -> Iterator[tuple[str, str]]:
+        """A name and that on disk, in all blocks like the one they are of."""
+        prefix = f"{self.recorded.blocks}."
+        if not own.startswith(prefix):
+            yield own, disk
+            return
+        first = int(own[len(prefix) :].partition(".")[0])
+        for number, like in enumerate(self.recorded.like):
+            if like == first:
+                old, new = rf"\.{first}\.", f".{number}."
+                yield re.sub(old, new, own, count=1), re.sub(old, new, disk, count=1)
+
+
+def _renamed(family: Family, own: str, disk: str) -> Family:
+    """``family`` with the module ``own`` of a block called ``disk``."""
+
+    def named(name: str) -> str:
+        return disk + name[len(own) :] if name.startswith(f"{own}.") else name
+
+    groups = tuple(
+        replace(
+            g,
+            linears=tuple(map(named, g.linears)),
+            source=named(g.source),
+            gate=g.gate and named(g.gate),
+        )
+        for g in family.groups
+    )
+    experts = family.experts and replace(family.experts, moe=disk)
+    return replace(
+        family,
+        groups=groups,
+        experts=experts,
+        tensors={named(n): shape for n, shape in family.tensors.items()},
+        biased=tuple(map(named, family.biased)),
+        fused={
+            named(n): {named(p): rows for p, rows in parts.items()}
+            for n, parts in family.fused.items()
+        },
+        readers={n: tuple(map(named, names)) for n, names in family.readers.items()},
+        kept={named(n): reason for n, reason in family.kept.items()},
+    )

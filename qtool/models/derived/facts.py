@@ -1,0 +1,75 @@
+"""What is known of one tensor of a forward: whose channels its elements depend on, and how.
+
+Legend: C channels.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: the producer of the residual stream, and of the scores of attention
+STREAM, SCORES = "residual stream", "scores of attention"
+#: what comes before the first row in the name of a part of a fused linear
+PART = "#"
+
+
+class Kind(IntEnum):
+    """How a value depends on its producer's channel; a later one promises less."""
+
+    LINEAR = 0  # linear in it, with one coefficient for all channels
+    SUM = 1  # likewise, and something else is added
+    HEADS = 2  # linear, with one coefficient for the channels of a head
+    SCALED = 3  # linear, with a coefficient of its own: a positive factor passes
+    ORDERED = 4  # some function of it alone: an order passes
+    TURNED = 5  # turned by RoPE together with its partner
+    MIXED = 6  # of several channels
+
+
+class Fact(NamedTuple):
+    """``channels``: the producer's channel of each element (-1: none), an int tensor."""
+
+    channels: Tensor | None
+    kind: Kind
+
+
+Facts = dict[str, Fact]
+
+
+def is_stream(facts: Facts) -> bool:
+    """Whether they are those of the residual stream itself."""
+    return facts.keys() == {STREAM} and facts[STREAM].kind == Kind.LINEAR
+
+
+def rows_of(fact: Fact) -> Tensor:
+    """The rows of its producer that a fact takes, in order."""
+    assert fact.channels is not None
+    rows = fact.channels.flatten().long().unique()
+    return rows[rows >= 0]
+
+
+def contiguous(rows: Tensor) -> bool:
+    """Whether rows follow one another."""
+    return bool((rows == torch.arange(len(rows)) + rows[0]).all())
+
+
+def in_order(fact: Fact) -> bool:
+    """Whether element c depends on channel c, for every token."""
+    channels = fact.channels
+    return channels is not None and bool((channels == torch.arange(channels.shape[-1])).all())
+
+
+def in_order_of_rows(fact: Fact) -> bool:
+    """Whether the elements depend on the fact's rows in their order, for every token."""
+    channels, rows = fact.channels, rows_of(fact)
+    return (
+        channels is not None
+        and channels.shape[-1] == len(rows)
+        and bool((channels == rows.to(channels.dtype)).all())
+    )
+
+
+def channelwise(facts: Facts) -> list[str]:
+    """The producers of which the channels are known."""
+    return [p for p, f in facts.items() if f.channels is not None]

@@ -1,0 +1,94 @@
+"""What a factor on the input of a group of linears may be folded into."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from qtool.models.derived.attention import BlockAttention
+from qtool.models.derived.facts import PART, Facts, Kind, in_order, in_order_of_rows, is_stream
+from qtool.models.derived.fused import FusedLinears
+from qtool.models.derived.recorded_block import RecordedBlock
+from qtool.models.derived.trace import Read
+from qtool.models.parts import Fold, LinearGroup
+
+
+class Folds:
+    """The folds of one block."""
+
+    def __init__(
+        self, block: RecordedBlock, fused: FusedLinears, attention: BlockAttention
+    ) -> None:
+        self.block, self.fused, self.attention = block, fused, attention
+
+    def of(self, linears: tuple[str, ...], read: Read) -> LinearGroup:
+        """The group of ``linears`` with what its input is proved to be."""
+        writes = any(f"{self.block.prefix}{n}.weight" in self.block.written for n in linears)
+        if "*" in linears[0] and (inner := self.block.expert_names(read.weight)).down in linears:
+            fold = self.block.model.expert_fold(read.weight)
+            source, gate = (inner.up, inner.gate) if fold is not Fold.NONE else ("", None)
+            written = read.weight in self.block.written
+            return LinearGroup(linears, source, fold, writes_residual=written, gate=gate)
+        none = LinearGroup(linears, "", Fold.NONE, writes_residual=writes)
+        facts = {p: f for p, f in read.facts.items() if f.channels is not None}
+        if len(read.facts) == 1 and self._reads_norm(read):
+            return replace(none, source=self.block.short(next(iter(facts))), fold=Fold.NORM)
+        if (
+            not facts
+            or not all(self.block.linear(p.partition(PART)[0]) for p in facts)
+            or not self.block.only(facts, linears)
+        ):
+            return none
+        direct = [p for p, f in facts.items() if f.kind <= Kind.SCALED]
+        others = [p for p, f in facts.items() if f.kind == Kind.ORDERED]
+        if len(direct) + len(others) < len(facts) or any(
+            f.kind == Kind.SUM for f in facts.values()
+        ):
+            return none
+        if len(direct) == 1 and self.attention.is_output(direct[0], facts[direct[0]]):
+            names = self.attention.heads_of(direct[0], facts[direct[0]])
+            return replace(none, source=names["v_proj"], fold=Fold.HEADS) if names else none
+        if any(p in self.block.attended for p in direct) or len(facts) < len(read.facts):
+            return none
+        return self._product(none, facts, direct, others)
+
+    def _product(
+        self, none: LinearGroup, facts: Facts, direct: list[str], others: list[str]
+    ) -> LinearGroup:
+        """``act(gate) * up``, or a function of one linear alone."""
+        if len(direct) > 1 or len(others) > 2 or len(facts) > 2:
+            return none
+        if direct and facts[direct[0]].kind < Kind.SCALED:
+            return none
+        up, gate = ([*direct, *others, ""])[:2]
+        if not direct and gate:  # both in some function: an order passes, in both alike
+            up, gate = gate, up
+        names = self.fused.names_of(
+            {"up_proj": (up, facts[up])} | ({"gate_proj": (gate, facts[gate])} if gate else {})
+        )
+        if names is None or not all(in_order_of_rows(fact) for fact in facts.values()):
+            return none
+        fold = Fold.PRODUCT if direct else Fold.ACTIVATION
+        return replace(none, source=names["up_proj"], fold=fold, gate=names.get("gate_proj"))
+
+    def _reads_norm(self, read: Read) -> bool:
+        """Whether the input is a norm of the residual stream that only linears read."""
+        (name, fact), *_ = read.facts.items()
+        call = next((n for n in self.block.norms if n.name == name), None)
+        if call is None or not is_stream(call.facts) or self.block.form(name) is None:
+            return False
+        if name in self.block.model.trace.escapes or not in_order(fact) or fact.kind > Kind.LINEAR:
+            return False
+        if any(name in used for used in self.block.used_unread):
+            return False
+        readers = [r for r in self.block.reads if name in r.facts]
+        return all(
+            isinstance(
+                m := self.block.model.modules.get(r.weight.removesuffix(".weight")), nn.Module
+            )
+            and r.weight.endswith(".weight")
+            and r.transposed
+            and len(r.facts) == 1
+            and r.facts[name].kind == Kind.LINEAR
+            and hasattr(m, "weight")
+            for r in readers
+        )

@@ -1,0 +1,72 @@
+"""What one forward of a model did: its linear maps, norms, attentions and residual additions."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qtool.models.derived.facts import Facts
+
+
+@dataclass
+class Read:
+    """A linear map by a 2-D parameter that was called.
+
+    Attributes:
+        weight: the parameter's name. module: the module that was running.
+        root: a number that inputs share if they are the same values in the same order.
+        facts: of the input.
+    """
+
+    weight: str
+    module: str
+    root: int
+    facts: Facts
+    transposed: bool = True
+
+
+@dataclass
+class NormCall:
+    """A norm that was called, and the facts of its input."""
+
+    name: str
+    facts: Facts
+    width: int
+
+
+@dataclass
+class AttentionCall:
+    """Facts of queries, keys and values that one attention was made of."""
+
+    q: Facts
+    k: Facts
+    v: Facts
+
+
+class Escape(NamedTuple):
+    """An operation that no rule covers, its module, and a mask of the channels that it took."""
+
+    operation: str
+    module: str
+    channels: Tensor
+
+
+@dataclass
+class Trace:
+    """All that was seen, in order.
+
+    Attributes:
+        writers: where something was added to the residual stream, and its facts.
+        escapes: what was done with a producer's output that no rule covers.
+        pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
+        experts: facts of stacked experts' inputs, by module.
+    """
+
+    reads: list[Read] = field(default_factory=list)
+    norms: list[NormCall] = field(default_factory=list)
+    attentions: list[AttentionCall] = field(default_factory=list)
+    writers: list[tuple[str, Facts]] = field(default_factory=list)
+    escapes: dict[str, list[Escape]] = field(default_factory=dict)
+    pairs: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[str, Read] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)

@@ -1,0 +1,100 @@
+"""The family of a whole model, of those of its blocks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qtool.errors import QtoolError
+from qtool.models.derived.block_family import block_family
+from qtool.models.derived.disk_names import DiskNames
+from qtool.models.derived.recorded_block import RecordedBlock
+from qtool.models.derived.recorded_model import RecordedModel
+from qtool.models.family import Family
+
+
+def whole_family(model: RecordedModel) -> Family:
+    """The family of ``model``, one of each kind of its blocks.
+
+    Raises:
+        QtoolError: no block has a linear that can be quantized.
+    """
+    on_disk = DiskNames(model)
+    firsts: dict[int, Family] = {}
+    kinds: dict[Any, Family] = {}
+    for number in dict.fromkeys(model.recorded.like):
+        block = RecordedBlock(model, f"{model.recorded.blocks}.{number}.")
+        family = on_disk.with_mixture(block_family(block), number)
+        firsts[number] = kinds.setdefault(block.signature(), family)
+    return _of_blocks(model, on_disk, [firsts[number] for number in model.recorded.like])
+
+
+def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family]) -> Family:
+    """The family of the model from those of its blocks."""
+    if not any(family.groups for family in of_block):
+        kept = next((f"; {n} is not: {why}" for n, why in of_block[0].kept.items()), "")
+        raise QtoolError(f"its blocks have no linear that can be quantized{kept}")
+    main = next((f for f in of_block if f.experts), of_block[0])
+    unproved = [family.fixed_stream for family in of_block if family.fixed_stream]
+    stream = unproved[0] if unproved else model.why_fixed()
+    final_norm = model.final_norm
+    refuses = {k: v for family in of_block for k, v in family.refuses.items()}
+    offsets = {f.norm_offset for f in of_block}
+    final = model.form(final_norm) if final_norm else None
+    if final is not None and not stream:
+        offsets.add(final.offset)
+    if len(offsets) > 1:
+        stream = stream or "its norms do not multiply by their weights in one way"
+    common: dict[str, Any] = {
+        "name": type(model.model).__name__.removesuffix("ForCausalLM"),
+        "model_types": (model.model.config.model_type,),
+        "refuses": refuses,
+        "fixed_stream": stream,
+        "embedding": model.recorded.embedding,
+        "positions": model.positions,
+        "blocks": model.recorded.blocks,
+        "final_norm": final_norm if model.is_hidden(f"{final_norm}.weight") else "",
+        "final_bias": model.is_hidden(f"{final_norm}.bias"),
+        "head": model.recorded.head,
+        "sizes": model.sizes,
+        "defaults": model.defaults(),
+        "returns": model.recorded.outputs,
+        "streamed_only": model.recorded.impure,
+        "whole_embedding": model.recorded.reads_ids,
+        "disk_names": on_disk.names,
+        "joined": on_disk.joined,
+        "other_linears": tuple(
+            name
+            for name, module in model.modules.items()
+            if isinstance(module, nn.Linear)
+            and not name.startswith(f"{model.recorded.blocks}.")
+            and name != model.recorded.head
+        ),
+        "integers": frozenset(model.integers),
+        "layer_norm": any(f.layer_norm for f in of_block),
+        "derived": True,
+    }
+    common["outside"] = _outside(model, common)
+    called = set(model.trace.called)
+    common["read_of_text"] = tuple(
+        name for name in common["outside"] if name.rpartition(".")[0] in called
+    )
+    own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
+    whole = own[id(main)]
+    if len(own) == 1:
+        return whole
+    numbered = [own[id(f)] for f in of_block]
+    return replace(whole, choose=lambda config, block: numbered[block])
+
+
+def _outside(model: RecordedModel, common: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors beside blocks, tables, final norm and head, which stay as they are."""
+    known = {f"{common[part]}.weight" for part in ("embedding", "positions", "final_norm", "head")}
+    known.add(f"{common['final_norm']}.bias")
+    blocks = f"{model.recorded.blocks}."
+    return {
+        name: shape
+        for name, shape in model.state.items()
+        if not name.startswith(blocks) and name not in known
+    }
