@@ -39,7 +39,8 @@ class Architecture:
 
     def window(self, seqlen: int) -> int:
         """Tokens of a window where ``seqlen`` are asked for: at most the model's context."""
-        return min(seqlen, getattr(self.namespace, "max_position_embeddings", None) or seqlen)
+        context = getattr(self.namespace, "max_position_embeddings", None) or seqlen
+        return min(seqlen, context) if context > 0 else seqlen  # XLNet's -1 is no bound
 
     def block_family(self, block: int) -> Family:
         """The family as it is in block ``block``."""

@@ -7,6 +7,7 @@ they lie in it: transposed or not, gate and up one after the other or interleave
 not, with a gate or not.
 """
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,9 @@ class Form:
 
     @classmethod
     def of(cls, stacked: Any) -> "Form":
-        """What the class of ``stacked`` says of itself."""
+        """What the class of ``stacked`` says of itself, or what was found of it."""
+        if not is_routed(stacked):
+            return cls(gate=True, bias=False, transposed=True, interleaved=False)
         return cls(
             gate=getattr(stacked, "has_gate", True),
             bias=getattr(stacked, "has_bias", False),
@@ -57,8 +60,54 @@ def is_experts(module: nn.Module) -> bool:
         (t.shape[2], t.shape[1]) if form.transposed else (t.shape[1], t.shape[2])
         for t in (first, down)
     )
-    routed = len(inspect.signature(type(module).forward).parameters) != 2  # hidden states alone
-    return routed and hidden == out and rows == width * (2 if form.gate else 1)
+    fits = hidden == out and rows == width * (2 if form.gate else 1)
+    return fits and (is_routed(module) or _multiplies_sorted(module))
+
+
+def is_routed(stacked: Any) -> bool:
+    """Whether ``stacked`` is told which experts a token goes to.
+
+    Otherwise it gets all tokens for each expert, one expert's after another's (Llama 4), scaled.
+    """
+    return len(inspect.signature(type(stacked).forward).parameters) != 2  # hidden states alone
+
+
+@torch.no_grad()
+def _multiplies_sorted(stacked: Any) -> bool:
+    """Whether a stack that is told no routing computes :func:`gated` MLPs, gate before up.
+
+    Found by running it on a few numbers, its sizes exchanged for small ones.
+    """
+    if (known := _SORTED.get(type(stacked))) is not None:
+        return known
+    count, width, hidden = stacked.down_proj.shape
+    sizes = {count: 3, width: 4, hidden: 4 if width == hidden else 8}
+    small = copy.copy(stacked)
+    small.__dict__ |= {
+        name: sizes[value]
+        for name, value in vars(stacked).items()
+        if type(value) is int and value in sizes
+    }
+    generator = torch.Generator().manual_seed(0)
+    e, i, h = (sizes[size] for size in (count, width, hidden))
+    first, down, x = (
+        torch.randn(shape, generator=generator) for shape in ((e, h, 2 * i), (e, i, h), (e, 2, h))
+    )
+    small._parameters = {"gate_up_proj": nn.Parameter(first), "down_proj": nn.Parameter(down)}
+    gate, up = torch.bmm(x, first).chunk(2, -1)
+    try:
+        found = small(x.flatten(0, 1))
+        same = torch.allclose(
+            found, torch.bmm(stacked.act_fn(gate) * up, down).flatten(0, 1), rtol=1e-4, atol=1e-4
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        same = False
+    _SORTED[type(stacked)] = same
+    return same
+
+
+#: what was found of classes of stacks that are told no routing
+_SORTED: dict[type, bool] = {}
 
 
 def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
@@ -144,8 +193,17 @@ class SeparateExperts(nn.ModuleList):
     def __init__(self, stacked: Any, names: Experts) -> None:
         super().__init__(Expert(names, stacked, tensors) for tensors in expert_tensors(stacked))
 
-    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum over the chosen experts, ``[T, H]``: ``hidden [T, H]``, the other two ``[T, k]``."""
+    def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
+        """Sum over the chosen experts, ``[T, H]`` for ``hidden [T, H]``.
+
+        Args:
+            routing: which experts, and their weights, ``[T, k]`` each. Without them ``hidden`` is
+                ``[E T, H]``, the tokens of each expert, and so is the result.
+        """
+        if not routing:
+            each = zip(self, hidden.chunk(len(self)), strict=True)
+            return torch.cat([expert(tokens) for expert, tokens in each])
+        top_k_index, top_k_weights = routing
         out = torch.zeros_like(hidden)
         for number in top_k_index.unique().tolist():
             if number >= len(self):  # an expert that does nothing

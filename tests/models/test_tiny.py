@@ -12,14 +12,14 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.quantize import quantize
 from tests.models.proof import check, exported_right, quantized_right, transforms_keep_logits
-from tests.models.tiny import save_tiny
+from tests.models.tiny import save_tiny, tiny_config
 
 #: post-norms, layers without RoPE, parallel branches, by-head fused rows, stacked, transposed,
 #: interleaved and biased experts, names of its own on disk, MLA, Gated DeltaNet, convolutions that
-#: are joined at load, infinite numbers in config.json
+#: are joined at load, infinite numbers in config.json, experts that get their tokens sorted
 SAMPLE = (
     *("olmo2", "smollm3", "cohere", "gpt_neox", "gpt_oss", "phimoe", "deepseek_v3", "qwen3_next"),
-    *("nanochat", "olmo_hybrid", "falcon_h1"),
+    *("nanochat", "olmo_hybrid", "falcon_h1", "llama4_text"),
 )
 
 
@@ -67,7 +67,15 @@ def test_loaders_of_few_architectures_take_no_derived_family(tmp_path: Path) -> 
 
 
 def test_what_depends_on_more_than_hidden_states_is_only_streamed(tmp_path: Path) -> None:
-    source = Checkpoint(save_tiny("hy_v4", tmp_path / "source"))
+    source = Checkpoint(save_tiny("zaya", tmp_path / "source"))
     assert family_of(source.config).streamed_only
     with pytest.raises(QtoolError, match=r"activations, which a .* pass --recipe fast"):
         quantize(source, recipes.load("w4a16", "paper"), tmp_path / "out")
+
+
+def test_what_is_passed_on_and_not_used_is_no_dependence() -> None:
+    """GLM-5's blocks hand an indexer's choice on, to blocks that have an indexer each."""
+    config = tiny_config("glm_moe_dsa").to_dict()
+    assert not family_of(config).streamed_only
+    shared = config | {"indexer_types": ["full", "shared"]}
+    assert "pass each other more" in family_of(shared).streamed_only

@@ -81,6 +81,9 @@ class Folds:
         if any(name in used for used in self.block.used_unread):
             return False
         readers = [r for r in self.block.reads if name in r.facts]
+        stacks = [r.facts for r in self.block.experts.values() if name in r.facts]
+        if any(len(found) > 1 or found[name].kind > Kind.LINEAR for found in stacks):
+            return False
         return all(
             isinstance(
                 m := self.block.model.modules.get(r.weight.removesuffix(".weight")), nn.Module

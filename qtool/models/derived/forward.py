@@ -19,6 +19,8 @@ from qtool.models.experts import is_experts
 
 #: the producer of the token ids
 IDS = "token ids"
+#: the producer of what blocks pass each other beside the hidden states
+PASSED = "earlier blocks"
 #: sequences and tokens of the forward
 SHAPE = 1, 4
 
@@ -83,6 +85,8 @@ def record(model: Any) -> Recorded:
             stack.enter_context(recorder)
             model(input_ids=ids, use_cache=False)
         found.reads_ids |= IDS in recorder.trace.escapes
+        if not found.impure and _uses(recorder.trace, PASSED):
+            found.impure = "its blocks pass each other more than the hidden states"
         if found.outputs > 1 and not _takes_first(model, found):
             found.impure = "its blocks return more than the hidden states"
     except Exception as error:
@@ -91,6 +95,14 @@ def record(model: Any) -> Recorded:
             f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
+
+
+def _uses(trace: Trace, producer: str) -> bool:
+    """Whether anything was made of what ``producer`` gave."""
+    used = [read.facts for read in (*trace.reads, *trace.experts.values())]
+    used += [call.facts for call in trace.norms] + [facts for _, facts in trace.writers]
+    used += [side for call in trace.attentions for side in (call.q, call.k, call.v)]
+    return producer in trace.escapes or any(producer in facts for facts in used)
 
 
 @torch.no_grad()
@@ -164,14 +176,20 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
     numbers = {block: number for number, block in enumerate(blocks)}
     last: list[int] = []  # the root of the last block's output
     norm_inputs: list[Tensor] = []
+    muted: list[bool] = []  # of the block that runs
+    given_more: set[int] = set()  # the kinds of blocks of which one was recorded with PASSED
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names.get(module, "")
         recorder.modules.append(name)
         recorder.trace.called.append(name)
         if module in numbers:
-            _enter_block(found, recorder, module, args, kwargs, last)
-            recorder.muted += found.like[numbers[module]] != numbers[module]
+            number, like = numbers[module], found.like[numbers[module]]
+            passed = _enter_block(found, recorder, module, args, kwargs, last)
+            unlike = passed and like not in given_more  # the first of its kind may get nothing
+            given_more.update([like] * passed)
+            muted.append(number != like and not unlike)
+            recorder.muted += muted[-1]
         if isinstance(module, nn.Embedding) and args and IDS in recorder.of(args[0]):
             found.reads_ids |= name != found.embedding
         if isinstance(module, nn.Embedding):
@@ -186,11 +204,14 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
             result = out[0] if isinstance(out, (tuple, list)) else out
             found.outputs = len(out) if isinstance(out, (tuple, list)) else 0
             last[:] = [recorder.root(result)]
-            passed = {p: f for p, f in recorder.of(result).items() if p != STREAM}
-            recorder.escape(passed, "the block's output")
-            if found.like[numbers[module]] != numbers[module]:
+            recorder.escape(
+                {p: f for p, f in recorder.of(result).items() if p != STREAM}, "the block's output"
+            )
+            if muted.pop():
                 recorder.muted -= 1
                 recorder.produce(STREAM, result)
+            for other in tensors_in(out[1:] if found.outputs else ()):
+                recorder.produce(PASSED, other)
         elif is_norm(module) and norm_inputs:
             recorder.muted -= 1
             x = norm_inputs.pop()
@@ -246,8 +267,12 @@ def _enter_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     last: list[int],
-) -> None:
-    """Begin a block: its first argument is the residual stream; others know no earlier block."""
+) -> bool:
+    """Begin a block: its first argument is the residual stream; others know no earlier block.
+
+    Returns:
+        whether it was given what an earlier one returned beside its hidden states.
+    """
     bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
     given = [value for name, value in bound.items() if name != "self"]
     hidden = given[0]
@@ -257,7 +282,8 @@ def _enter_block(
         found.start = recorder.of(hidden)
     elif recorder.root(hidden) != last[0]:
         found.impure = "what enters a block is not what the one before gave"
-    for tensor in tensors_in(given[1:]):
-        if any(p == STREAM or p.startswith(f"{found.blocks}.") for p in recorder.of(tensor)):
-            found.impure = "its blocks pass each other more than the hidden states"
+    others = [recorder.of(tensor) for tensor in tensors_in(given[1:])]
+    if any(p == STREAM or p.startswith(f"{found.blocks}.") for facts in others for p in facts):
+        found.impure = "its blocks pass each other more than the hidden states"
     recorder.produce(STREAM, hidden)
+    return any(PASSED in facts for facts in others)
