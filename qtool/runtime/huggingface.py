@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.io.integrity import require_intact
 from qtool.models import family_of
-from qtool.models.experts import separate_experts
+from qtool.models.experts import SeparateExperts, separate_experts
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
@@ -72,9 +72,9 @@ class QtoolQuantizer(HfQuantizer):
                 self.stored.update(name for name in names if name.endswith(f".{IMPORTANCE}"))
         replace_linears(model, self.quantization_config.format)
         for module in model.modules():
-            if any(isinstance(child, QuantLinear) for child in module.children()):
-                # some models initialize a parent by the weights of its linears, which packed ones
-                # lack; buffers that no checkpoint holds still have to be computed
+            if any(isinstance(child, QuantLinear | SeparateExperts) for child in module.children()):
+                # some models initialize a parent by the weights of its linears or stacks, which
+                # packed ones lack; buffers that no checkpoint holds still have to be computed
                 module._is_hf_initialized = not module._non_persistent_buffers_set  # type: ignore[assignment]
 
     def _process_model_after_weight_loading(

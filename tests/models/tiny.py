@@ -187,6 +187,13 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen3_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen3_vl_moe": {"text_config": {"rope_parameters": MROPE}},
+    "glm4v": {"text_config": {"rope_parameters": MROPE}},
+    "glm46v": {"text_config": {"rope_parameters": MROPE}},
+    "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
+    "glmga": {"text_config": {"rope_parameters": MROPE}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
+    "mistral4": {"text_config": MLA},
     "qwen3_5": {"text_config": GATED_DELTA},
     "qwen3_5_moe": {"text_config": GATED_DELTA},
 }
@@ -198,7 +205,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     inner = {
         name: _tiny_part(name, getattr(config, name), INNER.get(model_type, {}).get(name, {}))
         for name in type(config).sub_configs
-        if getattr(config, name, None) is not None
+        if getattr(config, name, None) is not None and config.get_text_config() is not config
     }
     base = type(config)
     known = set(base().to_dict()) | set(base.attribute_map)

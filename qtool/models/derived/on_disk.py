@@ -29,7 +29,7 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
 
     def leaves(name: str, part: str) -> list[str]:
         for converter in converters:
-            made = any(re.search(t, f"{name}.{part}") for t in converter.target_patterns)
+            made = any(_matches(t, f"{name}.{part}") for t in converter.target_patterns)
             names = [str(s).split(".") for s in converter.source_patterns]
             if made and all("*" in parts and parts[-1] == "weight" for parts in names):
                 return [parts[-2] for parts in names]
@@ -96,13 +96,19 @@ def disk_names(
     return {own: disk for own, disk in found.items() if own != disk}, joined
 
 
+def _matches(target: str, name: str) -> bool:
+    """Whether a conversion's ``target``, which may repeat groups of its source, makes ``name``."""
+    return re.search(re.sub(r"\\\d", ".*", target), name) is not None
+
+
 def _follow(model: Any, name: str) -> bool:
     """Whether transformers makes ``name`` of tensors that follow one another along dimension 0."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     for converter in get_model_conversion_mapping(model, add_legacy=False):
-        if any(re.search(pattern, name) for pattern in converter.target_patterns):
+        if any(_matches(pattern, name) for pattern in converter.target_patterns):
             operations = getattr(converter, "operations", ())
             if operations:
-                return [(type(o).__name__, o.dim) for o in operations] == [("Concatenate", 0)]
+                found = [(type(o).__name__, getattr(o, "dim", None)) for o in operations]
+                return found == [("Concatenate", 0)]
     return False
