@@ -23,8 +23,15 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.model = load(DEMO, dtype=torch.float32)
-        own = {"hf_config": self.model.config, "trust_remote_code": False}
-        config = SimpleNamespace(max_model_len=513, model=str(DEMO), tokenizer=str(DEMO), **own)
+        config = SimpleNamespace(
+            max_model_len=513,
+            model=str(DEMO),
+            tokenizer=str(DEMO),
+            tokenizer_revision=None,
+            code_revision=None,
+            hf_config=self.model.config,
+            trust_remote_code=False,
+        )
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(model_config=config, engine_core=core)
 
