@@ -123,13 +123,18 @@ def test_without_the_hook_or_a_gpu_vllm_keeps_its_own(
     assert "no pages of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
 
 
-def test_speculative_decoding_keeps_vllms_cache(
+def test_what_cuts_sequences_or_guesses_ahead_keeps_vllms_cache(
     native: Native, on_cuda: None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(native(), dtype="bfloat16")
+    for way in ("decode", "prefill"):
+        with monkeypatch.context() as one:
+            one.setattr(config.parallel_config, f"{way}_context_parallel_size", 2)
+            assert not kv.choose_cache(config, "kv8")
+        assert "context parallelism" in said[-1]
     monkeypatch.setattr(config, "speculative_config", SimpleNamespace())
     assert not kv.choose_cache(config, "kv8")
-    assert "speculative decoding" in said[0]
+    assert "speculative decoding" in said[-1]
 
 
 def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) -> None:

@@ -78,8 +78,9 @@ def _reason_against(quantizer: str, config: VllmConfig) -> str:
         return f"the model runs in {config.model_config.dtype}, its kernels in 16 bits"
     if config.speculative_config is not None:
         return "lengths of speculative decoding are known on the GPU only"
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return "decode context parallelism cuts sequences"
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism cuts sequences"
     return ""
 
 
