@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
@@ -25,13 +26,15 @@ from tests.serving.conftest import Native, rewritten
 from tests.serving.models import configured, loaded
 
 HEADS, DIM = 4, 64  # of the small models
+PAGES = kv.offered_pages()
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is made as on a GPU."""
     monkeypatch.setattr(kv, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", lambda *_, **__: kv.BACKEND)
+    ours = kv.backend_path(PAGES)
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", lambda *_, **__: ours)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_each_rank_loads_its_heads(
         for rank in range(ranks):
             layer = attention_layer(loaded(directory, rank, ranks, dtype="bfloat16"))
             assert isinstance(layer.impl, attention.QtoolAttention)
-            assert layer.kv_cache_dtype == kv.CACHE_DTYPES[name]
+            assert layer.kv_cache_dtype == PAGES.CACHE_DTYPES[name]
             for part, whole in stored.items():
                 mine = whole.chunk(ranks)[rank]
                 assert torch.equal(getattr(layer, kv.PREFIX + part), mine)
@@ -151,22 +154,39 @@ def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) 
         loaded(rewritten(directory, tmp_path / "narrow", narrow), dtype="bfloat16")
 
 
+def spec_of(name: str, dim: int = DIM, heads: int = HEADS, tokens: int = TOKENS) -> Any:
+    """What vLLM makes of a layer that keeps ``name``, before a backend is asked."""
+    dtype = PAGES.CACHE_DTYPES[name]
+    return FullAttentionSpec(
+        block_size=tokens,
+        num_kv_heads=heads,
+        head_size=dim,
+        dtype=STR_DTYPE_TO_TORCH_DTYPE[dtype],
+        kv_quant_mode=get_kv_quant_mode(dtype),
+    )
+
+
+def allocated(name: str, pages: int) -> list[Tensor]:
+    """The caches of two layers as vLLM allocates them, each ``[pages, HEADS, ...]``."""
+    dtype = PAGES.CACHE_DTYPES[name]
+    shape = PAGES.QtoolAttentionBackend.get_kv_cache_shape(pages, TOKENS, HEADS, DIM, dtype)
+    return [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+
+
 def test_the_cache_has_the_shape_that_vllm_allocates() -> None:
-    for dtype in attention.PAGES:
+    backend = PAGES.QtoolAttentionBackend
+    for name, dtype in PAGES.CACHE_DTYPES.items():
         for dim in (64, 96, 128, 256):
-            spec = FullAttentionSpec(
-                block_size=TOKENS,
-                num_kv_heads=HEADS,
-                head_size=dim,
-                dtype=torch.uint8,
-                kv_quant_mode=get_kv_quant_mode(dtype),
-            )
-            backend = attention.QtoolAttentionBackend
             shape = backend.get_kv_cache_shape(5, TOKENS, HEADS, dim, dtype)
-            assert torch.Size(shape).numel() == 5 * spec.page_size_bytes
-            assert backend.supports_head_size(dim)
+            assert torch.Size(shape).numel() == 5 * spec_of(name, dim).page_size_bytes
+
+
+def test_what_the_backend_takes() -> None:
+    backend = PAGES.QtoolAttentionBackend
     assert backend.get_preferred_block_size(16) == TOKENS
+    assert all(backend.supports_head_size(dim) for dim in (64, 96, 128, 256))
     assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
+    assert kv.backend_path(PAGES) == ".".join(backend.full_cls_name())
 
 
 Step = list[tuple[int, int]]  #: tokens before, and new ones, of each sequence
@@ -179,10 +199,7 @@ class Sequences:
         random = torch.Generator().manual_seed(1)
         self.tables = torch.randperm(3 * count, generator=random).view(count, 3).int()
         self.x = torch.randn(3, count, longest, HEADS, DIM, generator=random).bfloat16()
-        shape = attention.QtoolAttentionBackend.get_kv_cache_shape(
-            3 * count, TOKENS, HEADS, DIM, "int4_per_token_head"
-        )
-        self.cache = torch.zeros(shape, dtype=torch.uint8)
+        self.cache = allocated("kv4", 3 * count)[1]
         self.offset = torch.randn(HEADS, DIM, generator=random) + 2
         self.importance = torch.rand(HEADS, DIM, generator=random) + 0.1
         self.layer = SimpleNamespace(

@@ -1,4 +1,7 @@
-"""kv4 and kv8 in vLLM 0.26's pages: an attention backend, chosen by :mod:`qtool.serving.vllm.kv`.
+"""Attention over a kv4 or kv8 cache in vLLM's pages, chosen by :mod:`qtool.serving.vllm.kv`.
+
+How a vLLM lets such pages in differs: :mod:`qtool.serving.vllm.kv_borrowed` completes the backend
+here.
 
 New keys and values are quantized straight into the pages. Decoding reads the codes by
 ``qtool::kv_attention_paged``. A prefill is FlashAttention over the 16-bit keys and values of the
@@ -31,11 +34,7 @@ from qtool.kernels.attention.kv_append_paged import kv_append_paged
 from qtool.kernels.attention.kv_attention_paged import kv_attention_paged
 from qtool.kernels.attention.kv_gather import kv_gather
 from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS
-from qtool.kernels.attention.paged_cache import head_bytes
 from qtool.serving.vllm.engine import READ_BACK
-
-#: vLLM's cache dtypes whose pages have ours' size, and the bits of a code
-PAGES = {"int4_per_token_head": 4, "int8_per_token_head": 8}
 
 
 @dataclass
@@ -192,7 +191,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
         kv_append_paged(
             key=key[:tokens],
             value=value[:tokens],
-            pages=kv_cache.view(torch.uint8),
+            pages=head_rows(kv_cache),
             slots=slot_mapping,
             k_scale=layer.cache_k_scale,
             v_scale=layer.cache_v_scale,
@@ -217,7 +216,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
         if attn_metadata is None:  # vLLM measures the memory that a step takes
             self.workspace(query)
             return output.zero_()
-        pages, decodes = kv_cache.view(torch.uint8), attn_metadata.decodes
+        pages, decodes = head_rows(kv_cache), attn_metadata.decodes
         if decodes:
             kv_attention_paged(
                 query=query[:decodes],
@@ -283,12 +282,11 @@ class QtoolAttention(AttentionImpl[Metadata]):
         return [tensor[: rows or None] for tensor in wanted]
 
 
-class QtoolAttentionBackend(AttentionBackend):
-    """What vLLM asks of a backend."""
+class PagedBackend(AttentionBackend):
+    """What every vLLM asks of a backend."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(PAGES)
 
     @staticmethod
     def get_name() -> str:
@@ -303,21 +301,8 @@ class QtoolAttentionBackend(AttentionBackend):
         return MetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [TOKENS]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """``[N, H, bytes of a head]``: see :mod:`qtool.kernels.attention.paged_cache`."""
-        if block_size != TOKENS:
-            raise QtoolError(f"pages of {block_size} tokens; the kernels want {TOKENS}")
-        return num_blocks, num_kv_heads, head_bytes(PAGES[cache_dtype_str], head_size)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -330,6 +315,11 @@ class QtoolAttentionBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
+
+
+def head_rows(kv_cache: Tensor) -> Tensor:
+    """uint8 ``[N, H, bytes of a head]`` of a layer's cache ``[N, H, ...]``, the same memory."""
+    return kv_cache.view(torch.uint8).view(*kv_cache.shape[:2], -1)
 
 
 def gather_room(config: VllmConfig) -> int:

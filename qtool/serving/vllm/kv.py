@@ -4,7 +4,8 @@
 no hook for that choice: it is made when the model's first linear asks for its method, before the
 first attention layer is built, in each process that builds the model, by setting in vLLM's own
 configuration what ``--kv-cache-dtype`` and ``--attention-backend`` would set. Where those were
-given, they count.
+given, they count. What is set depends on how this vLLM lets pages of ours in, which is asked of its
+interfaces, not of its version.
 """
 
 import re
@@ -13,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.config.cache import CacheDType
+from vllm.config import cache as cache_dtypes
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -29,9 +30,8 @@ from qtool.serving.stored import PackedLinears, kv_names
 
 logger = init_logger(__name__)
 
-#: vLLM's cache dtype whose page has the size of ours
-CACHE_DTYPES = {"kv4": "int4_per_token_head", "kv8": "int8_per_token_head"}
-BACKEND = "qtool.serving.vllm.attention.QtoolAttentionBackend"
+#: caches whose kernels read pages
+PAGED = ("kv4", "kv8")
 #: attributes of vLLM's attention layer: not the names that vLLM resets when it wakes up
 PREFIX = "cache_"
 
@@ -43,7 +43,8 @@ def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
     """
     if quantizer is None:
         return False
-    if reason := _reason_against(quantizer, config):
+    pages = offered_pages()
+    if reason := _reason_against(quantizer, pages, config):
         logger.warning_once(
             "The checkpoint's %s cache is not used: %s. Keys and values are kept as "
             "--kv-cache-dtype says, in 16 bits by default.",
@@ -51,25 +52,40 @@ def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
             reason,
         )
         return False
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    config.cache_config.cache_dtype = CACHE_DTYPES[quantizer]  # type: ignore[assignment]
+    register_backend(AttentionBackendEnum.CUSTOM, backend_path(pages))
+    config.cache_config.cache_dtype = pages.CACHE_DTYPES[quantizer]
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.info_once("The KV cache is the checkpoint's %s.", quantizer)
     return True
 
 
-def _reason_against(quantizer: str, config: VllmConfig) -> str:
+def offered_pages() -> Any:
+    """The module for how this vLLM lets pages of ours in, or None where it does not."""
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        from qtool.serving.vllm import kv_borrowed
+
+        if kv_borrowed.BITS.keys() <= set(get_args(cache_dtypes.CacheDType)):
+            return kv_borrowed
+    return None
+
+
+def backend_path(pages: Any) -> str:
+    """vLLM's name of the backend in a module of :func:`offered_pages`."""
+    return f"{pages.__name__}.{pages.QtoolAttentionBackend.__name__}"
+
+
+def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
     cache, attention = config.cache_config, config.attention_config
-    wanted = CACHE_DTYPES.get(quantizer)
-    if wanted is None:
+    if quantizer not in PAGED:
         return f"{quantizer} has no kernel over pages"
-    if not hasattr(AttentionBackend, "get_kv_cache_shape") or wanted not in get_args(CacheDType):
+    if pages is None:
         return "this vLLM has no pages of its size"
     if not current_platform.is_cuda():
         return "its kernels need a CUDA GPU"
     if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
         return "another attention backend was asked for"
-    ours = "auto" if attention.backend is None else wanted  # as set here, for another model
+    # as set here, for another model
+    ours = "auto" if attention.backend is None else pages.CACHE_DTYPES[quantizer]
     if cache.cache_dtype not in ("auto", ours):
         return f"--kv-cache-dtype {cache.cache_dtype} was asked for"
     if cache.user_specified_block_size and cache.block_size % TOKENS:
