@@ -38,6 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # vLLM's CUDA wheel beside torch for CPUs: its loaders and layers run, its kernels do not
 SERVING ?= .venv-serving
+VLLM ?= 0.26.0
 
 .PHONY: test-serving
 test-serving: $(SERVING)/.installed
@@ -48,7 +49,7 @@ $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/packages.txt
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/packages.txt
-	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm==0.26.0 -e .
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm==$(VLLM) -e .
 	touch $@
 
 clean:

@@ -1,4 +1,8 @@
-"""vLLM keeps keys and values as the checkpoint says: the choice, its tensors, the pages, a step."""
+"""vLLM keeps keys and values as the checkpoint says: the choice, its tensors, the pages, a step.
+
+The classes are the installed vLLM's own, of 0.26 or 0.33; the GPU and FlashAttention are stood in
+for. Tests of how pages get into one of the two are skipped with the other.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.kernels.attention.paged_cache import head_bytes
 from qtool.schemes.kv import KV4
 from qtool.serving.vllm import attention, kv
 from qtool.serving.vllm.engine import EVALUATED
@@ -27,6 +32,9 @@ from tests.serving.models import configured, loaded
 
 HEADS, DIM = 4, 64  # of the small models
 PAGES = kv.offered_pages()
+REGISTERED = hasattr(PAGES.QtoolAttentionBackend, "customize_spec")
+borrowed = pytest.mark.skipif(REGISTERED, reason="this vLLM registers cache dtypes")
+registered = pytest.mark.skipif(not REGISTERED, reason="this vLLM's cache dtypes are a closed list")
 
 
 @pytest.fixture
@@ -126,6 +134,13 @@ def test_without_the_hook_or_a_gpu_vllm_keeps_its_own(
     assert "no pages of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
 
 
+def test_half_a_hook_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.30 to 0.32, whose backends size pages, but for dtypes of a closed list."""
+    monkeypatch.setattr(kv, "AttentionBackend", SimpleNamespace(customize_spec=None))
+    monkeypatch.delattr(kv.cache_dtypes, "register_kv_cache_dtype", raising=False)
+    assert kv.offered_pages() is None
+
+
 def test_what_cuts_sequences_or_guesses_ahead_keeps_vllms_cache(
     native: Native, on_cuda: None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,19 +181,86 @@ def spec_of(name: str, dim: int = DIM, heads: int = HEADS, tokens: int = TOKENS)
     )
 
 
-def allocated(name: str, pages: int) -> list[Tensor]:
+def allocated(name: str, pages: int, layout: str = "BLHNC") -> list[Tensor]:
     """The caches of two layers as vLLM allocates them, each ``[pages, HEADS, ...]``."""
-    dtype = PAGES.CACHE_DTYPES[name]
-    shape = PAGES.QtoolAttentionBackend.get_kv_cache_shape(pages, TOKENS, HEADS, DIM, dtype)
-    return [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+    backend = PAGES.QtoolAttentionBackend
+    if not REGISTERED:
+        shape = backend.get_kv_cache_shape(pages, TOKENS, HEADS, DIM, PAGES.CACHE_DTYPES[name])
+        return [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
+    from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    spec, layers = backend.customize_spec(spec_of(name)), ["first", "second"]
+    size, order = 2 * pages * spec.page_size_bytes, KVCacheLayout[layout]
+    strides = interface.compute_layout_strides(spec, pages, len(layers), order)
+    tensor = interface.KVCacheTensor(size, layers, strides[0], strides[1])
+    raw = torch.zeros(size, dtype=torch.int8)
+    views: list[Tensor] = interface.create_kv_cache_views(raw, spec, pages, order, tensor)
+    return views
 
 
+@borrowed
 def test_the_cache_has_the_shape_that_vllm_allocates() -> None:
     backend = PAGES.QtoolAttentionBackend
     for name, dtype in PAGES.CACHE_DTYPES.items():
         for dim in (64, 96, 128, 256):
             shape = backend.get_kv_cache_shape(5, TOKENS, HEADS, dim, dtype)
             assert torch.Size(shape).numel() == 5 * spec_of(name, dim).page_size_bytes
+
+
+@registered
+def test_vllm_allocates_pages_of_ours() -> None:
+    from vllm.config.cache import get_kv_cache_dtype_handler, is_known_kv_cache_dtype
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    backend = PAGES.QtoolAttentionBackend
+    for (name, dtype), bits in zip(PAGES.CACHE_DTYPES.items(), (4, 8), strict=True):
+        assert is_known_kv_cache_dtype(dtype) and get_kv_cache_dtype_handler(dtype).name == dtype
+        for dim in (64, 96, 128, 256):
+            for heads in (1, 8):
+                spec = customize_attention_spec(backend, spec_of(name, dim, heads))
+                assert spec.page_size_bytes == heads * head_bytes(bits, dim)
+                one = backend.customize_spec(spec_of(name, dim, heads, tokens=1))
+                assert one.page_size_bytes * TOKENS == spec.page_size_bytes
+                assert backend.customize_spec(spec) == spec == type(spec).merge([spec, spec])
+    half = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float16
+    )
+    assert backend.customize_spec(half) is half
+
+
+@registered
+@pytest.mark.parametrize("window", [None, 50])
+def test_layers_of_a_model_ask_for_such_pages(
+    native: Native, tmp_path: Path, on_cuda: None, window: int | None
+) -> None:
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    for name, bits in (("kv4", 4), ("kv8", 8)):
+        directory, _ = quantized(native, tmp_path, name)
+        layer = attention_layer(loaded(directory, dtype="bfloat16"))
+        layer.sliding_window = window
+        spec = layer.get_kv_cache_spec(configured(directory, block_size=TOKENS))
+        spec = customize_attention_spec(layer.get_attn_backend(), spec)
+        assert type(spec).__name__ == ("SlidingWindowSpec" if window else "FullAttentionSpec")
+        assert spec.block_size == TOKENS and spec.kv_quant_mode.is_custom_mode
+        assert spec.page_size_bytes == HEADS * head_bytes(bits, DIM)
+
+
+@registered
+def test_pages_are_contiguous_in_each_layout() -> None:
+    """Bytes that are written to one layer's page are not in another's, and all of a layer's are."""
+    for layout in PAGES.QtoolAttentionBackend.supported_kv_cache_layouts():
+        for name, bits in (("kv4", 4), ("kv8", 8)):
+            layers = allocated(name, 3, layout.name)
+            rows = [attention.head_rows(layer) for layer in layers]
+            assert all(row.shape == (3, HEADS, head_bytes(bits, DIM)) for row in rows)
+            for row in rows:
+                assert row.stride()[1:] == (row.shape[2], 1) and row.dtype == torch.uint8
+            rows[0].fill_(7)
+            assert (layers[0].view(torch.uint8) == 7).all() and not layers[1].any()
+    with pytest.raises(RuntimeError, match="view"):
+        attention.head_rows(torch.zeros(3, TOKENS, HEADS, 8).transpose(1, 2))
 
 
 def test_what_the_backend_takes() -> None:

@@ -1,7 +1,7 @@
 """Attention over a kv4 or kv8 cache in vLLM's pages, chosen by :mod:`qtool.serving.vllm.kv`.
 
-How a vLLM lets such pages in differs: :mod:`qtool.serving.vllm.kv_borrowed` completes the backend
-here.
+How a vLLM lets such pages in differs: :mod:`qtool.serving.vllm.kv_borrowed` and
+:mod:`qtool.serving.vllm.kv_registered` complete the backend here.
 
 New keys and values are quantized straight into the pages. Decoding reads the codes by
 ``qtool::kv_attention_paged``. A prefill is FlashAttention over the 16-bit keys and values of the

@@ -61,6 +61,12 @@ def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
 
 def offered_pages() -> Any:
     """The module for how this vLLM lets pages of ours in, or None where it does not."""
+    if hasattr(AttentionBackend, "customize_spec") and hasattr(
+        cache_dtypes, "register_kv_cache_dtype"
+    ):
+        from qtool.serving.vllm import kv_registered
+
+        return kv_registered
     if hasattr(AttentionBackend, "get_kv_cache_shape"):
         from qtool.serving.vllm import kv_borrowed
 
@@ -79,7 +85,7 @@ def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
     if quantizer not in PAGED:
         return f"{quantizer} has no kernel over pages"
     if pages is None:
-        return "this vLLM has no pages of its size"
+        return "this vLLM has no pages of its size and registers none"
     if not current_platform.is_cuda():
         return "its kernels need a CUDA GPU"
     if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
