@@ -21,7 +21,8 @@ matplotlib.rcParams["svg.hashsalt"] = "qtool"
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 INK, BLUE, ORANGE, GREEN, GREY = "#263238", "#3f51b5", "#ef6c00", "#2e7d32", "#b0bec5"
-#: column of the kernels' results that runs a scheme; w4a4-mix has two group sizes and none
+#: column of the kernels' results that runs a scheme's `best`; w4a4-g128 has two schemes there,
+#: w4a4-mix two group sizes too, and neither has one
 COLUMNS = {
     "w8a8": "w8a8",
     "w4a16": "w4a16-g128",
@@ -29,7 +30,6 @@ COLUMNS = {
     "w4a8-qoq-g128": "w4a8-qoq-g128",
     "w4a8-qoq": "w4a8-qoq",
     "w4ax-fmpq": "w4ax-fmpq",
-    "w4a4-g128": "w4a4-g128",
     "w4a16-24": "w4a16-24-g128",
 }
 #: schemes whose neighbours take the room on the right, and their labels' shift in points

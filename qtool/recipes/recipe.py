@@ -18,8 +18,9 @@ A recipe is a YAML mapping::
         effect: lower KL on every scheme measured
 
 A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}``, each with its own
-``transforms``, ``rounding`` and ``departures``, in place of the last three keys. So has one that a
-plugin registers; a file of one's own is one recipe.
+``transforms``, ``rounding`` and ``departures``, in place of the last three keys; one with its own
+``layers`` does not take the recipe's. So has one that a plugin registers; a file of one's own is
+one recipe.
 """
 
 import re
@@ -35,8 +36,8 @@ from qtool.recipes.schema import CONTINUED, GIVEN, Departure, LayerRule, Recipe,
 
 BUILT_IN = Path(__file__).parent
 VARIANTS = ("fast", "paper", "best")
-VARIANT_KEYS = frozenset({"transforms", "rounding", "kv", "windows", "departures"})
-KEYS = VARIANT_KEYS | {"scheme", "about", "layers", "variants"}
+VARIANT_KEYS = frozenset({"layers", "transforms", "rounding", "kv", "windows", "departures"})
+KEYS = VARIANT_KEYS | {"scheme", "about", "variants"}
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
 DEPARTURE_KEYS = frozenset({"what", "effect"})
 
@@ -128,13 +129,13 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
             raise QtoolError(f"{where}: no variant {variant!r}; it has {', '.join(variants)}")
         chosen = variants[variant] or {}
         _require_known(chosen, VARIANT_KEYS, f"{where}, {variant}")
-    layers = data.get("layers")
+    merged = {**data, **chosen}
+    layers = merged.get("layers")
     if not isinstance(layers, list) or not layers:
         raise QtoolError(f"{where}: layers must be a list with at least one rule")
     transforms = chosen.get("transforms") or []
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
-    merged = {**data, **chosen}
     return Recipe(
         scheme=str(data.get("scheme", where.removesuffix(".yaml"))),
         about=str(data.get("about", "")),

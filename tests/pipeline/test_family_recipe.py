@@ -58,6 +58,27 @@ def test_v_and_down_have_small_groups_in_w4a4_mix(family: str, make_model: MakeM
         assert set(sizes.values()) == {32, None}
 
 
+@pytest.mark.parametrize("scheme", ["w4a4-g128", "w4a4-mix"])
+@pytest.mark.parametrize("family", VARIANTS)
+def test_best_of_w4a4_differs_in_the_inputs_of_down(
+    family: str, scheme: str, make_model: MakeModel
+) -> None:
+    """They stay in 8 bits; every other linear has the scheme and group size of ``paper``."""
+    config = Checkpoint(make_model(family)).config
+    paper, best = (Job.of(config, recipes.load(scheme, variant)) for variant in ("paper", "best"))
+    for block in range(best.blocks):
+        kind = best.block_family(block)
+        down = {
+            n for g in kind.groups if g.fold in (Fold.PRODUCT, Fold.ACTIVATION) for n in g.linears
+        }
+        for name in kind.linears():
+            mine, theirs = (job.format.of(job.full(block, name)) for job in (best, paper))
+            assert theirs.scheme == "w4a4"  # type: ignore[union-attr]
+            assert (mine != theirs) == (name in down)
+            bits = mine.scheme_object.activation.bits if mine else 16  # type: ignore[attr-defined]
+            assert bits == (8 if name in down else 4)
+
+
 @pytest.mark.parametrize("family", ("gemma2", "gemma3_text"))
 def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     family: str, make_model: MakeModel

@@ -124,6 +124,17 @@ def test_a_recipe_that_quantizes_nothing_is_refused() -> None:
     assert RecipeOverrides(kv="kv8").recipe(None, nothing).kv == "kv8"
 
 
+def test_a_variant_may_have_layers_of_its_own() -> None:
+    own = [{"match": ".*", "scheme": "w8a8"}]
+    data = {"layers": RULES, "variants": {"fast": {}, "best": {"layers": own}}}
+    assert len(recipes.parse(data, "mine", "fast").layers) == len(RULES)
+    (rule,) = recipes.parse(data, "mine", "best").layers
+    assert rule.scheme == "w8a8"
+    data["variants"]["best"]["layers"] = []
+    with pytest.raises(QtoolError, match="layers must be a list with at least one rule"):
+        recipes.parse(data, "mine", "best")
+
+
 def test_departures_are_mappings_of_what_and_effect() -> None:
     listed = [{"what": "clips", "effect": "lower KL"}]
     data = {"layers": RULES, "variants": {"paper": {"departures": listed}, "fast": {}}}
