@@ -112,14 +112,31 @@ def save_model(
     return directory
 
 
-@pytest.fixture
-def make_model(tmp_path: Path) -> MakeModel:
-    """``make_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model;
-    returns its directory.
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """``saved_model("qwen2", dtype=..., max_shard_size=..., **config)`` saves a random model once;
+    returns its directory, which no test changes.
     """
+    made: dict[str, Path] = {}
+
+    def make(variant: str = "llama", **options: Any) -> Path:
+        key = repr((variant, sorted(options.items())))
+        if key not in made:
+            made[key] = save_model(tmp_path_factory.mktemp("saved") / variant, variant, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def make_model(saved_model: MakeModel, tmp_path: Path) -> MakeModel:
+    """The same as :func:`saved_model`, but the test's own, as ``name``."""
 
     def make(variant: str = "llama", *, name: str | None = None, **options: Any) -> Path:
-        return save_model(tmp_path / (name or variant), variant, **options)
+        saved = saved_model(variant, **options)
+        return shutil.copytree(
+            saved, tmp_path / (name or variant), copy_function=shutil.copyfile, dirs_exist_ok=True
+        )
 
     return make
 
