@@ -2,62 +2,47 @@
 must be.
 """
 
-import re
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qtool.errors import QtoolError
 from qtool.kernels import build
-from qtool.kernels.compiled import builds
+from tests.kernels import machine_code
+from tests.kernels.machine_code import BUILDS
 
-REGISTERS_PER_SM = 65536
 TINY = 'extern "C" __global__ void tiny(int* p) { *p = VALUE; }'
-
-
-BUILDS = list(builds())
-#: one of the builds of a source that differ in sizes alone: to disassemble takes longer than to
-#: compile
-DISASSEMBLED = {
-    (case.definition[0], case.arch, case.instructions, case.calls): case for case in BUILDS
-}
+#: one build of each source, which is compiled whatever is stored
+ANEW = {case.definition[0]: case for case in BUILDS}
 
 
 @pytest.mark.parametrize("case", BUILDS, ids=lambda case: f"{case.name} {case.arch}")
 def test_compiles_to_the_machine_code_it_must_be(case: build.Build, tmp_path: Path) -> None:
-    compiled = build.compile_source(*case.definition, case.arch)
-    assert compiled.local_bytes == 0, compiled.log  # nothing is spilled
-    assert not compiled.serialized, compiled.log
-    assert compiled.registers * case.threads <= REGISTERS_PER_SM
-    if case not in DISASSEMBLED.values():
-        return
-    sass = disassemble(compiled.cubin, tmp_path)
-    assert [i for i in case.instructions if i not in sass] == []
-    assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert case.calls or not re.search(
-        r"\bRET\b", sass
-    )  # CALL alone also stands for a jump out of a loop
-    if (
-        "PREEXIT" in sass
-    ):  # griddepcontrol: the next kernel may start, but only when all before this one are done
-        assert sass.index("ACQBULK") < sass.index("PREEXIT")
+    if case in ANEW.values() or not machine_code.passed(case):
+        machine_code.check(case, tmp_path)
+
+
+def test_what_is_stored_is_of_these_sources() -> None:
+    """``python -m tests.kernels.machine_code`` checks what changed and stores it."""
+    assert machine_code.stored()["passed"] == machine_code.digests()
+
+
+def test_a_digest_is_of_all_that_is_compiled() -> None:
+    included = {
+        name for case in BUILDS for name in machine_code.included(f"{case.definition[0]}.cu")
+    }
+    there = {path.relative_to(build.SOURCES).as_posix() for path in build.SOURCES.rglob("*.cu*")}
+    assert included == there
+    assert not [case for case in BUILDS if "#include" in case.definition[1]]
+    case, *others = BUILDS
+    assert machine_code.digest(replace(case, threads=1)) != machine_code.digest(case)
+    assert len({machine_code.digest(other) for other in others}) == len(others)
 
 
 def test_covers_the_architectures_and_names_each_build_once() -> None:
     assert {"sm_80", "sm_89", "sm_90a"} <= {case.arch for case in BUILDS}
     assert len({(case.name, case.arch) for case in BUILDS}) == len(BUILDS)
-
-
-def disassemble(cubin: bytes, folder: Path) -> str:
-    """SASS text."""
-    import nvidia
-
-    (folder / "k.cubin").write_bytes(cubin)
-    tool = next(p for root in nvidia.__path__ for p in Path(root).glob("*/bin/nvdisasm"))
-    return subprocess.run(
-        [tool, "-c", folder / "k.cubin"], capture_output=True, text=True, check=True
-    ).stdout
 
 
 def test_cache_is_keyed_and_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
