@@ -32,8 +32,8 @@ COLUMNS = {
     "w4ax-fmpq": "w4ax-fmpq",
     "w4a16-24": "w4a16-24-g128",
 }
-#: schemes whose neighbours take the room on the right, and their labels' shift in points
-LABELS_LEFT = {"w4a8-qoq": 5, "w4a8-qoq-g128": -6, "w4a8-lqq": -15}
+#: labels' shifts in points, where something else takes the room on the right
+LABELS = {"w4a8-qoq": (-7, 5), "w4a8-qoq-g128": (-7, -13), "w4a8-lqq": (7, -13), "w8a8": (-7, -4)}
 
 
 def figure(width: float, height: float) -> Axes:
@@ -66,13 +66,13 @@ def quality_speed(model: str = "llama-3-8b", tokens: int = 16) -> None:
             continue
         point = times[COLUMNS[row["scheme"]]], row["kl"]
         axes.scatter(*point, s=60, color=BLUE, zorder=3)
-        left = row["scheme"] in LABELS_LEFT
+        shift = LABELS.get(row["scheme"], (7, -4))
         axes.annotate(
             row["scheme"],
             point,
-            (-7, LABELS_LEFT[row["scheme"]]) if left else (7, -4),
+            shift,
             textcoords="offset points",
-            ha="right" if left else "left",
+            ha="right" if shift[0] < 0 else "left",
         )
     for name, colour in (("torch fp8", ORANGE), ("torch bf16", GREY)):
         axes.axvline(times[name], color=colour, linestyle="--", linewidth=1)
