@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
@@ -16,6 +16,8 @@ from qtool.schemes.arithmetic.activation import UNQUANTIZED, Activation
     st.integers(-148, 120),
     st.integers(0, 999),
 )
+@example(8, None, -145, 0)  # subnormal, where a scale has few bits
+@example(4, 32, -148, 0)
 def test_codes_stay_in_range_and_within_half_a_step(
     bits: int, size: int | None, exponent: int, seed: int
 ) -> None:
