@@ -106,9 +106,8 @@ def test_no_block_is_run_twice(
 
 
 def test_only_the_newest_are_kept(source: Path, tmp_path: Path, forwarded: list[int]) -> None:
-    directory = stopped(source, tmp_path / "out", 6)
-    names = kept(directory)
-    assert names[-1] == "activations-00004-0-of-1.safetensors" and len(names) <= 2
+    directory = stopped(source, tmp_path / "out", BLOCKS + 2)  # embedding, blocks, head: all
+    assert kept(directory) == [f"activations-{BLOCKS - 1:05d}-0-of-1.safetensors"]
     run(source, tmp_path / "out", resume=True)
     assert not list((tmp_path / "out").glob(".run"))
 
