@@ -113,6 +113,9 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @click.option("--batches", default="1,16,64,256", show_default=True, help="Sequences at once.")
 @click.option("--input-tokens", type=POSITIVE, default=1024, show_default=True)
 @click.option("--output-tokens", type=POSITIVE, default=512, show_default=True)
+@click.option(
+    "--memory", type=float, help="GB of each GPU that an engine may use; nearly all by default."
+)
 @TENSOR_PARALLEL
 @JSON
 def bench_serve(model: str, against: str, batches: str, as_json: bool, **options: Any) -> None:

@@ -3,8 +3,7 @@
     python benchmarks/serving/fusion.py kernels                    # each pair, fused and not
     python benchmarks/serving/fusion.py steps DIR [--unfused]      # decode steps in vLLM
 
-``steps`` is run once with the pass, as vLLM has it by default, and once without. Its last lines are
-the kernels of a step at batch 16 by torch's profiler.
+``steps`` is run once with the pass, as vLLM has it by default, and once without.
 """
 
 import argparse
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from qtool.serving.bench import LONG, SHORT
 from qtool.table import render
 
 EPSILON = 1e-5
-INPUT_TOKENS, PROFILED_BATCH, PROFILED_TOKENS = 1024, 16, 9
+INPUT_TOKENS = 1024
 
 
 def residual_norm(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +92,7 @@ def kernels() -> None:
 
 
 def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
-    """Milliseconds of a decode step at each batch size, and what a step launches."""
+    """Milliseconds of a decode step at each batch size."""
     from qtool.serving.vllm import fusion
     from qtool.serving.vllm.engine import answers, engine, greedy
 
@@ -114,7 +112,7 @@ def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
         kv_cache_dtype="fp8",
         max_model_len=INPUT_TOKENS + LONG + 1,
         max_num_batched_tokens=8192,
-        max_num_seqs=max(*batches, PROFILED_BATCH),
+        max_num_seqs=max(batches),
     )
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
     random = torch.Generator().manual_seed(0)
@@ -130,29 +128,7 @@ def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
         seconds(batch, 4)
         short, long = (min(seconds(batch, tokens) for _ in range(3)) for tokens in (SHORT, LONG))
         print(how, batch, f"{1000 * (long - short) / (LONG - SHORT):.3f} ms a step", flush=True)
-    kernels_of_steps(lambda tokens: seconds(PROFILED_BATCH, tokens))
     print("RESULT", how, dict(counts))
-
-
-def kernels_of_steps(run: Callable[[int], object]) -> None:
-    """Launches and microseconds a step, by kernel: a long generation less a short one."""
-    found: list[dict[str, tuple[int, float]]] = []
-    for tokens in (1, PROFILED_TOKENS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run(tokens)
-        events: Any = profile.key_averages()
-        found.append({event.key: (event.count, event.device_time_total) for event in events})
-    first, all_steps = found
-    rows = []
-    for name, (count, us) in all_steps.items():
-        before = first.get(name, (0, 0.0))
-        launches = (count - before[0]) / (PROFILED_TOKENS - 1)
-        if launches >= 1 and us > 0:
-            rows.append((launches, (us - before[1]) / (PROFILED_TOKENS - 1), name))
-    rows.sort(key=lambda row: -row[1])
-    table = [(f"{launches:.1f}", f"{us:.0f}", name[:90]) for launches, us, name in rows]
-    total = (f"{sum(row[0] for row in rows):.1f}", f"{sum(row[1] for row in rows):.0f}", "all")
-    print(render(("launches", "us", "kernel"), [*table, total]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv|requests|cache [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv|requests|cache|profile|tasks|large [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -81,14 +81,23 @@ print(table(rows))
 print("RESULT", len(rows), "rows")
 '
 
+shape_code='
+import json, sys
+from pathlib import Path
+config = json.loads(Path(sys.argv[1], "config.json").read_text())
+del config["quantization_config"]
+Path(sys.argv[2], "config.json").write_text(json.dumps(config))
+'
+
 alone_code='
 import sys
 from qtool.serving.bench import BASELINES, measure
 directory, engine, batches = sys.argv[1:4]
+memory = float(sys.argv[4]) if sys.argv[4:] else None
 options = {"kv_cache_dtype": "auto"}
 if engine == "fp8":
     options = BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
-measure(directory, options, list(map(int, batches.split(","))), 1024, 512)
+measure(directory, options, list(map(int, batches.split(","))), 1024, 512, memory)
 '
 
 mixture_code='
@@ -107,6 +116,23 @@ evaluate() { # evaluate FILE OPTION ...: JSON of the demo's perplexity
     python3 -m qtool eval demo --json "${@:2}" > "$1"
 }
 export -f evaluate
+
+questions_code='
+import json, sys
+from pathlib import Path
+from qtool.data import corpora
+from qtool.eval.demo_choice import questions
+from qtool.runtime.load import load_tokenizer
+model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+folder.mkdir(exist_ok=True)
+rows = questions(corpora.load("demo", split=corpora.TEST).text, load_tokenizer(model))
+(folder / "demo_questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+task = {"task": "demo_questions", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "demo_questions.jsonl")}}, "doc_to_text": "query",
+        "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+(folder / "demo_questions.yaml").write_text(json.dumps(task))  # JSON is YAML
+'
 
 compare_code='
 import json, statistics, sys
@@ -237,14 +263,39 @@ requests) # random requests, all at once and one at a time, and a model that is 
     wait
     tail -n 3 "$OUT"/requests-*.log "$OUT"/sure-*.log
     ;;
+profile) # a step of the 8B shape in w4a8-lqq with kv4, kernel by kernel
+    step random-kv4 90 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq "$DATA/8b-kv4" --kv kv4
+    step profile ${LIMIT:-240} python3 benchmarks/serving/step_profile.py "$DATA/8b-kv4" --batches "${2:-1,64,256}" \
+        --json "$OUT/step-profile.json"
+    cat "$OUT/profile.log" | grep -A60 '^batch'
+    ;;
+tasks) # zero-shot: by qtool eval in vLLM and in our runtime, and by lm-eval's own command; needs lm-eval.tar.xz
+    model=$DATA/demo-w4a8-lqq
+    quantize demo w4a8-lqq && python3 -c "$questions_code" "$model" "$DATA/tasks"
+    step eval-vllm 240 python3 -m qtool eval demo_choice --model "$model" --engine vllm --json &
+    step eval-ours 240 python3 -m qtool eval demo_choice --model "$model" --device cuda --json &
+    step lm-eval 240 python3 -m lm_eval run --model vllm --tasks demo_questions --include_path "$DATA/tasks" \
+        --model_args "pretrained=$model,gpu_memory_utilization=0.2,max_model_len=512" &
+    wait
+    tail -n 30 "$OUT"/{eval-vllm,eval-ours,lm-eval}.log
+    ;;
+large) # two GPUs side by side: a 70B shape in w4a8-lqq with kv4, in 80 GB and in all memory, and in FP8
+    shape=${2:-llama-2-70b}
+    step random-70b 200 python3 benchmarks/serving/random_packed.py $shape w4a8-lqq "$DATA/70b" --kv kv4
+    mkdir -p "$DATA/70b-fp8"
+    python3 -c "$shape_code" "$DATA/70b" "$DATA/70b-fp8"
+    export alone_code DATA
+    CUDA_VISIBLE_DEVICES=0 step bench-kv4 ${LIMIT:-340} bash -c 'python3 -c "$alone_code" "$DATA/70b" kv4 128 80 &&
+        python3 -c "$alone_code" "$DATA/70b" kv4 64,256' &
+    CUDA_VISIBLE_DEVICES=1 step bench-fp8 ${LIMIT:-340} python3 -c "$alone_code" "$DATA/70b-fp8" fp8 16,64,128 &
+    wait
+    grep -E '"batch"|left out' "$OUT"/bench-kv4.log "$OUT"/bench-fp8.log
+    ;;
 cache) # two GPUs side by side: the 8B shape in w4a8-lqq with kv4, and in FP8
     mkdir -p "$DATA/fp8"
     CUDA_VISIBLE_DEVICES=0 step random-kv4 90 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq \
         "$DATA/8b-kv4" --kv kv4
-    python3 -c 'import json, sys; from pathlib import Path
-config = json.loads(Path(sys.argv[1], "config.json").read_text())
-del config["quantization_config"]
-Path(sys.argv[2], "config.json").write_text(json.dumps(config))' "$DATA/8b-kv4" "$DATA/fp8"
+    python3 -c "$shape_code" "$DATA/8b-kv4" "$DATA/fp8"
     CUDA_VISIBLE_DEVICES=0 step bench-kv4 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/8b-kv4" kv4 "${2:-1,16,64,256}" &
     CUDA_VISIBLE_DEVICES=1 step bench-fp8 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/fp8" fp8 "${2:-1,16,64,256}" &
     wait

@@ -6,6 +6,7 @@ random ids; the baselines have random weights, since time does not depend on the
 """
 
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.serving.vllm.engine import require_vllm
 from qtool.table import render
 
+log = logging.getLogger(__name__)
 #: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
 #: first ends
 SHORT, LONG = 64, 192
@@ -73,17 +75,22 @@ def bench_serve(
     input_tokens: int = 1024,
     output_tokens: int = 512,
     cache: str = "fp8",
+    memory: float | None = None,
     tensor_parallel: int = 1,
 ) -> Iterator[Served]:
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
+    Batches that do not fit in the cache are left out, and so is a baseline that does not start: a
+    warning says so.
+
     Args:
         cache: dtype of the engines' KV caches, ``fp8`` or ``16``; a checkpoint with a quantized
             cache keeps its own.
+        memory: 10^9 bytes of each GPU that an engine may use; nearly all by default.
         tensor_parallel: GPUs that each engine splits its model over.
 
     Raises:
-        QtoolError: for an unknown baseline, or if an engine stops.
+        QtoolError: for an unknown baseline, or if the engine of the checkpoint stops.
     """
     for name in against:
         if name not in BASELINES:
@@ -115,8 +122,16 @@ def bench_serve(
                 "batches": list(batches),
                 "input_tokens": input_tokens,
                 "output_tokens": output_tokens,
+                "memory": memory,
             }
-            yield from (Served(name, **row) for row in _measure_elsewhere(name, request))
+            try:
+                rows = _measure_elsewhere(name, request)
+            except QtoolError as error:
+                if name not in against:
+                    raise
+                log.warning("%s", error)
+                continue
+            yield from (Served(name, **row) for row in rows)
 
 
 def table(rows: Sequence[Served]) -> str:
@@ -155,21 +170,30 @@ def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any
 
 
 def measure(
-    model: str, options: dict[str, Any], batches: list[int], input_tokens: int, output_tokens: int
+    model: str,
+    options: dict[str, Any],
+    batches: list[int],
+    input_tokens: int,
+    output_tokens: int,
+    memory: float | None = None,
 ) -> list[dict[str, Any]]:
-    """In a process with vLLM: the figures of one engine at each batch size."""
+    """In a process with vLLM: the figures of one engine at each batch size that fits."""
     import torch
 
     from qtool.serving.vllm.engine import answers, engine, greedy
 
     vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     length = input_tokens + max(LONG, output_tokens) + 1
-    settings = {
+    settings: dict[str, Any] = {
         "max_model_len": length,
         "max_num_batched_tokens": 8192,
         "max_num_seqs": max(batches),
     }
+    if memory:
+        settings["gpu_memory_utilization"] = memory * 1e9 / torch.cuda.mem_get_info()[1]
     llm = engine(model, **(settings | options))
+    cache = llm.llm_engine.vllm_config.cache_config
+    room = cache.num_gpu_blocks * cache.block_size // length
     random = torch.Generator().manual_seed(0)
 
     def seconds(batch: int, tokens: int) -> float:
@@ -180,6 +204,9 @@ def measure(
 
     rows = []
     for batch in batches:
+        if batch > room:
+            print(f"batch {batch} left out: the cache holds {room} sequences", file=sys.stderr)
+            continue
         seconds(batch, 4)  # what compiles or allocates at first does it now
         prefill = min(seconds(batch, 1) for _ in range(3))
         short, long = (min(seconds(batch, tokens) for _ in range(2)) for tokens in (SHORT, LONG))

@@ -191,6 +191,9 @@ SCRIPTS: dict[str, Case] = {
     "serving/runtime_speed.py": Case(
         "--tiny --device cpu --batches 1 --out {tmp}/speed.json", "^batch", check=speed
     ),
+    "serving/step_profile.py": Case(
+        "{native} --batches 1", r"packed GEMMs .* \d", "RESULT 0 of 1 batch sizes measured"
+    ),
     "serving/through_gptqmodel.py": package("GPTQModel"),
     "serving/through_transformers.py": Case(
         "{native} {exported} --prompts 1 --length 4 --tokens 2",

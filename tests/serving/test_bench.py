@@ -33,6 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_every_engine_has_the_same_shape(native: Native, asked: list[dict[str, Any]]) -> None:
     directory = native()
     command = ["bench", "serve", str(directory), "--batches", "1,16", "--tensor-parallel", "2"]
+    command += ["--memory", "80"]
     done = CliRunner().invoke(cli, [*command, "--json"])
     rows = json.loads(done.output)
     ours, *baselines = asked
@@ -45,6 +46,7 @@ def test_every_engine_has_the_same_shape(native: Native, asked: list[dict[str, A
         assert engine["config"] == ours["config"]
         assert engine["options"]["load_format"] == "dummy"
     assert all(engine["options"]["tensor_parallel_size"] == 2 for engine in asked)
+    assert all(engine["memory"] == 80 for engine in asked)
     assert {row["engine"] for row in rows} == {f"qtool {stored['scheme']}", "fp8", "bf16", "w4a16"}
     text = CliRunner().invoke(cli, [*command, "--against", "fp8"]).output
     assert "over qtool w4a8-lqq" in text and "bf16" not in text
@@ -62,6 +64,25 @@ def test_wrong_names_are_refused(native: Native) -> None:
     for wrong in ({"against": ["fp9"]}, {"cache": "4"}):
         with pytest.raises(QtoolError, match=r"--(against fp9|cache 4): "):
             list(bench.bench_serve(native(), **wrong))  # type: ignore[arg-type]
+
+
+def test_a_baseline_that_does_not_start_is_left_out(
+    native: Native, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(name: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        if name == broken:
+            raise QtoolError(f"{name}: vLLM stopped with status 1")
+        return [{"batch": 1} | ROW]
+
+    monkeypatch.setattr(bench, "_measure_elsewhere", measure)
+    monkeypatch.setattr(bench, "require_vllm", lambda directory, count: None)
+    broken, directory = "fp8", native()
+    rows = list(bench.bench_serve(directory, against=["fp8", "bf16"]))
+    assert {row.engine for row in rows} == {"qtool w4a8-lqq", "bf16"}
+    assert [record.message for record in caplog.records] == ["fp8: vLLM stopped with status 1"]
+    broken = "qtool w4a8-lqq"
+    with pytest.raises(QtoolError, match=broken):
+        list(bench.bench_serve(directory, against=["fp8"]))
 
 
 def test_an_engine_that_stops_is_named() -> None:
