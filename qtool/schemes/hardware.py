@@ -128,19 +128,20 @@ def gpu(name: str) -> Gpu:
 
 def choose_w4a4(target: Gpu) -> Choice:
     """``g128`` or ``mix`` for W4A4 on ``target`` (APEX4 section 3.2.2)."""
-    cores = "INT4" if target.has_int4 else "INT8 (it has no INT4 tensor cores)"
-    fact = f"{cores} tensor cores : FP32 CUDA cores = {target.rho:g} on {target.name}"
-    if target.rho <= GROUP_RATIO:
-        return Choice(
-            "g128",
-            target.rho,
-            f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma",
-        )
-    return Choice(
-        "mix",
-        target.rho,
-        f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel",
+    fact = (
+        f"{'INT4' if target.has_int4 else 'INT8'} tensor cores : FP32 CUDA cores = {target.rho:g} "
+        f"on {target.name}"
     )
+    advice = (
+        ""
+        if target.has_int4
+        else f"; {target.name} has no INT4 tensor cores: W4A8 runs on the same ones and loses less"
+    )
+    if target.rho <= GROUP_RATIO:
+        reason = f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma"
+        return Choice("g128", target.rho, reason + advice)
+    reason = f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel"
+    return Choice("mix", target.rho, reason + advice)
 
 
 def choose_qoq(target: Gpu) -> Choice:
