@@ -89,11 +89,7 @@ def export(
     work = _Export(checkpoint, targets.get(name), tensor_parallel)
     shards = convert(work, out, progress)
     errors = {linear: e for notes in shards for linear, e in notes.get(ERRORS, {}).items()}
-    return Exported(out, name, errors, work.notes, (_nbytes(checkpoint), _nbytes(Checkpoint(out))))
-
-
-def _nbytes(checkpoint: Checkpoint) -> int:
-    return sum(entry.nbytes for entry in checkpoint.entries.values())
+    return Exported(out, name, errors, work.notes, (checkpoint.nbytes, Checkpoint(out).nbytes))
 
 
 class _Export(Conversion):

@@ -64,6 +64,8 @@ def import_checkpoint(
             (before any work).
         CheckFailed: a damaged file, or a scale that no scheme allows.
     """
+    if source.published:
+        raise QtoolError(f"{source.notes[0]}: nothing to import, pass the model to qtool quantize")
     work = _Import(source, layout)
     convert(work, out, progress)
     return Imported(out, work.notes)

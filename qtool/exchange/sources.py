@@ -13,11 +13,6 @@ SOURCES: dict[str, Callable[[Config], SourceFormat]] = {
     "auto-round": auto_round.source_format,
     "compressed-tensors": compressed_tensors.source_format,
 }
-#: floating-point formats that transformers itself dequantizes: what they are, and by which config
-FLOATS = {
-    "fp8": ("FP8", "FineGrainedFP8Config"),
-    "mxfp4": ("MXFP4", "Mxfp4Config"),
-}
 
 
 def describe(config: Mapping[str, Any]) -> SourceFormat:
@@ -34,8 +29,6 @@ def describe(config: Mapping[str, Any]) -> SourceFormat:
     method = quantization.get("quant_method")
     if method == "qtool":
         raise QtoolError("quant_method 'qtool': it is a native checkpoint already")
-    if method in FLOATS:
-        raise QtoolError(_dequantize_first(quantization))
     if method not in SOURCES:
         raise QtoolError(
             f"quant_method {method!r} cannot be imported; known: {', '.join(SOURCES)}; {INSTEAD}"
@@ -47,8 +40,6 @@ def already_quantized(config: Mapping[str, Any]) -> str:
     """Why a quantized model cannot be quantized, and how to go on."""
     quantization = config["quantization_config"]
     method = quantization.get("quant_method")
-    if method in FLOATS:
-        return _dequantize_first(quantization)
     found = f"the model is quantized already (quant_method {method!r})"
     try:
         described = describe(config)
@@ -57,17 +48,4 @@ def already_quantized(config: Mapping[str, Any]) -> str:
     return (
         f"{found}: pass the original checkpoint, or repack this {described.name} with "
         "`qtool import`"
-    )
-
-
-def _dequantize_first(quantization: Config) -> str:
-    """The sentence for weights in a floating-point format of fewer than 16 bits."""
-    method = quantization["quant_method"]
-    kind, config = FLOATS[method]
-    blocks = quantization.get("weight_block_size")
-    size = f", blocks of {' x '.join(map(str, blocks))}" if blocks else ""
-    return (
-        f"the model's weights are {kind} (quant_method {method!r}{size}), and qtool reads float16, "
-        f"bfloat16 and float32 ones: load it by transformers with {config}(dequantize=True), "
-        "save_pretrained it, and quantize that"
     )

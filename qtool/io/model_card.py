@@ -96,7 +96,11 @@ def _how(provenance: Mapping[str, Any]) -> str:
         return f"Imported from {imported['format']} code for code; nothing was quantized anew."
     recipe = provenance.get("recipe", {})
     names = [name for method in recipe.get("methods", ()) for name in method]
-    lines = [f"- recipe `{recipe.get('variant')}`: {', '.join(names)}"]
+    source = provenance.get("source", {})
+    lines = []
+    if form := source.get("dequantized from"):
+        lines.append(f"- source: {form}, dequantized")
+    lines += [f"- recipe `{recipe.get('variant')}`: {', '.join(names)}"]
     if data := provenance.get("calibration"):
         line = ", ".join(f"{key} {data[key]}" for key in CALIBRATION if key in data)
         lines.append(f"- calibration data: {line}")

@@ -10,11 +10,12 @@ import errno
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
@@ -52,10 +54,30 @@ class Within:
 
 
 @dataclass(frozen=True)
+class Computed(ABC):
+    """A tensor that no file holds: it is computed of stored ones whenever it is read.
+
+    Attributes:
+        operands: what it is computed of. Those of a stack are stacks.
+    """
+
+    operands: "tuple[Entry, ...]"
+
+    @abstractmethod
+    def read(self, rows: slice, *, transposed: bool = False) -> Tensor:
+        """The ``rows`` of the tensor, or of its transpose, of which only they are computed."""
+
+    def matrix(self, number: int) -> Self:
+        """Matrix ``number`` of a stack."""
+        return replace(self, operands=tuple(entry.matrix(number) for entry in self.operands))
+
+
+@dataclass(frozen=True)
 class Entry:
     """One tensor of a file: position, dtype and shape, and what it is a part of.
 
-    With ``parts`` it is those, one after another along dimension 0, and lies nowhere itself.
+    With ``parts`` it is those, one after another along dimension 0, and lies nowhere itself; nor
+    does one that is ``computed``.
     """
 
     path: Path
@@ -64,10 +86,18 @@ class Entry:
     start: int  # byte offset in the file
     within: Within | None = None
     parts: "tuple[Entry, ...]" = ()
+    computed: Computed | None = None
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def matrix(self, number: int) -> "Entry":
+        """Matrix (or vector) ``number`` of a stack along dimension 0."""
+        one = replace(self, shape=self.shape[1:])
+        if self.computed is not None:
+            return replace(one, computed=self.computed.matrix(number))
+        return replace(one, start=self.start + number * one.nbytes)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -135,19 +165,12 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 
     ``pinned`` memory copies fast to a GPU.
     """
-    if entry.parts:
-        joined = torch.cat([read(part) for part in entry.parts])
-        joined = joined if rows is None else joined[rows]
-        return joined.pin_memory() if pinned else joined
-    if (within := entry.within) is not None:
-        whole = read(Entry(entry.path, entry.dtype, within.shape, entry.start))
-        whole = whole.T if within.transposed else whole
-        part = whole[within.start :: within.step][: entry.shape[0]]
-        part = (part if rows is None else part[rows]).contiguous()
-        return part.pin_memory() if pinned else part
-    shape, offset = entry.shape, entry.start
+    if entry.parts or entry.within or entry.computed:
+        made = _made(entry, slice(None) if rows is None else rows)
+        return made.pin_memory() if pinned else made
+    shape, offset, step = entry.shape, entry.start, 1
     if rows is not None:
-        start, stop, _ = rows.indices(shape[0])
+        start, stop, step = rows.indices(shape[0])
         stride = prod(shape[1:]) * entry.dtype.itemsize
         shape, offset = (stop - start, *shape[1:]), offset + start * stride
     data = torch.empty(prod(shape) * entry.dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
@@ -164,7 +187,24 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
                 done += got
     except OSError as error:
         raise QtoolError(f"{entry.path} cannot be read: {error.strerror}") from error
-    return data.view(entry.dtype).reshape(shape)
+    found = data.view(entry.dtype).reshape(shape)
+    return found if step == 1 else found[::step]
+
+
+def _made(entry: Entry, rows: slice) -> Tensor:
+    """The ``rows`` of a tensor that does not lie in a file as it is."""
+    if entry.parts:
+        return torch.cat([read(part) for part in entry.parts])[rows]
+    if (within := entry.within) is None:
+        assert entry.computed is not None
+        return entry.computed.read(rows)
+    stop = within.start + within.step * entry.shape[0]
+    picked = range(within.start, stop, within.step)[rows]
+    wanted = slice(picked.start, picked.stop, picked.step)
+    if entry.computed is not None:
+        return entry.computed.read(wanted, transposed=within.transposed)
+    whole = read(Entry(entry.path, entry.dtype, within.shape, entry.start))
+    return (whole.T if within.transposed else whole)[wanted].contiguous()
 
 
 def write(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.io.dequantize import Published, dequantized, published
 from qtool.io.safetensors import Entry, read, read_header
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -86,15 +87,25 @@ def _download(model: str, patterns: list[str]) -> Path:
 class Checkpoint:
     """A Hugging Face model directory with safetensors weights.
 
+    Weights in FP8, MXFP4 or NVFP4 are dequantized when they are read
+    (:mod:`qtool.io.dequantize`): config and entries are those of the plain model.
+
     Attributes:
         directory, config: the directory and the content of its config.json.
         entries: every tensor by name.
+        nbytes: of the tensors in the files.
+        published: the format of weights that are dequantized.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.config = read_config(directory)
-        self.entries = self._entries()
+        self._config = read_config(directory)
+        self.config, self.published = plain_config(self._config)
+        self._stored = self._entries()
+        self.nbytes = sum(entry.nbytes for entry in self._stored.values())
+        self.entries = dict(self._stored)
+        if self.published:
+            self.entries = dequantized(self._stored, self.published, self.config)
         blocks = self.config.get("num_hidden_layers")
         if isinstance(blocks, int) and blocks > len(self.entries):
             raise QtoolError(
@@ -153,8 +164,8 @@ class Checkpoint:
         Cheap (reads no weights); together with the files' modification times it tells a changed
         source.
         """
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name, entry in sorted(self.entries.items()):
+        digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
+        for name, entry in sorted(self._stored.items()):
             stat = entry.path.stat()
             facts = (
                 name,
@@ -168,14 +179,20 @@ class Checkpoint:
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
-    def identity(self) -> dict[str, str]:
-        """The source's provenance: directory, hub id if it has one, fingerprint."""
-        snapshots = self.directory.parent
-        name = snapshots.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
-        from_hub = snapshots.name == "snapshots" and name.startswith("models--")
-        hub = {"hub id": name.removeprefix("models--").replace("--", "/")} if from_hub else {}
-        directory = hub["hub id"].split("/")[-1] if hub else self.directory.name
-        return {"directory": directory, **hub, "fingerprint": self.fingerprint()}
+    def identity(self) -> dict[str, Any]:
+        """The source's provenance: directory, hub id if it has one, fingerprint.
+
+        And the format that its weights were dequantized from.
+        """
+        facts: dict[str, Any] = {**provenance(self.directory), "fingerprint": self.fingerprint()}
+        if self.published:
+            facts["dequantized from"] = self.published.about
+        return facts
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each way in which the weights are not those in the files."""
+        return [dequantized_note(self.published)] if self.published else []
 
     def side_files(self) -> dict[str, Path]:
         """Files that a result copies: tokenizer, templates, license, by their names there.
@@ -224,6 +241,31 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("quantization_config", {}), dict):
         raise QtoolError(f"{path}: its quantization_config is no object")
     return config
+
+
+def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], Published | None]:
+    """``config`` as of the plain model where its weights are dequantized, and their format.
+
+    Raises:
+        QtoolError: a format that is known, with settings that are not.
+    """
+    if (found := published(config)) is None:
+        return config, None
+    return {key: value for key, value in config.items() if key != "quantization_config"}, found
+
+
+def dequantized_note(found: Published) -> str:
+    """A sentence on weights of the format ``found``."""
+    return f"the weights are {found.about}, dequantized when they are read"
+
+
+def provenance(directory: Path) -> dict[str, str]:
+    """The name of a model's directory, and its hub id if it has one."""
+    name = directory.parent.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
+    if directory.parent.name != "snapshots" or not name.startswith("models--"):
+        return {"directory": directory.name}
+    hub_id = name.removeprefix("models--").replace("--", "/")
+    return {"directory": hub_id.split("/")[-1], "hub id": hub_id}
 
 
 def _json(path: Path) -> dict[str, Any]:

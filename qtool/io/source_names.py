@@ -114,10 +114,7 @@ def _require_stacks(attribute: str, both: Entry, down: Entry, names: Experts) ->
 
 def _parts(stack: Entry) -> list[Entry]:
     """The matrices of a stack ``[E, N, K]``, or the vectors of ``[E, N]``."""
-    one = replace(stack, shape=stack.shape[1:])
-    return [
-        replace(one, start=stack.start + number * one.nbytes) for number in range(stack.shape[0])
-    ]
+    return [stack.matrix(number) for number in range(stack.shape[0])]
 
 
 def _roles(one: Entry, names: Experts) -> dict[str, Entry]:
@@ -135,7 +132,7 @@ def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entr
     transposed = names.transposed and len(one.shape) == 2
     shape = one.shape[::-1] if transposed else one.shape
     part = (shape[0] // share, *shape[1:])
-    if transposed or step > 1:
+    if transposed or step > 1 or one.computed:
         return replace(one, shape=part, within=Within(one.shape, transposed, start, step))
     row = prod(shape[1:]) * one.dtype.itemsize
     return replace(one, shape=part, start=one.start + start * row)

@@ -1,6 +1,17 @@
 """Which of transformers' classes a model is."""
 
+from pathlib import Path
 from typing import Any
+
+
+def float_config(directory: Path) -> Any:
+    """transformers' config of a directory, as of the model before it was quantized."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def auto_class(config: Any) -> Any:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from qtool.calibration.options import check_options
 from qtool.errors import QtoolError
 from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.io.source import dequantized_note, plain_config
 from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name
@@ -46,6 +47,7 @@ class Job(Architecture):
         other_dtypes: of tensors that stay unpacked in another dtype than ``dtype``, by full name.
         unknown: tensors of the source that the family does not know, on ``meta``, which the last
             shard keeps bit for bit.
+        source_notes: a sentence for each way in which weights are not read as the files hold them.
     """
 
     dtype: torch.dtype
@@ -56,6 +58,7 @@ class Job(Architecture):
     rounding: Rounding
     other_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     unknown: Mapping[str, Tensor] = field(default_factory=dict)
+    source_notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class Job(Architecture):
                 order of methods, a layer rule that matches no linear, or a linear whose shape the
                 scheme or layout cannot hold.
         """
+        config, dequantized = plain_config(config)
         if "quantization_config" in config:
             raise QtoolError(already_quantized(config))
         family = family_of(config)
@@ -95,7 +99,8 @@ class Job(Architecture):
                 f"model cannot give block by block: {family.streamed_only}; pass --recipe fast"
             )
         _require_all_fit(job)
-        return job
+        notes = (dequantized_note(dequantized),) if dequantized else ()
+        return replace(job, source_notes=notes)
 
     @classmethod
     def _composed(
@@ -142,13 +147,14 @@ class Job(Architecture):
         """What a user should know of the model's structure and of changes to the recipe."""
         family = self.family
         if not family.derived:
-            return self.recipe.adaptations
+            return self.source_notes + self.recipe.adaptations
         kept = {
             name: reason
             for block in self.distinct_blocks
             for name, reason in self.block_family(block).kept.items()
         }
         return (
+            *self.source_notes,
             f"no family declares {family.model_types[0]!r}: derived from transformers' own model "
             "(`qtool family` prints it)",
             *(f"in 16 bit: {name}, {reason}" for name, reason in kept.items()),

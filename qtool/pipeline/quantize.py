@@ -144,7 +144,8 @@ def job_of(
     kept = {*job.family.outside, *job.family.integers} if cast else shapes
     others = {name: source.entry(name).dtype for name in kept}
     others = {name: other for name, other in others.items() if other != job.dtype}
-    return replace(job, other_dtypes=others, unknown=unknown)
+    notes = tuple(source.notes)
+    return replace(job, other_dtypes=others, unknown=unknown, source_notes=notes)
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:

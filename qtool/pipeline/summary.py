@@ -23,7 +23,7 @@ class Quantized:
     Attributes:
         directory: of the checkpoint.
         source: of what it was made from, as the caller named it.
-        source_bytes, nbytes: of the tensors of both.
+        source_bytes, nbytes: of the tensors in the files of both.
         seconds: of the run, its resumptions included; None where nothing recorded them.
         error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
         errors: relative error of each linear, by full name.
@@ -81,8 +81,8 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
     return Quantized(
         directory,
         name,
-        _nbytes(source),
-        _nbytes(made),
+        source.nbytes,
+        made.nbytes,
         read_run(directory, record.get("job", {})).get("seconds"),
         what,
         errors,
@@ -103,7 +103,3 @@ def shard_facts(notes: Mapping[str, Any]) -> str:
     errors = [error for _, _, error in noted_errors(notes)]
     worst = f", largest error {max(errors):.4f}" if errors else ""
     return f"peak {bytes_text(peak_host_bytes())}{worst}"
-
-
-def _nbytes(checkpoint: Checkpoint) -> int:
-    return sum(entry.nbytes for entry in checkpoint.entries.values())

@@ -14,8 +14,8 @@ from transformers import (
 
 from qtool.errors import QtoolError
 from qtool.io.integrity import require_intact
-from qtool.io.source import resolve
-from qtool.models.auto import auto_class
+from qtool.io.source import Checkpoint, plain_config, read_config, resolve
+from qtool.models.auto import auto_class, float_config
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.device import require_device
@@ -81,7 +81,8 @@ def load_as_stored(
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     where = require_device(device)
-    loaded = _from_pretrained(path, dtype, device_map)
+    source = Checkpoint(path) if plain_config(read_config(path))[1] else None
+    loaded = _from_pretrained(path, dtype, device_map, source)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
             raise QtoolError(
@@ -95,21 +96,29 @@ def load_as_stored(
 
 
 def _from_pretrained(
-    path: Path, dtype: torch.dtype | None, device_map: str | dict[str, Any] | None
+    path: Path,
+    dtype: torch.dtype | None,
+    device_map: str | dict[str, Any] | None,
+    source: Checkpoint | None,
 ) -> PreTrainedModel:
     """transformers' own load, with a check that all tensors of the model are in the files.
 
     The quantizer checks the shards' hashes.
+
+    Args:
+        source: the checkpoint, where its tensors are not those in the files.
     """
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        found: Any = auto_class(config).from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            device_map=device_map,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        options: dict[str, Any] = {
+            "dtype": dtype or "auto",
+            "device_map": device_map,
+            "output_loading_info": True,
+        }
+        if source is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            found = auto_class(config).from_pretrained(path, trust_remote_code=False, **options)
+        else:
+            found = _of_tensors(source, options)
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains it better
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -119,6 +128,15 @@ def _from_pretrained(
     if missing:  # transformers leaves their memory as it found it
         raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     return model
+
+
+def _of_tensors(source: Checkpoint, options: dict[str, Any]) -> Any:
+    """transformers' own load of all tensors of ``source``, which are in memory meanwhile."""
+    config = float_config(source.directory)
+    with torch.device("meta"):
+        kind: Any = type(auto_class(config).from_config(config))
+    tensors = {name: source.read(name) for name in source.entries}
+    return kind.from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

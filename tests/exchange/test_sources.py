@@ -7,9 +7,11 @@ import pytest
 
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
 from qtool.pipeline.job import Job
+from tests.io.published import CASES
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
@@ -17,20 +19,18 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 @pytest.mark.parametrize(
     "quantization, said",
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 .*blocks of 128 x 128"),
-        ({"quant_method": "fp8"}, r"FP8 .*FineGrainedFP8Config\(dequantize=True\)"),
-        ({"quant_method": "mxfp4"}, r"MXFP4 .*Mxfp4Config\(dequantize=True\)"),
         (GPTQ, r"quantized already .*'gptq'.*, or repack this GPTQ \(gptq\) with `qtool import`"),
         (GPTQ | {"bits": 8}, "pass the original checkpoint .GPTQ with bits=8 cannot be imported"),
         ({"quant_method": "hqq"}, "pass the original checkpoint .*'hqq' cannot be imported"),
         ({"quant_method": "qtool"}, "it is a native checkpoint already"),
+        ({"quant_method": "modelopt"}, "'modelopt' cannot be imported; .* dequantize this one"),
         (
             {
                 "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}},
+                "format": "int-quantized",
+                "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}},
             },
-            r"float-quantized with 8-bit float .*CompressedTensorsConfig\(dequantize=True\)",
+            "int-quantized with 8-bit int weights cannot be imported",
         ),
     ],
 )
@@ -43,14 +43,10 @@ def test_a_quantized_model_is_not_quantized_again(quantization: Any, said: str) 
             describe(config)
 
 
-def test_what_transformers_is_said_to_dequantize_it_can() -> None:
-    import transformers
-
-    from qtool.exchange.sources import FLOATS
-
-    for _, name in FLOATS.values():
-        assert getattr(transformers, name)(dequantize=True).dequantize
-    assert transformers.CompressedTensorsConfig(dequantize=True).dequantize
+def test_a_model_that_is_dequantized_is_not_imported(tmp_path: Path) -> None:
+    published, _ = CASES["fp8"].make(tmp_path)
+    with pytest.raises(QtoolError, match=r"weights are FP8 .* pass the model to qtool quantize"):
+        import_checkpoint(Checkpoint(published), tmp_path / "out")
 
 
 def test_gguf(tmp_path: Path) -> None:

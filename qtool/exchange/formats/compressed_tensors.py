@@ -286,11 +286,9 @@ def source_format(config: Config) -> SourceFormat:
         stored = group.get("format") or config.get("format")
         bits, kind = weights.get("num_bits"), weights.get("type")
         if stored != PACKED or bits != 4 or kind != "int":
-            fp8 = kind == "float" and bits == 8
-            hint = "; dequantize it: transformers' CompressedTensorsConfig(dequantize=True)"
             raise QtoolError(
                 f"compressed-tensors {name}: {stored} with {bits}-bit {kind} weights cannot be "
-                f"imported; only pack-quantized 4-bit integers can{hint if fp8 else ''}"
+                f"imported; only pack-quantized 4-bit integers can"
             )
         if group.get("input_activations"):
             raise QtoolError(

@@ -29,6 +29,7 @@ from qtool.io.finite import all_finite, finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
+from qtool.models.auto import float_config
 from qtool.models.skeleton import release
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.activations import Activations, compute_dtype
@@ -94,14 +95,12 @@ class BuiltBlocks:
         start: int = 0,
         kept: Mapping[str, Entry] | None = None,
     ) -> None:
-        from transformers import AutoConfig
-
         from qtool.models.skeleton import fuse_norms, skeleton
 
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
-        self.model = skeleton(AutoConfig.from_pretrained(source.directory))
+        self.model = skeleton(float_config(source.directory))
         if self.compute:
             fuse_norms(self.model)
         self.read_ahead = ReadAhead(

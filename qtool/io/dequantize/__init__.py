@@ -1,0 +1,70 @@
+"""Checkpoints published in a floating-point format of fewer than 16 bits, read as plain ones.
+
+One file a format, as ``quant_method`` names it; each says which tensors are a weight. A weight is
+computed when it is read, so that whoever reads a :class:`~qtool.io.source.Checkpoint` sees the
+names, shapes and 16-bit dtype of the model as it was before. Integer codes are not dequantized:
+:mod:`qtool.exchange` imports them as they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.io.dequantize import compressed_tensors, fp8, mxfp4
+from qtool.io.dequantize.published import Config, Published
+from qtool.io.safetensors import Entry
+from qtool.models.architecture import DTYPES
+
+FORMATS: dict[str, Callable[[Config], Published | None]] = {
+    "fp8": fp8.published,
+    "mxfp4": mxfp4.published,
+    "compressed-tensors": compressed_tensors.published,
+}
+
+
+def published(config: Mapping[str, Any]) -> Published | None:
+    """The format of the weights of a config.json; None where nothing here dequantizes them.
+
+    Raises:
+        QtoolError: a format that is known, with settings that are not.
+    """
+    quantization = config.get("quantization_config") or {}
+    if (describe := FORMATS.get(str(quantization.get("quant_method")))) is None:
+        return None
+    try:
+        return describe(quantization)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise QtoolError(f"quantization_config is damaged: {error!r}") from error
+
+
+def dequantized(
+    entries: Mapping[str, Entry], found: Published, config: Mapping[str, Any]
+) -> dict[str, Entry]:
+    """The tensors of the plain model: weights for codes and scales, in the dtype of ``config``.
+
+    That is bfloat16 where it names none.
+
+    Raises:
+        QtoolError: codes or scales that do not belong together.
+    """
+    of = (config, config.get("text_config") or {})
+    named = [c[key] for c in of for key in ("dtype", "torch_dtype") if c.get(key)]
+    dtype = DTYPES.get(str(named[0]), torch.bfloat16) if named else torch.bfloat16
+    weights = {name: found.weight(name, entries, dtype) for name in entries}
+    used = {part for weight in weights.values() if weight for part in weight.stored}
+    plain = {}
+    for name, entry in entries.items():
+        if weight := weights[name]:
+            plain[weight.name] = weight.entry
+        elif name in used or name.endswith(found.unread):
+            continue
+        elif name.endswith(found.scales):
+            raise QtoolError(f"{name}: no weight of {found.about} that it could belong to")
+        else:
+            plain[name] = entry
+    return plain
+
+
+__all__ = ["FORMATS", "Published", "dequantized", "published"]

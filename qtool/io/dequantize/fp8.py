@@ -1,0 +1,68 @@
+"""``quant_method`` fp8: weights in float8_e4m3fn, as of DeepSeek-V3, Qwen3-FP8 and others.
+
+``weight [N, K]`` with ``weight_scale_inv`` (DeepSeek, transformers), ``weight_scale`` (AutoFP8),
+``scale`` (DeepSeek-V4) or ``qscale_weight`` (Mistral): one a block of ``weight_block_size``, a row
+or a matrix, which the codes are *multiplied* by. Stacks of experts have scales of their own name:
+``gate_up_proj`` and ``gate_up_proj_scale_inv``. Experts of DeepSeek-V4 are E2M1, two a byte (int8),
+with a scale every 32 columns.
+
+transformers takes the size of a block from the number of scales, which is another one where a block
+at the edge is smaller (576 rows in blocks of 128 are 5 blocks, not 5 times 115.2); DeepSeek's own
+code and this one take it from ``weight_block_size``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qtool.errors import QtoolError
+from qtool.io.dequantize.block_scaled import Block, block_scaled
+from qtool.io.dequantize.published import Config, Entries, Weight
+
+SCALES = ("_scale_inv", "_scale")
+BESIDE = (".scale", ".qscale_weight")
+FP4_COLUMNS = 32
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Codes of 8 bits, in blocks where ``block`` is given."""
+
+    block: Block | None
+    scales = ("_scale_inv", ".weight_scale", ".qscale_weight")
+    unread = ("activation_scale", "input_scale", ".qscale_act", ".k_scale", ".v_scale")
+
+    @property
+    def about(self) -> str:
+        return "FP8" + (f" in blocks of {self.block[0]} x {self.block[1]}" if self.block else "")
+
+    def weight(self, name: str, entries: Entries, dtype: torch.dtype) -> Weight | None:
+        codes, module = entries[name], name.rpartition(".")[0]
+        named = [name + ending for ending in SCALES] + [module + ending for ending in BESIDE]
+        scales = next((scale for scale in named if scale in entries), None)
+        if codes.dtype == torch.int8 and scales:
+            blocks = [(1, FP4_COLUMNS)]
+        elif codes.dtype == torch.float8_e4m3fn:
+            blocks = [self.block] if self.block else []
+        else:
+            return None
+        if scales is None:
+            raise QtoolError(f"{name}: its codes have no scales ({', '.join(named)})")
+        entry = block_scaled(name, codes, entries[scales], blocks, dtype)
+        return Weight(name, entry, (name, scales))
+
+
+def published(config: Config) -> Fp8:
+    """The format of ``config``.
+
+    Raises:
+        QtoolError: a ``weight_block_size`` that is no pair of sizes.
+    """
+    block = config.get("weight_block_size")
+    if block is None:
+        return Fp8(None)
+    if isinstance(block, list) and len(block) == 2:
+        rows, columns = block
+        if type(rows) is int and type(columns) is int and rows > 0 < columns:
+            return Fp8((rows, columns))
+    raise QtoolError(f"fp8: weight_block_size is {block!r}; [rows, columns] of a block is expected")

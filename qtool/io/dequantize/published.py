@@ -1,0 +1,53 @@
+"""The protocol of a floating-point format of fewer than 16 bits that models are published in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from qtool.io.safetensors import Entry
+
+#: a ``quantization_config``
+Config = Mapping[str, Any]
+Entries = Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of which a checkpoint stores codes and scales.
+
+    Attributes:
+        name: of the weight in the plain model. entry: how to read it.
+        stored: names of the tensors that it is made of.
+    """
+
+    name: str
+    entry: Entry
+    stored: tuple[str, ...]
+
+
+class Published(Protocol):
+    """A format, as one ``quantization_config`` describes it.
+
+    Attributes:
+        about: what it is, for people.
+        scales: endings of the names of scales; each must belong to a weight.
+        unread: endings of the names of what no weight needs: scales of activations or a KV cache.
+    """
+
+    @property
+    def about(self) -> str: ...
+
+    @property
+    def scales(self) -> tuple[str, ...]: ...
+
+    @property
+    def unread(self) -> tuple[str, ...]: ...
+
+    def weight(self, name: str, entries: Entries, dtype: torch.dtype) -> Weight | None:
+        """The weight, in ``dtype``, whose codes tensor ``name`` holds; None if it holds none.
+
+        Raises:
+            QtoolError: codes without scales, or of other shapes.
+        """
