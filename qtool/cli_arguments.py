@@ -217,6 +217,9 @@ QUANTIZE = _together(
         type=click.Choice(["bfloat16", "float16", "float32"]),
         help="Cast what is not packed; by default it stays as it is.",
     ),
+    click.option(
+        "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."
+    ),
     click.option("--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."),
     click.option("--resume", is_flag=True, help="Continue an unfinished run."),
     click.option(

@@ -687,6 +687,12 @@ FAULTS = [
             "tests/io/test_source_names.py tests/pipeline/test_published_sources.py",
         ),
         (
+            "qtool/io/source.py",
+            "digest.update(repr(self.adapter.hashes).encode())",
+            "pass",
+            "tests/io/test_adapter.py",
+        ),
+        (
             "qtool/io/dequantize/block_scaled.py",
             "// bn]",
             "// bk]",
@@ -709,6 +715,18 @@ FAULTS = [
             "elif name.endswith(found.scales):",
             "elif False:",
             "tests/pipeline/test_published_sources.py",
+        ),
+        (
+            "qtool/io/adapter.py",
+            "math.sqrt(rank) if self",
+            "rank if self",
+            "tests/io/test_adapter.py",
+        ),
+        (
+            "qtool/io/adapter.py",
+            "if isinstance(weight.computed, Merged):",
+            "if False:",
+            "tests/io/test_adapter.py",
         ),
         (
             "qtool/io/run_record.py",

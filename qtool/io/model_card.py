@@ -100,6 +100,10 @@ def _how(provenance: Mapping[str, Any]) -> str:
     lines = []
     if form := source.get("dequantized from"):
         lines.append(f"- source: {form}, dequantized")
+    if adapter := source.get("adapter"):
+        name = adapter.get("hub id") or adapter["directory"]
+        hashes = ", ".join(f"{file} {sha256}" for file, sha256 in adapter["sha256"].items())
+        lines.append(f"- LoRA adapter merged: `{name}` (sha256 of {hashes})")
     lines += [f"- recipe `{recipe.get('variant')}`: {', '.join(names)}"]
     if data := provenance.get("calibration"):
         line = ", ".join(f"{key} {data[key]}" for key in CALIBRATION if key in data)

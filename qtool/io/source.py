@@ -7,13 +7,16 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.io.dequantize import Published, dequantized, published
 from qtool.io.safetensors import Entry, read, read_header
+
+if TYPE_CHECKING:
+    from qtool.io.adapter import Adapter
 
 DEMO = Path(__file__).parent.parent / "demo"
 INDEX = "model.safetensors.index.json"
@@ -47,11 +50,12 @@ QUANTIZE_CONFIG = "quantize_config.json"
 OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 
 
-def resolve(model: str, *, weights: bool = True) -> Path:
+def resolve(model: str, *, weights: bool = True, files: list[str] | None = None) -> Path:
     """The directory of MODEL: ``demo``, a local directory, or a hub id (downloaded or cached).
 
     Args:
         weights: download the weights too, not only config.json.
+        files: download these instead.
 
     Raises:
         QtoolError: neither a directory nor reachable on the hub.
@@ -66,7 +70,8 @@ def resolve(model: str, *, weights: bool = True) -> Path:
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
     configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
-    return _download(model, ["*.safetensors", *configs, INDEX, *SIDE_FILES] if weights else configs)
+    all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
+    return _download(model, files or (all_files if weights else configs))
 
 
 def _download(model: str, patterns: list[str]) -> Path:
@@ -94,11 +99,11 @@ class Checkpoint:
         directory, config: the directory and the content of its config.json.
         entries: every tensor by name.
         nbytes: of the tensors in the files.
-        published: the format of weights that are dequantized.
+        published: the format of weights that are dequantized. adapter: one that is merged.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, adapter: "Adapter | None" = None) -> None:
+        self.directory, self.adapter = directory, adapter
         self._config = read_config(directory)
         self.config, self.published = plain_config(self._config)
         self._stored = self._entries()
@@ -122,7 +127,7 @@ class Checkpoint:
                     f"{_what_is_there(self.directory)}"
                 )
             return read_header(self.directory / SINGLE)
-        weight_map = _json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise QtoolError(f"{index.name}: no weight_map in it")
         shards = {}
@@ -165,6 +170,8 @@ class Checkpoint:
         source.
         """
         digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
+        if self.adapter:
+            digest.update(repr(self.adapter.hashes).encode())
         for name, entry in sorted(self._stored.items()):
             stat = entry.path.stat()
             facts = (
@@ -182,17 +189,22 @@ class Checkpoint:
     def identity(self) -> dict[str, Any]:
         """The source's provenance: directory, hub id if it has one, fingerprint.
 
-        And the format that its weights were dequantized from.
+        And the format that its weights were dequantized from, and the adapter merged into them.
         """
         facts: dict[str, Any] = {**provenance(self.directory), "fingerprint": self.fingerprint()}
         if self.published:
             facts["dequantized from"] = self.published.about
+        if self.adapter:
+            facts["adapter"] = self.adapter.identity()
         return facts
 
     @property
     def notes(self) -> list[str]:
         """A sentence for each way in which the weights are not those in the files."""
-        return [dequantized_note(self.published)] if self.published else []
+        notes = [dequantized_note(self.published)] if self.published else []
+        if self.adapter:
+            notes.append(f"the adapter {self.adapter.directory.name} is merged into the weights")
+        return notes
 
     def side_files(self) -> dict[str, Path]:
         """Files that a result copies: tokenizer, templates, license, by their names there.
@@ -223,12 +235,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         if (directory / "adapter_config.json").is_file():
             raise QtoolError(
-                f"{directory} is an adapter (LoRA), not a model; merge it into its base model first"
+                f"{directory} is an adapter (LoRA), not a model: pass its base model, and it as "
+                "--adapter"
             )
         if files := sorted(directory.glob("*.gguf")):
             raise QtoolError(_gguf(files[0]))
         raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
-    config = _json(path)
+    config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
@@ -237,7 +250,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG
     if "quantization_config" not in config and beside.is_file():
-        config["quantization_config"] = {"quant_method": "gptq"} | _json(beside)
+        config["quantization_config"] = {"quant_method": "gptq"} | read_json(beside)
     if not isinstance(config.get("quantization_config", {}), dict):
         raise QtoolError(f"{path}: its quantization_config is no object")
     return config
@@ -268,7 +281,7 @@ def provenance(directory: Path) -> dict[str, str]:
     return {"directory": hub_id.split("/")[-1], "hub id": hub_id}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:

@@ -20,6 +20,7 @@ from math import prod
 from qtool.errors import QtoolError
 from qtool.io.safetensors import Entry, Within
 from qtool.io.source import Checkpoint
+from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from qtool.models.parts import Experts
 
@@ -27,12 +28,16 @@ from qtool.models.parts import Experts
 def adopt(source: Checkpoint, model: Architecture) -> None:
     """Give the entries of ``source`` the names that the family of ``model`` declares, in place.
 
+    Then its adapter, if it has one, is merged into them.
+
     Raises:
-        QtoolError: stacked experts of another shape than config.json says.
+        QtoolError: stacked experts of another shape than config.json says, or an adapter of another
+            model.
     """
     family = model.family
-    if family.disk_names:
-        source.entries = _renamed(source.entries, {d: o for o, d in family.disk_names.items()})
+    own_names = {d: o for o, d in family.disk_names.items()}
+    if own_names:
+        source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}
     entries = source.entries
     for own, parts in family.joined.items():
         if own not in entries and all(part in entries for part in parts):
@@ -50,6 +55,19 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             _adopt_experts(
                 entries, model.full(block, names.attribute), model.full(block, names.moe), names
             )
+    if source.adapter:
+        source.adapter.merge(entries, lambda name: _renamed(name, own_names))
+
+
+def as_on_disk(source: Checkpoint) -> Checkpoint:
+    """``source`` under the names of its files, which transformers loads; its adapter is merged."""
+    found = Checkpoint(source.directory, source.adapter)
+    if found.adapter:
+        entries, names = found.entries, family_of(found.config).disk_names
+        found.adapter.merge(
+            entries, lambda name: name if name in entries else _renamed(name, names)
+        )
+    return found
 
 
 def _joined(parts: list[Entry]) -> Entry:
@@ -57,15 +75,12 @@ def _joined(parts: list[Entry]) -> Entry:
     return replace(parts[0], shape=(rows, *parts[0].shape[1:]), parts=tuple(parts))
 
 
-def _renamed(entries: dict[str, Entry], own: Mapping[str, str]) -> dict[str, Entry]:
-    """``entries`` with names of tensors and modules replaced; what has its own name keeps it."""
-    found = {}
-    for name, entry in entries.items():
-        parts = name.split(".")
-        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        prefix = next((p for p in prefixes if p in own), None)
-        found[name if prefix is None else own[prefix] + name[len(prefix) :]] = entry
-    return found
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """``name`` with that of its tensor or nearest module replaced, if it is in ``names``."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    prefix = next((p for p in prefixes if p in names), None)
+    return name if prefix is None else names[prefix] + name[len(prefix) :]
 
 
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:

@@ -185,7 +185,7 @@ class Windows(Calibration):
             )
         began = time.monotonic()
         dtype = None if self.device.type == "cuda" else torch.float32
-        model = load(self.source.directory, device=str(self.device), dtype=dtype)
+        model = load(self.source, device=str(self.device), dtype=dtype)
         beginnings = ids[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:

@@ -103,6 +103,8 @@ class QuantizeOptions(RecipeOverrides):
         resume: continue an unfinished run.
         dtype: ``bfloat16``, ``float16`` or ``float32``: cast what is not packed.
         keep_unknown: copy tensors that the model's family does not know.
+        adapter: a LoRA adapter (a directory or a hub id) that is merged into the weights as they
+            are read.
     """
 
     samples: int = SAMPLES
@@ -113,6 +115,7 @@ class QuantizeOptions(RecipeOverrides):
     resume: bool = False
     dtype: str | None = None
     keep_unknown: bool = False
+    adapter: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         require_count("--samples", self.samples)
@@ -138,7 +141,10 @@ class QuantizeOptions(RecipeOverrides):
     @property
     def keeps_codes(self) -> bool:
         """Whether the options change nothing but the layout, so that codes can stay."""
-        changes = (self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks)
+        changes = (
+            *(self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks),
+            self.adapter,
+        )
         return all(value is None for value in changes)
 
 
@@ -158,6 +164,7 @@ class QuantizeKeywords(TypedDict, total=False):
     resume: bool
     dtype: str | None
     keep_unknown: bool
+    adapter: str | PathLike[str] | None
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.distributed import ranks
+from qtool.io.adapter import Adapter
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import SAMPLES, SEQLEN, QuantizeOptions
@@ -45,7 +46,8 @@ def run(
 
     directory = directory_of(model)
     require_apart(out, directory)
-    source = Checkpoint(directory)
+    adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
+    source = Checkpoint(directory, adapter)
     says_nothing_new = recipe.scheme == "w4a16" and recipe.variant == "fast" and text is None
     if "quantization_config" in source.config and says_nothing_new and options.keeps_codes:
         return repack(model, out, options.layout, progress=progress)

@@ -28,6 +28,7 @@ class Quantized:
         error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
         errors: relative error of each linear, by full name.
         imported: codes were repacked, nothing was quantized.
+        adapter: directory of one that was merged into the source, which thus is no baseline.
     """
 
     directory: Path
@@ -38,6 +39,7 @@ class Quantized:
     error_of: str
     errors: dict[str, float]
     imported: bool
+    adapter: str | None = None
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -61,7 +63,9 @@ class Quantized:
             )
         where, source = shlex.quote(str(self.directory)), shlex.quote(self.source)
         text = "demo" if self.source == "demo" else "wikitext2"
-        following = f"eval {text} --model {where} --compare {source}"
+        following = f"eval {text} --model {where}"
+        if self.adapter is None:
+            following += f" --compare {source}"
         return f"{size}\nnext: qtool {f'verify {where}' if self.imported else following}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,6 +91,7 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
         what,
         errors,
         "imported from" in record,
+        None if source.adapter is None else str(source.adapter.directory),
     )
 
 

@@ -15,6 +15,7 @@ from transformers import (
 from qtool.errors import QtoolError
 from qtool.io.integrity import require_intact
 from qtool.io.source import Checkpoint, plain_config, read_config, resolve
+from qtool.io.source_names import as_on_disk
 from qtool.models.auto import auto_class, float_config
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
@@ -32,7 +33,7 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def load(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
@@ -47,7 +48,8 @@ def load(
     ``generate(cache_implementation="dynamic")`` decodes as transformers does by default.
 
     Args:
-        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory.
+        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory. Of a
+            checkpoint its own tensors are taken, an adapter merged.
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
         device_map: instead of ``device``, transformers' placement on several devices, such as
             ``auto``.
@@ -69,7 +71,7 @@ def load(
 
 
 def load_as_stored(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
@@ -77,11 +79,15 @@ def load_as_stored(
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The model of :func:`load` as transformers has it: linears apart, its own norms, no graphs."""
-    path = _directory(model)
+    path = model.directory if isinstance(model, Checkpoint) else _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     where = require_device(device)
-    source = Checkpoint(path) if plain_config(read_config(path))[1] else None
+    source = model if isinstance(model, Checkpoint) else None
+    if source is None and plain_config(read_config(path))[1]:
+        source = Checkpoint(path)
+    elif source is not None:
+        source = as_on_disk(source) if source.notes else None
     loaded = _from_pretrained(path, dtype, device_map, source)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
