@@ -294,18 +294,35 @@ def read_json(path: Path) -> dict[str, Any]:
 def _what_is_there(directory: Path) -> str:
     if shards := sorted(p.name for p in directory.glob("*.safetensors")):
         return f"{shards[0]} is there, but not the index that says which tensor is where"
-    pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pth")]
-    if pickles:
-        return f"{pickles[0]} is a pickle, which qtool never reads: convert it to safetensors first"
     if files := sorted(directory.glob("*.gguf")):
         return _gguf(files[0])
-    return "only safetensors checkpoints are read"
+    pickles = [p.name for p in directory.glob("*.bin")] + [p.name for p in directory.glob("*.pth")]
+    found = f"{pickles[0]} is a pickle, which qtool never reads" if pickles else "no weights"
+    return f"{found}; a pytorch_model.bin is converted by: {_conversion(directory)}"
 
 
 def _gguf(path: Path) -> str:
     """Advice for a GGUF file."""
+    more = f", gguf_file={path.name!r}"
     return (
         f"{path.name} is GGUF, llama.cpp's format, which qtool does not read: take the model's "
-        "original safetensors, or convert it: transformers' from_pretrained(DIR, "
-        f"gguf_file={path.name!r}), then save_pretrained"
+        "original safetensors, or convert it (after pip install gguf): "
+        + _conversion(path.parent, more, ", quantization_config=t.GgufConfig(dequantize=True)")
+    )
+
+
+def _conversion(directory: Path, more: str = "", how: str = "") -> str:
+    """The command by which transformers makes a safetensors checkpoint of a directory.
+
+    Args:
+        more: arguments that tell it what to read. how: and how to read the weights.
+    """
+    hub_id = provenance(directory).get("hub id")  # whose other weights were not downloaded
+    model = hub_id or str(directory)
+    out = f"{hub_id.split('/')[-1] if hub_id else model}-safetensors"
+    return (
+        'python -c "import transformers as t; '
+        f"m = t.AutoModelForCausalLM.from_pretrained({model!r}{more}{how}); m.hf_quantizer = None; "
+        f"m.save_pretrained({out!r}); "
+        f't.AutoTokenizer.from_pretrained({model!r}{more}).save_pretrained({out!r})"'
     )

@@ -1,16 +1,20 @@
 """A model that is quantized already, or is no safetensors at all, is told how to go on."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.sources import describe
-from qtool.io.source import Checkpoint, resolve
+from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.pipeline.job import Job
+from tests.conftest import MakeModel
 from tests.io.published import CASES
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -58,3 +62,29 @@ def test_gguf(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(QtoolError, match=r"model\.gguf is GGUF"):
         Checkpoint(tmp_path)
+
+
+def test_the_command_that_converts_a_pickle_does(make_model: MakeModel) -> None:
+    model = make_model("llama")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, model / file)
+    tensors = load_file(model / "model.safetensors")
+    torch.save(tensors, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(QtoolError, match=r"pytorch_model\.bin is a pickle") as refused:
+        Checkpoint(model)
+    exec(str(refused.value).split('python -c "')[1].removesuffix('"'), {})
+    converted = Checkpoint(model.with_name(f"{model.name}-safetensors"))
+    assert converted.entries.keys() == tensors.keys()
+    assert all(torch.equal(converted.read(name), tensor) for name, tensor in tensors.items())
+    assert "tokenizer.json" in converted.side_files()
+
+
+def test_of_a_hub_model_the_command_names_its_id(tmp_path: Path) -> None:
+    """Only safetensors were downloaded: its pickle is not there."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    said = r"from_pretrained\('owner/name'\).*save_pretrained\('name-safetensors'\)"
+    with pytest.raises(QtoolError, match=said):
+        Checkpoint(snapshot)
