@@ -17,7 +17,7 @@ import torch
 from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
-from qtool.exchange.exportable import exported_formats
+from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
 from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat, native_format
 from qtool.io.source import Checkpoint
@@ -172,7 +172,7 @@ class _Export(Conversion):
 
     def metadata(self) -> Metadata:
         named = {self.family.disk_name(name): found for name, found in self.all_formats.items()}
-        quantization = self.target.quantization_config(named, self.kv)
+        quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
             # its loader asks for a number that OPT's configuration does not have
@@ -187,6 +187,16 @@ class _Export(Conversion):
             "notes": self.notes,
         }
         return Metadata(config, facts, self.target.config_files(quantization))
+
+    def _looked_up(self, named: Mapping[str, LinearFormat | None]) -> ByLinear:
+        """The first experts under the names that vLLM 0.26 finds the format of all experts by."""
+        experts, found = self.family.experts, {}
+        leaves = (experts.gate, experts.up, experts.down) if experts else ()
+        for leaf, theirs in zip(leaves, ("gate_proj", "up_proj", "down_proj"), strict=False):
+            for name in named:
+                if leaf and name.endswith(f".experts.0.{leaf}"):
+                    found[name.removesuffix(leaf) + theirs] = named[name]
+        return found
 
 
 def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
@@ -221,6 +231,13 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             "precision when serving"
         )
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
+    if work.family.experts and work.family.experts.stacked:
+        first = SPLIT_EXPERTS[config["model_type"]]
+        return [
+            *notes,
+            "experts: published as one stack, here one by one: vLLM loads them from version "
+            f"{first} on, transformers does not",
+        ]
     routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
     return notes + [caution for found in routed if (caution := target.cautions_experts(found))]
 

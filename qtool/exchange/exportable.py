@@ -18,6 +18,14 @@ from qtool.models import Family, family_of
 
 #: by full name; None stays in 16 bit
 ByLinear = dict[str, LinearFormat | None]
+#: model types whose published checkpoints hold a block's experts as one stack, and the first vLLM
+#: whose loaders take them packed one by one
+SPLIT_EXPERTS = {
+    **dict.fromkeys(("llama4", "llama4_text", "qwen3_vl_moe"), "0.26"),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "0.33"
+    ),
+}
 
 
 def exported_formats(
@@ -69,10 +77,10 @@ def _takes(target: Target, *model: Any) -> bool:
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
     """Refuse models that no format can hold."""
     family = family_of(config)
-    if family.experts and family.experts.stacked:
+    if family.experts and family.experts.stacked and config["model_type"] not in SPLIT_EXPERTS:
         raise QtoolError(
-            f"published {family.name} checkpoints hold a block's experts as one stack: no loader "
-            "of another format takes them packed one by one"
+            f"published {family.name} checkpoints hold a block's experts as one stack, and no "
+            "loader of another format was seen to take them packed one by one"
         )
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
@@ -100,6 +108,11 @@ def _formats(
     model = family_of(config)
     if model.derived and not target.any_architecture:
         raise QtoolError(f"{target.name}: its loaders do not know {model.name} models")
+    if model.experts and model.experts.stacked and not target.splits_experts:
+        raise QtoolError(
+            f"{target.name}: its loaders were not seen to take {model.name}'s experts, which are "
+            "published as one stack, one by one"
+        )
     namespace = model.settings(config)
     formats: ByLinear = dict.fromkeys(model.other_linears)
     for block in range(int(namespace.num_hidden_layers)):

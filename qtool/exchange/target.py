@@ -41,6 +41,8 @@ class Target(ABC):
     dtype: ClassVar[torch.dtype | None] = None
     #: its loaders take every architecture, linear by linear
     any_architecture: ClassVar[bool] = False
+    #: vLLM loads experts one by one in it that are published as one stack
+    splits_experts: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True
 

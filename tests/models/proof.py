@@ -17,6 +17,7 @@ from transformers import AutoConfig, CompressedTensorsConfig, PreTrainedModel
 
 import qtool
 from qtool import recipes
+from qtool.exchange.exportable import SPLIT_EXPERTS
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
 from qtool.models.auto import auto_class
@@ -112,6 +113,10 @@ def exported_right(native: Path, out: Path) -> None:
     """
     qtool.export(native, "compressed-tensors", out)
     config = AutoConfig.from_pretrained(out)
+    assert config.model_type not in SPLIT_EXPERTS, (
+        "transformers loads no experts of this class one by one; vLLM does, from "
+        f"{SPLIT_EXPERTS[config.model_type]} on"
+    )
     how: Any = {"experts_implementation": "eager", "output_loading_info": True}
     how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
     loaded, info = auto_class(config).from_pretrained(out, **how)

@@ -59,6 +59,18 @@ def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
         export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
 
 
+def test_stacked_experts_are_exported_one_by_one_where_vllm_takes_them(tmp_path: Path) -> None:
+    """Its loaders take them under these names (tests/serving)."""
+    source = save_tiny("granitemoe", tmp_path / "source")
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    done = export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
+    assert any("vLLM loads them from version 0.33 on" in note for note in done.notes)
+    names = Checkpoint(done.directory).entries
+    assert "model.layers.1.block_sparse_moe.experts.3.down_proj.weight_packed" in names
+    with pytest.raises(QtoolError, match=r"awq: its loaders were not seen .*: compressed-tensors"):
+        export(tmp_path / "native", "awq", tmp_path / "awq")
+
+
 def test_loaders_of_few_architectures_take_no_derived_family(tmp_path: Path) -> None:
     source = save_tiny("smollm3", tmp_path / "source")
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")

@@ -76,18 +76,25 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
         group.rank_in_group, group.world_size = before
 
 
-def loaded(directory: Path, rank: int = 0, ranks: int = 1, **options: Any) -> nn.Module:
+def loaded(
+    directory: Path, rank: int = 0, ranks: int = 1, unset: int | None = None, **options: Any
+) -> nn.Module:
     """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and
     processed.
+
+    With ``unset`` they are not processed: what was not loaded has this value.
     """
     config, before = configured(directory, **options), torch.get_default_dtype()
     torch.set_default_dtype(config.model_config.dtype)
     try:
         with set_current_vllm_config(config), as_rank(rank, ranks):
             model = initialize_model(config)
+            for parameter in model.parameters() if unset is not None else ():
+                parameter.data.fill_(unset)
             loader: Any = get_model_loader(config.load_config)
             loader.load_weights(model, config.model_config)
-            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+            if unset is None:
+                process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     finally:  # vLLM's own context leaves its dtype behind after an error
         torch.set_default_dtype(before)
     return model.eval()
