@@ -4,7 +4,7 @@ A saved result is used again only where everything is equal: the model (:func:`i
 questions and the arithmetic (:class:`qtool.eval.evaluate.LoadedTask`), the kind of device and the
 versions that computed it. The file is written after each task, so an interrupted evaluation
 continues where it was. A baseline's results are saved in the file of the model that is compared
-with it; the baseline's own directory is never written.
+with it; the baseline's own directory is never written. The model card shows the model's results.
 """
 
 import hashlib
@@ -18,13 +18,17 @@ from typing import Any
 
 import qtool
 from qtool.errors import QtoolError
+from qtool.eval.compare import table
 from qtool.eval.engine import Model, engine_version
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, finite, from_json
+from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_json
-from qtool.io.source import Checkpoint
+from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
+#: facts that a model card names
+SHOWN = ("device", "engine", "kv", "dtype", "qtool")
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,26 @@ def save(directory: Path, saved: SavedResult) -> None:
     """Add ``saved`` to the file, in place of an earlier one of the same model and facts."""
     others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
     write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, saved]]}))
+    _show(directory)
+
+
+def _show(directory: Path) -> None:
+    """Write what is saved of the model in ``directory`` into its model card, if it has ours."""
+    path = directory / CARD
+    if not path.is_file():
+        return
+    model = identity(directory)
+    tables: dict[str, list[TaskResult]] = {}
+    for answer in read(directory):
+        if answer.model == model:
+            shown = (f"{key} {answer.facts[key]}" for key in SHOWN if key in answer.facts)
+            tables.setdefault(", ".join(shown), []).extend(answer.tasks)
+    text = "\n\n".join(
+        f"On {facts}:\n\n```text\n{table(Results(tasks))}\n```" for facts, tasks in tables.items()
+    )
+    before = path.read_text(encoding="utf-8")
+    if (card := with_results(before, text)) != before:
+        path.write_text(card, encoding="utf-8")
 
 
 def results(

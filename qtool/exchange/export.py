@@ -7,6 +7,7 @@ is converted and read back as its loader would: the relative distance of the two
 recorded, 0 where they are equal. A killed export continues where it was when it is run again.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
 from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat, native_format
-from qtool.io.source import Checkpoint
+from qtool.io.integrity import RECORD
+from qtool.io.model_card import results_in
+from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
 from qtool.runtime.packed_kv import NEUTRAL, attention_name
@@ -182,7 +185,10 @@ class _Export(Conversion):
             config["dtype"] = dtype_name(self.target.dtype)
             config.pop("torch_dtype", None)
         facts = {
+            "source": _source(self.source.directory),
+            "results": _results(self.source.directory),
             "exported from": self.source.directory.name,
+            "loaders": self.target.about,
             "format": self.target.name,
             "notes": self.notes,
         }
@@ -211,6 +217,20 @@ def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
         and attention_name(family) == "self_attn"
         and bool(target.kv_tensors(scales, scales))
     )
+
+
+def _source(native: Path) -> Json:
+    """What qtool.json says the model in ``native`` was made from."""
+    try:
+        return dict(json.loads((native / RECORD).read_text())["source"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _results(native: Path) -> str:
+    """What the model card in ``native`` shows of evaluations."""
+    card = native / CARD
+    return results_in(card.read_text(encoding="utf-8")) if card.is_file() else ""
 
 
 def _notes(work: _Export, kv: str | None) -> list[str]:

@@ -35,7 +35,7 @@ this checkpoint and says so. lm-eval's own command line:
 `vllm serve {name}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
 that other stacks read.
 
-## How it was made
+{results}## How it was made
 
 {how}
 
@@ -49,12 +49,20 @@ EXPORTED = """---
 
 {what}
 
-## How it was made
+## Serve
+
+{serve}
+
+{results}## How it was made
 
 {how}
 
 `qtool.json` holds the relative error of every weight against the checkpoint it was exported from.
 {base}"""
+
+
+#: what lies between the two is written anew by each evaluation that is saved
+RESULTS = "<!-- results -->", "<!-- /results -->"
 
 
 def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
@@ -76,19 +84,48 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     }
     of = base or source.get("directory") or exported or "a model"
     name = f"{of.split('/')[-1]}-{scheme}"
+    results = "None yet: `qtool eval TASKS --model DIR --save` writes them here."
+    if exported:
+        ours = provenance.get("results")
+        results = f"Of `{exported}`, by qtool's arithmetic. {ours}" if ours else "None yet."
     fills = {
         "name": name,
         "front": yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         "base": f"\nThe card of the base model is [{BASE_CARD}]({BASE_CARD}).\n"
         if base_card.is_file()
         else "",
+        "results": f"## Results\n\n{with_results(''.join(RESULTS), results)}\n\n",
     }
     if exported:
         what = f"`{exported}`, quantized by qtool, in the format `{provenance['format']}`."
         notes = "\n".join(f"- {note}" for note in provenance.get("notes", ()))
-        return EXPORTED.format(what=what, how=notes or "Exported without changes.", **fills)
-    what = f"`{of}` in {scheme}, quantized by qtool."
+        serve = f"`{provenance['format']}`: {provenance['loaders']}."
+        if "vLLM" in serve:
+            serve += f" In vLLM: `vllm serve {name}`."
+        how = notes or "Exported without changes."
+        return EXPORTED.format(what=what, serve=serve, how=how, **fills)
+    by = "imported" if "imported from" in provenance else "quantized"
+    what = f"`{of}` in {scheme}, {by} by qtool."
     return TEMPLATE.format(what=what, how=_how(provenance), **fills)
+
+
+def with_results(card: str, table: str) -> str:
+    """``card`` with ``table``, in markdown, as its results; as it was if it has no place for it."""
+    before, old, after = _parts(card)
+    return card if old is None else f"{before}{RESULTS[0]}\n{table}\n{RESULTS[1]}{after}"
+
+
+def results_in(card: str) -> str:
+    """The results that :func:`with_results` wrote into ``card``; empty if there are none."""
+    old = _parts(card)[1]
+    return "" if old is None or old.startswith("None yet") else old
+
+
+def _parts(card: str) -> tuple[str, str | None, str]:
+    """What is before, in and after the place for results; None in it where ``card`` has none."""
+    before, found, rest = card.partition(RESULTS[0])
+    old, ended, after = rest.partition(RESULTS[1])
+    return before, old.strip() if found and ended else None, after
 
 
 def _how(provenance: Mapping[str, Any]) -> str:

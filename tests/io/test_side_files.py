@@ -7,6 +7,10 @@ import pytest
 import yaml
 
 from qtool import recipes
+from qtool.eval import saved
+from qtool.eval.results import Metric, TaskResult
+from qtool.exchange.export import export
+from qtool.io.model_card import results_in, with_results
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
@@ -78,6 +82,27 @@ def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> No
     out = made(snapshot, tmp_path / "out")
     assert front_of(out / "README.md")["base_model"] == "owner/a-name"
     assert json.loads((out / "qtool.json").read_text())["source"]["directory"] == "a-name"
+    foreign = export(out, "compressed-tensors", tmp_path / "foreign").directory
+    assert front_of(foreign / "README.md")["base_model"] == "owner/a-name"
+    assert "`vllm serve a-name-compressed-tensors`" in (foreign / "README.md").read_text()
+
+
+def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_path: Path) -> None:
+    """Of this model, not of another that it was compared with; an export's card shows it too."""
+    out = made(make_model(), tmp_path / "out")
+    card = (out / "README.md").read_text()
+    for model, task in ((saved.identity(out), "mine"), ("another", "theirs")):
+        result = TaskResult(task, "zero_shot", "file", 9, {"acc": Metric(0.25, 0.01, True)})
+        saved.save(out, saved.SavedResult(model, {"device": "cpu", "kv": "kv8"}, [result]))
+    shown = (out / "README.md").read_text()
+    assert "On device cpu, kv kv8:" in shown and "theirs" not in shown
+    assert any(line.split()[:3] == ["mine", "acc", "0.2500"] for line in shown.splitlines())
+    assert with_results(shown, results_in(card)) == with_results(card, "")
+    foreign = export(out, "compressed-tensors", tmp_path / "foreign").directory
+    assert results_in(shown) in (foreign / "README.md").read_text()
+    (out / "README.md").write_text("mine\n")
+    saved.save(out, saved.SavedResult(saved.identity(out), {}, []))
+    assert (out / "README.md").read_text() == "mine\n"
 
 
 @pytest.mark.parametrize("card", ["", "---\n", "---\n[\n---\n", "---\n- a\n---\n", "no front"])
