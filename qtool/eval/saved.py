@@ -23,7 +23,7 @@ from qtool.eval.engine import Model, engine_version
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, finite, from_json
 from qtool.io.model_card import with_results
-from qtool.io.safetensors import write_json
+from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
@@ -113,7 +113,7 @@ def _show(directory: Path) -> None:
     )
     before = path.read_text(encoding="utf-8")
     if (card := with_results(before, text)) != before:
-        path.write_text(card, encoding="utf-8")
+        write_atomic(path, lambda file: file.write(card.encode()))
 
 
 def results(

@@ -92,7 +92,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
         CheckFailed: a file of the source is not what its recorded hash says.
         QtoolError: the content cannot be converted; nothing is left behind.
     """
-    shards = list(_shards(work).items())
+    shards = list(shards_of(work).items())
     recorded = recorded_hashes(work.source.directory)
     output = Output(out, work.identity, len(shards), resume=True)
     if not output.finished:
@@ -119,7 +119,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
     return notes
 
 
-def _shards(work: Conversion) -> dict[Path, list[str]]:
+def shards_of(work: Conversion) -> dict[Path, list[str]]:
     """The owners of the tensors in each file of the source, placed where their first tensor is."""
     shards: dict[Path, list[str]] = {}
     placed = set()

@@ -20,6 +20,7 @@ from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
 from qtool.exchange.target import Target, native_activations
+from qtool.exchange.write_gguf import FILE, NO_TOKENIZER, pre_tokenizer, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import RECORD
 from qtool.io.model_card import results_in
@@ -90,9 +91,14 @@ def export(
     require_count("--tensor-parallel", tensor_parallel)
     checkpoint = Checkpoint(directory)
     work = _Export(checkpoint, targets.get(name), tensor_parallel)
-    shards = convert(work, out, progress)
+    if work.target.one_file:
+        shards = [write_gguf(work, work.formats, work.facts(), out, progress)]
+        after = (out / FILE).stat().st_size
+    else:
+        shards = convert(work, out, progress)
+        after = Checkpoint(out).nbytes
     errors = {linear: e for notes in shards for linear, e in notes.get(ERRORS, {}).items()}
-    return Exported(out, name, errors, work.notes, (checkpoint.nbytes, Checkpoint(out).nbytes))
+    return Exported(out, name, errors, work.notes, (checkpoint.nbytes, after))
 
 
 class _Export(Conversion):
@@ -184,7 +190,11 @@ class _Export(Conversion):
         if self.target.dtype is not None:
             config["dtype"] = dtype_name(self.target.dtype)
             config.pop("torch_dtype", None)
-        facts = {
+        return Metadata(config, self.facts(), self.target.config_files(quantization))
+
+    def facts(self) -> Json:
+        """The provenance of the export."""
+        return {
             "source": _source(self.source.directory),
             "results": _results(self.source.directory),
             "exported from": self.source.directory.name,
@@ -192,7 +202,6 @@ class _Export(Conversion):
             "format": self.target.name,
             "notes": self.notes,
         }
-        return Metadata(config, facts, self.target.config_files(quantization))
 
     def _looked_up(self, named: Mapping[str, LinearFormat | None]) -> ByLinear:
         """The first experts under the names that vLLM 0.26 finds the format of all experts by."""
@@ -250,6 +259,8 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
             "precision when serving"
         )
+    if target.one_file and not pre_tokenizer(work.source.directory):
+        notes.append(NO_TOKENIZER)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
     if work.family.experts and work.family.experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]

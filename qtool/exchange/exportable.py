@@ -113,6 +113,7 @@ def _formats(
             f"{target.name}: its loaders were not seen to take {model.name}'s experts, which are "
             "published as one stack, one by one"
         )
+    target.require_model(config)
     namespace = model.settings(config)
     formats: ByLinear = dict.fromkeys(model.other_linears)
     for block in range(int(namespace.num_hidden_layers)):

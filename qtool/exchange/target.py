@@ -43,8 +43,17 @@ class Target(ABC):
     any_architecture: ClassVar[bool] = False
     #: vLLM loads experts one by one in it that are published as one stack
     splits_experts: ClassVar[bool] = False
+    #: it is written as one file, by :mod:`qtool.exchange.write_gguf`
+    one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True
+
+    def require_model(self, config: Mapping[str, Any]) -> None:  # noqa: B027  (most take all)
+        """Refuse, before any work, a model that its loaders would run in another way.
+
+        Raises:
+            QtoolError: naming what is not known there.
+        """
 
     def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
         """Refuse, before any work, a linear whose shape ``[n, k]`` (on one rank) does not fit.

@@ -4,6 +4,7 @@ from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.exchange.formats.awq import Awq
 from qtool.exchange.formats.compressed_tensors import COMPRESSED_TENSORS
+from qtool.exchange.formats.gguf import Gguf
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.formats.marlin import MARLIN_FILES
 from qtool.exchange.formats.qqq import Qqq
@@ -26,6 +27,7 @@ TARGETS: dict[str, Target] = {
         *MARLIN_FILES,
         Qqq(),
         QServe(),
+        Gguf(),
     )
 }
 

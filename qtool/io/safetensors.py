@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -279,21 +280,31 @@ def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        with space_for(path), temporary.open("wb") as file:
             put(file)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def space_for(path: Path) -> Iterator[None]:
+    """Says in a sentence that the disk is full while ``path`` is written.
+
+    Raises:
+        NoSpace: it is.
+    """
+    try:
+        yield
+    except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpace(
                 f"no space left on the disk that holds {path.parent} (writing {path.name})"
             ) from error
-        raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
         raise
 
 

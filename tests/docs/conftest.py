@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import qtool
 from qtool.io.source import DEMO
@@ -17,7 +18,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     ``w4a16``; ``gptq``: that exported.
     """
     folder = tmp_path_factory.mktemp("docs")
-    model = save_model(folder / "tiny", num_hidden_layers=1, vocab_size=4096)
+    model = save_model(folder / "tiny", num_hidden_layers=1, vocab_size=4096, dtype=torch.bfloat16)
     for path in DEMO.glob("tokenizer*"):
         shutil.copy(path, model)
     config = json.loads((model / "config.json").read_text())

@@ -1,0 +1,106 @@
+"""GGUF, llama.cpp's file: ``Q4_0`` and ``Q8_0`` blocks of 32 inputs of an output channel.
+
+    Q4_0    fp16 d, 16 bytes    byte j = q[j] + 16 q[j + 16]    w = (q - 8) d
+    Q8_0    fp16 d, 32 int8     w = q d
+
+w4a16's codes are Q4_0's and w8a8's are Q8_0's. A scale of more than 32 inputs is repeated for each
+block. One that float16 does not hold exactly is refused, so every weight is exact. llama.cpp
+multiplies with activations of 8 bits in blocks of 32, whatever the scheme's are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange.formats.affine import Affine, int_8, symmetric_4
+from qtool.exchange.target import ANY, Formats, Target
+from qtool.format import LinearFormat
+from qtool.schemes import Params
+
+BLOCK = 32
+#: llama.cpp's architectures by model type; each has a linear layer for each of ours
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ROPE_TYPES = "default", "llama3"
+
+
+class Gguf(Target):
+    """``gguf``: a packed linear's only tensor is ``weight`` uint8 ``[N, K / 32 * bytes]``."""
+
+    name = "gguf"
+    about = "w4a16 as Q4_0 and w8a8 as Q8_0, in one file: llama.cpp"
+    expressible: Mapping[str, tuple[int | None, ...]] = {
+        "w4a16": ANY,
+        "w4a16-24": ANY,
+        "w8a8": (None,),
+    }
+    tile = (1, BLOCK)
+    uniform: ClassVar[bool] = False
+    tensor_parallel: ClassVar[bool] = False
+    one_file: ClassVar[bool] = True
+
+    def require_model(self, config: Mapping[str, Any]) -> None:
+        kind = config["model_type"]
+        if kind not in ARCHITECTURES:
+            raise QtoolError(
+                f"gguf: written for {', '.join(ARCHITECTURES)}; a {kind} model needs llama.cpp's "
+                "own converter"
+            )
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if (found := rope.get("rope_type", rope.get("type", "default"))) not in ROPE_TYPES:
+            raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(ROPE_TYPES)}")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise QtoolError(f"gguf: hidden_act is {act!r}; llama.cpp's {kind} computes 'silu'")
+        sliding = config.get("use_sliding_window", kind == "mistral")
+        if sliding and config.get("sliding_window"):
+            raise QtoolError(f"gguf: llama.cpp's {kind} has no sliding window, this model has")
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its experts are stacks there, which is not written"
+
+    def activations(self, scheme: str) -> str:
+        return f"int8 per token and group of {BLOCK}"
+
+    def tensors(
+        self, linear_format: LinearFormat, codes: Tensor, params: Params
+    ) -> dict[str, Tensor]:
+        form = int_8 if linear_format.scheme == "w8a8" else symmetric_4
+        affine = form(linear_format, codes, params)
+        blocks = affine.codes.unflatten(1, (-1, BLOCK))  # [N, K / 32, 32]
+        scale = _exact_half(affine.scale)
+        scale = scale.repeat_interleave(blocks.shape[1] // scale.shape[1], 1)
+        if affine.codes.dtype == torch.uint8:
+            low, high = blocks.chunk(2, -1)
+            blocks = low | high << 4
+        stored = [scale[..., None].contiguous().view(torch.uint8), blocks.view(torch.uint8)]
+        return {"weight": torch.cat(stored, -1).flatten(1)}
+
+    def weight(
+        self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
+    ) -> Tensor:
+        blocks = tensors["weight"].view(n, k // BLOCK, -1)
+        scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+        codes = blocks[..., 2:]
+        if linear_format.scheme == "w8a8":
+            return Affine(codes.contiguous().view(torch.int8).flatten(1), scale).weight()
+        return Affine(torch.cat([codes & 15, codes >> 4], -1).flatten(1), scale).weight()
+
+    def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
+        return {}
+
+
+def _exact_half(scale: Tensor) -> Tensor:
+    """``scale`` in float16, in which it is equal.
+
+    Raises:
+        CheckFailed: it is not.
+    """
+    half = scale.to(torch.float16)
+    if not half.is_meta and (lost := int((half.float() != scale.float()).sum())):
+        raise CheckFailed(
+            f"{lost} of {scale.numel()} scales are not exact in float16, which GGUF stores; "
+            "quantize the model in float16 or bfloat16, or export to another format"
+        )
+    return half

@@ -1,0 +1,206 @@
+"""GGUF: every tensor as llama.cpp's package and transformers read it is ours."""
+
+import builtins
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange.export import Exported, export
+from qtool.exchange.formats.gguf import ARCHITECTURES
+from qtool.exchange.targets import TARGETS
+from qtool.exchange.write_gguf import FILE, PRE_TOKENIZERS
+from qtool.runtime.huggingface import dequantized
+from qtool.runtime.load import load
+from tests.exchange.conftest import Export, Native
+
+gguf = pytest.importorskip("gguf")
+
+IDS = torch.arange(48).reshape(2, 24) * 5 % 320
+VARIANTS = ("llama", "llama-tied", "llama-biases", "qwen2", "qwen3")
+SCHEMES = [("w4a16", 32), ("w4a16", 128), ("w4a16", "channel"), ("w8a8", "channel")]
+
+
+def read(directory: Path) -> dict[str, np.ndarray]:
+    """The float32 tensors of the file, by its names."""
+    tensors = gguf.GGUFReader(directory / FILE).tensors
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in tensors}
+
+
+def in_pairs(weight: Tensor, dim: int) -> Tensor:
+    """Rows i and i + dim / 2 of each head beside each other."""
+    heads = weight.unflatten(0, (-1, dim))
+    return torch.stack([heads[:, : dim // 2], heads[:, dim // 2 :]], 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("scheme", "size"), SCHEMES)
+def test_every_tensor_is_ours(
+    scheme: str, size: Any, variant: str, dtype: torch.dtype, native: Native, exported: Export
+) -> None:
+    ours = native(scheme, size, variant=variant, dtype=dtype)
+    done = exported(ours, "gguf")
+    assert set(done.errors.values()) == {0.0}
+    model = dequantized(load(ours, dtype=torch.float32))
+    kind = model.config.model_type
+    names = gguf.get_tensor_name_map(
+        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == ARCHITECTURES[kind]), 2
+    )
+    left = read(done.directory)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
+            tensor = in_pairs(tensor, model.config.head_dim)
+        found = left.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        assert np.array_equal(found, tensor.float().numpy()), name
+    assert not left
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize(("scheme", "size"), [("w4a16", 32), ("w8a8", "channel")])
+def test_transformers_computes_our_logits(
+    scheme: str, size: Any, variant: str, native: Native, exported: Export
+) -> None:
+    """Its reader knows no biases of Llama, and no head size of Qwen3 but 128."""
+    ours = native(scheme, size, variant=variant)
+    directory = exported(ours, "gguf").directory
+    theirs = AutoModelForCausalLM.from_pretrained(directory, gguf_file=FILE, dtype=torch.float32)
+    expected = dequantized(load(ours, dtype=torch.float32))
+    with torch.no_grad():
+        assert torch.equal(theirs.eval()(IDS).logits, expected(IDS).logits)
+
+
+def changed(directory: Path, out: Path, **config: Any) -> Path:
+    """A copy with other settings in config.json."""
+    shutil.copytree(directory, out)
+    found = json.loads((out / "config.json").read_text()) | config
+    (out / "config.json").write_text(json.dumps(found))
+    return out
+
+
+def test_llama_3s_frequencies(native: Native, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=rope)
+    factors = torch.from_numpy(
+        read(export(model, "gguf", tmp_path / "out").directory)["rope_freqs.weight"].copy()
+    )
+    config = AutoConfig.from_pretrained(model)
+    plain = 500000.0 ** -(torch.arange(0, 64, 2) / 64)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    assert factors.min() == 1 and factors.max() > 7.9
+    torch.testing.assert_close(plain / factors, scaled)
+
+
+def tokenizer(rule: str, *, ignore_merges: bool) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with two merges and two added tokens."""
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = letters | {"th": 256, "the": 257}
+    merges = [("t", "h"), ("th", "e")]
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(rule), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    fast.add_tokens(["<think>"])
+    return fast
+
+
+def field(directory: Path, name: str) -> Any:
+    found = gguf.GGUFReader(directory / FILE).get_field(f"tokenizer.ggml.{name}")
+    return found and found.contents()
+
+
+@pytest.mark.parametrize(("rule", "name"), PRE_TOKENIZERS.items())
+def test_a_tokenizer(rule: str, name: str, native: Native, tmp_path: Path) -> None:
+    model = changed(native("w4a16", 32), tmp_path / "native")
+    tokenizer(rule, ignore_merges=name == "llama-bpe").save_pretrained(model)
+    done = export(model, "gguf", tmp_path / "out")
+    assert not any("tokenizer" in note for note in done.notes)
+    out = done.directory
+    assert (field(out, "model"), field(out, "pre")) == ("gpt2", name)
+    tokens, kinds = field(out, "tokens"), field(out, "token_type")
+    assert len(tokens) == len(kinds) == 320
+    assert tokens[256:260] == ["th", "the", "<end>", "<think>"]
+    assert kinds[256:261] == [1, 1, 3, 4, 5]  # normal, control, user-defined, unused
+    assert field(out, "merges") == ["t h", "th e"] and field(out, "eos_token_id") == 258
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_have(native: Native, tmp_path: Path) -> None:
+    """Its ids are given by who calls; nothing is split in another way in silence."""
+    model = changed(native("w4a16", 32), tmp_path / "native")
+    tokenizer(r"\s+", ignore_merges=False).save_pretrained(model)
+    done = export(model, "gguf", tmp_path / "out")
+    assert any("give it token ids" in note for note in done.notes)
+    assert field(done.directory, "model") == "none"
+
+
+def refused(native: Path, out: Path, said: str) -> None:
+    with pytest.raises(QtoolError, match=said):
+        export(native, "gguf", out)
+    assert not list(out.parent.glob(f"{out.name}*"))
+
+
+def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"q_proj: .* scales are not exact in float16"):
+        export(native("w4a16", 32, dtype=torch.float32), "gguf", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    ours = native("w4a16", 32)
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"model_type": "mistral", "sliding_window": 16}, "has no sliding window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ]
+    for number, (config, said) in enumerate(settings):
+        refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
+    with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
+        TARGETS["gguf"].require_model({"model_type": "gemma"})
+    (tmp_path / "there").mkdir()
+    with pytest.raises(QtoolError, match="exists already"):
+        export(ours, "gguf", tmp_path / "there")
+
+
+def test_without_the_package(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = builtins.__import__
+
+    def absent(name: str, *more: Any, **named: Any) -> Any:
+        if name == "gguf":
+            raise ImportError(name)
+        return whole(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    refused(native("w4a16", 32), tmp_path / "out", r"pip install 'qtool\[gguf\]'")
+
+
+def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:
+    model = changed(native("w4a16", 32), tmp_path / "native")
+    path = sorted(model.glob("*.safetensors"))[1]
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(CheckFailed, match="its sha256 is not"):
+        export(model, "gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_the_card_names_it(native: Native, exported: Export) -> None:
+    done: Exported = exported(native("w4a16", 32), "gguf")
+    assert "llama.cpp" in (done.directory / "README.md").read_text()
+    assert any("int8 per token and group of 32 there" in note for note in done.notes)
