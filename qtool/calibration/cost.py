@@ -108,10 +108,12 @@ class BlockShape:
     def partial_forward_flops(self) -> float:
         """Operations of a pass that ends at the input of the last linears.
 
-        Among experts such a pass hardly ends earlier than a whole one.
+        Of a mixture those of its experts, which are taken to come after a shared one.
         """
-        last = self.family.groups[-1]
-        return self.forward_flops() - (0 if last.routed else self.linear_flops(last.linears))
+        routed = [group for group in self.family.groups if group.routed]
+        last = routed[-1] if routed else self.family.groups[-1]
+        alike = [g for g in routed if g.fold is last.fold] or [last]
+        return self.forward_flops() - sum(self.linear_flops(group.linears) for group in alike)
 
     def linear_flops(self, names: Iterable[str]) -> float:
         """Operations of the linears ``names``, on the tokens that each sees."""

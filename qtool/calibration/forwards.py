@@ -7,10 +7,11 @@ Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
 from qtool.errors import QtoolError
 from qtool.models.architecture import dtype_name
+from qtool.models.experts import SeparateExperts, expert_place
+
+#: gets the input ``[tokens, K]`` of a linear; of all experts' also their counts of tokens
+Observer = Callable[..., None]
 
 
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
@@ -44,14 +49,28 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
 
 @torch.no_grad()
 def observe(
-    block: Block,
-    batches: Sequence[Batch],
-    observers: dict[str, Callable[[Tensor], None]],
-    **extra: Any,
+    block: Block, batches: Sequence[Batch], observers: Mapping[str, Observer], **extra: Any
 ) -> None:
-    """Run all batches; each observer gets its submodule's input ``[tokens, K]``, batch by batch."""
+    """Run all batches; each observer gets its submodule's input ``[tokens, K]``, batch by batch.
+
+    A name with ``*`` for an expert's number is that of a linear of all experts: its observer gets
+    their inputs, sorted by expert, and their counts.
+    """
     for batch in batches:
         _observe(block, batch, observers, **extra)
+
+
+def by_place(block: Block, names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """``names`` as :func:`observe` takes them: experts' linears by number, gathered under ``*``.
+
+    Any other is alone, under its own name; so is an expert's that gathers its input.
+    """
+    places: dict[str, dict[int, str]] = {}
+    for name in names:
+        place = None if name in block.permutations else expert_place(block.module, name)
+        key, number = place or (name, 0)
+        places.setdefault(key, {})[number] = name
+    return places
 
 
 def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | None:
@@ -136,32 +155,31 @@ def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> Tensor | No
     return None
 
 
-def _observe(
-    block: Block, batch: Batch, observers: dict[str, Callable[[Tensor], None]], **extra: Any
-) -> None:
+def _observe(block: Block, batch: Batch, observers: Mapping[str, Observer], **extra: Any) -> None:
     seen: set[str] = set()
 
+    def see(name: str, *inputs: Any) -> None:
+        observers[name](*inputs)
+        seen.add(name)
+        if len(seen) == len(observers):
+            raise _AllSeen
+
     def hook(name: str) -> Callable[..., None]:
-        def see(_: object, inputs: tuple[Tensor, ...]) -> None:
-            observers[name](inputs[0].reshape(-1, inputs[0].shape[-1]))
-            seen.add(name)
-            if len(seen) == len(observers):
-                raise _AllSeen
+        return lambda _, inputs: see(name, inputs[0].reshape(-1, inputs[0].shape[-1]))
 
-        return see
-
-    fits, handles = (
-        True,
-        [block.get(name).register_forward_pre_hook(hook(name)) for name in observers],
-    )
-    try:
+    fits = True
+    with ExitStack() as watching:
+        for name in observers:
+            if "*" in name:
+                stack, _, linear = name.partition(".*.")
+                experts = cast(SeparateExperts, block.get(stack))
+                experts.observers[linear] = partial(see, name)
+                watching.callback(experts.observers.pop, linear)
+            else:
+                watching.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
         with suppress(_AllSeen):
             fits = _forward_if_it_fits(block, batch, **extra) is not None
-    finally:
-        for handle in handles:
-            handle.remove()
     if not fits:  # what was seen before the memory ended is not seen again
+        left = {name: observer for name, observer in observers.items() if name not in seen}
         for half in batch.halves():
-            _observe(
-                block, half, {name: o for name, o in observers.items() if name not in seen}, **extra
-            )
+            _observe(block, half, left, **extra)

@@ -3,16 +3,17 @@
 Each rank observes its own batches; the results are the same on all of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.batch import Batch, Batches
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import observe
+from qtool.calibration.forwards import by_place, observe
 from qtool.distributed import ranks
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
@@ -28,47 +29,83 @@ class Inputs:
 
 
 class _Collector:
-    """Keeps a linear's inputs at ``positions [T]`` (sorted) of all tokens it sees.
+    """Keeps inputs of linears at ``positions [T]`` (sorted) of all tokens that each sees.
+
+    Args:
+        names: the linears that are observed as one, by the expert's number.
 
     Attributes:
-        there: the positions on the device of the inputs. kept, counts: inputs, and how many of each
-            turn.
+        seen: tokens of each linear. amax: of each expert ``[E, K]``. waiting: inputs of a batch,
+            sorted by expert, and their counts. kept, counts: inputs of each linear, and how many of
+            each turn.
     """
 
-    def __init__(self, positions: Tensor, there: Tensor) -> None:
-        self.positions, self.there, self.seen = positions, there, 0
+    def __init__(self, names: Mapping[int, str], positions: Tensor) -> None:
+        self.names, self.positions = names, positions
+        self.seen = dict.fromkeys(names, 0)
         self.amax: Tensor | None = None
-        self.waiting: list[Tensor] = []
-        self.kept: list[Tensor] = []
-        self.counts: list[int] = []
+        self.waiting: list[tuple[Tensor, Sequence[int]]] = []
+        self.kept: dict[int, list[Tensor]] = {number: [] for number in names}
+        self.counts: dict[int, list[int]] = {number: [] for number in names}
 
-    def __call__(self, x: Tensor) -> None:
+    def __call__(self, x: Tensor, counts: Sequence[int] = ()) -> None:
         if not len(x):
             return
-        amax = x.abs().amax(0).float()
+        counts = counts or [len(x)]
+        amax = segment_amax(x.abs(), counts).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        self.waiting.append(x)
+        self.waiting.append((x, counts))
 
     @property
-    def new_tokens(self) -> int:
-        """Tokens of the batch that was run last."""
-        return sum(map(len, self.waiting))
+    def new_tokens(self) -> list[int]:
+        """Tokens of each linear in the batch that was run last."""
+        return [sum(counts[number] for _, counts in self.waiting) for number in self.names]
 
-    def end_batch(self, tokens: Sequence[int]) -> None:
-        """Keep the sampled inputs of the last batch; ``tokens`` are the counts of all ranks."""
-        start, count = self.seen + sum(tokens[: ranks.rank()]), 0
-        for x in self.waiting:
-            first, last = torch.searchsorted(
-                self.positions, torch.tensor([start, start + len(x)])
-            ).tolist()
-            self.kept.append(x[self.there[first:last] - start].float())  # a GPU is not waited for
-            start, count = start + len(x), count + last - first
-        self.counts.append(count)
-        self.waiting, self.seen = [], self.seen + sum(tokens)
+    def end_batch(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Keep the sampled inputs of the last batch; ``tokens`` are each linear's of all ranks."""
+        kept = dict.fromkeys(self.names, 0)
+        place = {  # of the next token that was seen here
+            number: self.seen[number] + sum(of_ranks[: ranks.rank()])
+            for number, of_ranks in zip(self.names, tokens, strict=True)
+        }
+        for x, counts in self.waiting:
+            rows = [0, *accumulate(counts)]
+            ends = [[start, start + counts[number]] for number, start in place.items()]
+            cuts = torch.searchsorted(self.positions, torch.tensor(ends)).tolist()
+            picked = [
+                self.positions[first:last] - start + rows[number]
+                for (number, start), (first, last) in zip(place.items(), cuts, strict=True)
+            ]
+            sample = x[torch.cat(picked).to(x.device, non_blocking=True)].float()
+            parts = sample.split([len(p) for p in picked])
+            for number, part in zip(self.names, parts, strict=True):
+                self.kept[number].append(part)
+                kept[number] += len(part)
+                place[number] += counts[number]
+        for number, of_ranks in zip(self.names, tokens, strict=True):
+            self.counts[number].append(kept[number])
+            self.seen[number] += sum(of_ranks)
+        self.waiting = []
 
-    def collected(self) -> tuple[Tensor | None, Tensor | None, list[int]]:
-        """The values to gather: largest inputs, sampled inputs, and their number by batch."""
-        return self.amax, torch.cat(self.kept) if self.kept else None, self.counts
+    def collected(self) -> list[tuple[Tensor | None, Tensor | None, list[int]]]:
+        """The values to gather: each linear's largest inputs, sampled inputs and their numbers."""
+        return [
+            (
+                None if self.amax is None else self.amax[number],
+                torch.cat(self.kept[number]) if self.kept[number] else None,
+                self.counts[number],
+            )
+            for number in self.names
+        ]
+
+
+def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """The largest of ``x [P, K]``, 0 or more, over the rows of each expert: ``[E, K]``."""
+    if len(counts) == 1:
+        return x.amax(0, keepdim=True)
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    rows = expert.to(x.device, non_blocking=True)[:, None].expand_as(x)
+    return x.new_zeros(len(counts), x.shape[1]).scatter_reduce_(0, rows, x, "amax")
 
 
 @lru_cache(maxsize=8)
@@ -90,24 +127,27 @@ def collect(
     """
     sizes = [count * length for count, length in batch_shapes(batches)]
     total, positions = sum(sizes), _positions(sum(sizes), tokens, seed)
-    there = positions.to(block.device)
-    collectors = {name: _Collector(positions, there) for name in linears}
+    places = by_place(block, linears)
+    collectors = {place: _Collector(names, positions) for place, names in places.items()}
+    names = [name for of_place in places.values() for name in of_place.values()]
     routed = any(
         group.routed for group in block.family.groups
     )  # an expert's tokens are known only when it was run
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
-            observe(block, [batches[turn]], dict(collectors))
+            observe(block, [batches[turn]], collectors)
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
-        new = [[size] * len(collectors) for size in of_ranks]
+        new = [[size] * len(names) for size in of_ranks]
         if routed:
-            new = ranks.all_gather([collector.new_tokens for collector in collectors.values()])
-        for collector, tokens_new in zip(collectors.values(), zip(*new, strict=True), strict=True):
-            collector.end_batch(tokens_new)
-    own = [collector.collected() for collector in collectors.values()]
+            new = ranks.all_gather([n for c in collectors.values() for n in c.new_tokens])
+        of_linears = zip(*new, strict=True)
+        for collector in collectors.values():
+            collector.end_batch(list(islice(of_linears, len(collector.names))))
+    own = [value for collector in collectors.values() for value in collector.collected()]
+    seen = [n for collector in collectors.values() for n in collector.seen.values()]
     found = {}
-    for (name, collector), parts in zip(
-        collectors.items(), zip(*ranks.all_gather(own), strict=True), strict=True
+    for name, count, parts in zip(
+        names, seen, zip(*ranks.all_gather(own), strict=True), strict=True
     ):
         amax = maximum([amax for amax, _, _ in parts])
         turns = [
@@ -115,7 +155,7 @@ def collect(
             for _, kept, counts in parts
         ]
         sample = [x for turn in ranks.interleave(turns) for x in turn]
-        if saw_enough(block, [name], collector.seen, total) and amax is not None:
+        if saw_enough(block, [name], count, total) and amax is not None:
             found[name] = Inputs(amax, torch.cat(sample))
     return found
 

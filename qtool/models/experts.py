@@ -9,13 +9,18 @@ not, with a gate or not.
 
 import copy
 import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.models import family_of
+from qtool.models.grouped import grouped_linear, segments
 from qtool.models.parts import Experts
 
 
@@ -160,13 +165,11 @@ def _by_role(stacked: Any, first: Tensor, part: str) -> dict[str, Tensor]:
 
 
 class Expert(nn.Module):
-    """One MLP of a stack, its linears by the names of ``names``."""
+    """The linears of one MLP of a stack, by the names of ``names``."""
 
-    def __init__(self, names: Experts, stacked: Any, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, names: Experts, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self.names = names
-        self.__dict__["stacked"] = stacked  # its function, not its parameters
-        for role, name in self._named():
+        for role, name in roles(names).items():
             weight = tensors[f"{role}.weight"]
             bias = tensors.get(f"{role}.bias")
             n, k = weight.shape
@@ -176,22 +179,33 @@ class Expert(nn.Module):
                 linear.bias = nn.Parameter(bias, requires_grad=False)
             self.add_module(name, linear)
 
-    def _named(self) -> list[tuple[str, str]]:
-        roles = {"gate": self.names.gate, "up": self.names.up, "down": self.names.down}
-        return [(role, name) for role, name in roles.items() if name]
 
-    def forward(self, x: Tensor) -> Tensor:
-        linears = {role: getattr(self, name) for role, name in self._named()}
-        gate = linears["gate"](x) if "gate" in linears else None
-        out: Tensor = linears["down"](gated(self.stacked, gate, linears["up"](x)))
-        return out
+def roles(names: Experts) -> dict[str, str]:
+    """The names of an expert's linears by role."""
+    found = {"gate": names.gate, "up": names.up, "down": names.down}
+    return {role: name for role, name in found.items() if name}
 
 
 class SeparateExperts(nn.ModuleList):
-    """Replaces transformers' stacked experts; made of views of their weights."""
+    """Replaces transformers' stacked experts; made of views of their weights.
+
+    Tokens are sorted by expert once. On a GPU the linears of one role are then one product
+    (:func:`~qtool.models.grouped.grouped_linear`). On a CPU one expert comes after another, because
+    its tokens stay in the cache; except where inputs are observed, which ends a forward early.
+
+    Attributes:
+        observers: by the name of a linear within an expert: gets all experts' inputs ``[P, K]``,
+            sorted by expert, and their counts ``[E]``.
+        more: bool ``[T, E]``, or None: tokens that observers see of an expert beside those that are
+            routed to it. The output does not depend on them.
+    """
 
     def __init__(self, stacked: Any, names: Experts) -> None:
-        super().__init__(Expert(names, stacked, tensors) for tensors in expert_tensors(stacked))
+        super().__init__(Expert(names, tensors) for tensors in expert_tensors(stacked))
+        self.roles = roles(names)
+        self.__dict__["stacked"] = stacked  # its function, not its parameters
+        self.observers: dict[str, Callable[[Tensor, Sequence[int]], None]] = {}
+        self.more: Tensor | None = None
 
     def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
         """Sum over the chosen experts, ``[T, H]`` for ``hidden [T, H]``.
@@ -201,17 +215,75 @@ class SeparateExperts(nn.ModuleList):
                 ``[E T, H]``, the tokens of each expert, and so is the result.
         """
         if not routing:
-            each = zip(self, hidden.chunk(len(self)), strict=True)
-            return torch.cat([expert(tokens) for expert, tokens in each])
-        top_k_index, top_k_weights = routing
+            counts = [len(hidden) // len(self)] * len(self)
+            turns = self.turns(hidden, counts)
+            return torch.cat([self.of_some(hidden[rows], some, e) for rows, some, e in turns])
+        index, weights = routing
+        token = torch.arange(index.numel(), device=index.device) // index.shape[1]
+        expert = index.flatten()
+        if self.more is not None:
+            more_tokens, more_experts = self.more.nonzero(as_tuple=True)
+            token, expert = torch.cat([token, more_tokens]), torch.cat([expert, more_experts])
+        order = expert.argsort(stable=True)
+        # behind these are experts that do nothing
+        counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()
         out = torch.zeros_like(hidden)
-        for number in top_k_index.unique().tolist():
-            if number >= len(self):  # an expert that does nothing
-                continue
-            token, place = torch.where(top_k_index == number)
-            weighted = self[number](hidden[token]) * top_k_weights[token, place, None]
-            out.index_add_(0, token, weighted.to(out.dtype))
+        for rows, some, first in self.turns(hidden, counts):
+            pairs = order[rows]
+            each = self.of_some(hidden[token[pairs]], some, first)
+            if self.more is not None:
+                routed = pairs < index.numel()
+                pairs, each = pairs[routed], each[routed]
+            weighted = each * weights.flatten()[pairs, None]
+            if len(some) == 1:
+                out.index_add_(0, token[pairs], weighted.to(out.dtype))
+            else:  # a token occurs several times
+                terms = weighted.new_zeros(index.numel(), out.shape[1])
+                terms[pairs] = weighted
+                out += terms.view(*index.shape, -1).sum(1).to(out.dtype)
         return out
+
+    def turns(
+        self, hidden: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[slice, list[int], int]]:
+        """Rows of the sorted tokens, counts and first number of experts that are computed at once.
+
+        Not all of them where operations are replaced, which a CPU and a GPU then do alike.
+        """
+        if self.observers or (hidden.is_cuda and not is_in_torch_dispatch_mode()):
+            yield slice(0, sum(counts)), list(counts), 0
+            return
+        for number, (start, stop) in enumerate(pairwise([0, *accumulate(counts)])):
+            if start < stop:
+                yield slice(start, stop), [stop - start], number
+
+    def of_some(self, x: Tensor, counts: Sequence[int], first: int) -> Tensor:
+        """The outputs ``[P, H]`` of some experts, from number ``first`` on.
+
+        ``x [P, H]`` is sorted by expert; ``counts`` are the tokens of each of them.
+        """
+
+        def product(role: str, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+            if (observer := self.observers.get(self.roles[role])) is not None:
+                observer(x, counts)
+            some = [self[first + i] for i in range(len(counts))]
+            return grouped_linear([getattr(one, self.roles[role]) for one in some], x, parts)
+
+        parts = segments(x, counts)
+        gate = product("gate", x, parts) if "gate" in self.roles else None
+        inner = gated(self.stacked, gate, product("up", x, parts))
+        return product("down", inner, segments(inner, counts))
+
+
+def expert_place(block: nn.Module, name: str) -> tuple[str, int] | None:
+    """The name of ``block``'s linear ``name`` with ``*`` for the expert's number, and that number.
+
+    None if it is no linear of separate experts.
+    """
+    found = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", name)
+    if found is None or not isinstance(block.get_submodule(found[1]), SeparateExperts):
+        return None
+    return f"{found[1]}.*.{found[3]}", int(found[2])
 
 
 def separate_experts(model: nn.Module) -> None:

@@ -222,6 +222,12 @@ class Scheme(ABC):
         require(torch.isfinite(grid.step) & (grid.step > 0), "scale finite and above 0")
         require((low >= grid.low) & (high <= grid.high), "codes within the legal bounds")
 
+    @property
+    def input_quantizer(self) -> Activation | None:
+        """What :meth:`fake_activation` does whatever the parameters are; None if they matter."""
+        plain = type(self).fake_activation is Scheme.fake_activation
+        return self.activation if plain else None
+
     def fake_activation(self, x: Tensor, params: Params) -> Tensor:
         """``x [..., K]`` quantized and dequantized as :meth:`matmul` would see it, same dtype."""
         return self.activation.fake(x)

@@ -10,13 +10,31 @@ from qtool.calibration.statistics import LEAST_TOKENS, _Collector, saw_enough
 def test_the_largest_of_all_batches_and_the_sampled_positions() -> None:
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([1, 5, 6, 11])
-    collector = _Collector(positions, positions)
+    collector = _Collector({0: "one"}, positions)
     for batch in x.split(5):
         collector(batch)
-        collector.end_batch([len(batch)])
-    amax, sample, counts = collector.collected()
+        collector.end_batch([[len(batch)]])
+    ((amax, sample, counts),) = collector.collected()
     assert torch.equal(amax, x.abs().amax(0)) and torch.equal(sample, x[positions])
     assert counts == [1, 2, 1]
+
+
+def test_experts_observed_as_one_keep_what_each_would_keep_alone() -> None:
+    x = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 2, 3, 7])
+    together = _Collector({0: "a", 2: "c", 3: "d"}, positions)  # expert 1 is in 16 bits
+    alone = {number: _Collector({0: name}, positions) for number, name in together.names.items()}
+    batches = zip(x.split([9, 8, 6]), ([2, 3, 4, 0], [0, 0, 3, 5], [5, 1, 0, 0]), strict=True)
+    for batch, counts in batches:
+        together(batch, counts)
+        together.end_batch([[counts[number]] for number in together.names])
+        for number, collector in alone.items():
+            collector(part := batch.split(counts)[number])
+            collector.end_batch([[len(part)]])
+    for (amax, sample, kept), collector in zip(together.collected(), alone.values(), strict=True):
+        ((its_amax, its_sample, its_kept),) = collector.collected()
+        assert torch.equal(amax, its_amax) and torch.equal(sample, its_sample)
+        assert [n for n in kept if n] == [n for n in its_kept if n]
 
 
 def test_few_tokens_are_not_enough_and_said() -> None:

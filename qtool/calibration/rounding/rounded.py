@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.base import Params, Scheme
 
 
@@ -30,6 +31,11 @@ class SimulatedLinear(nn.Module):
         weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
+
+    @property
+    def activation(self) -> Activation | None:
+        """What quantizes the input; None where it is gathered first or parameters matter."""
+        return self.scheme.input_quantizer if self.permutation is None else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:

@@ -9,7 +9,7 @@ share of the rows of each: rows do not depend on each other.
 Legend: N output channels, K input channels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import Reference, inputs_of, observe
+from qtool.calibration.forwards import Observer, Reference, by_place, inputs_of, observe
 from qtool.calibration.method import Rounding
 from qtool.calibration.precision import ROWS
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
@@ -29,6 +29,7 @@ from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip
 
@@ -139,12 +140,10 @@ class Gptq(GptqOptions, Rounding):
         hessians = {
             names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs
         }
-
-        def observer(name: str) -> Callable[[Tensor], None]:
-            scheme, params = block.schemes[name], block.fit(name)
-            return lambda x: hessians[name].add(scheme.fake_activation(x, params))
-
-        observers = {name: observer(name) for name in hessians}
+        observers = {
+            place: moments_observer(block, names, hessians)
+            for place, names in by_place(block, hessians).items()
+        }
         for batch in turns:
             if batch is not None:
                 observe(block, [batch], observers)
@@ -193,16 +192,18 @@ class Gptq(GptqOptions, Rounding):
         """The work on one block.
 
         The inputs of a group come from forwards that end there, the float block's too; those of all
-        experts from one.
+        experts from one, to which shared experts come before.
         """
         work, before = Work(), 0.0
+        routed_flops = sum(
+            block.linear_flops(group.linears) for group in block.family.groups if group.routed
+        )
+        to_experts = block.forward_flops() - routed_flops
         for number, groups in enumerate(successive(block.family.groups)):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
             if problems:
-                work += Work(
-                    forward_flops=block.forward_flops() if routed else (1 + drift) * before
-                )
+                work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
             seen = block.tokens * block.share(groups[0].linears[0])
             for n, k in problems:
                 moments = sum(
@@ -214,8 +215,8 @@ class Gptq(GptqOptions, Rounding):
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
                 )
-            # shared experts come before
-            before += 0 if routed else block.linear_flops(groups[0].linears)
+            flops = sum(block.linear_flops(group.linears) for group in groups)
+            to_experts, before = to_experts + routed * flops, before + (not routed) * flops
             before += block.attention_flops() if number == 0 else 0
         return work
 
@@ -237,6 +238,26 @@ class Gptq(GptqOptions, Rounding):
                 worst = max(worst, 4 * left + (total - left) + solving)
             left -= sum(n * k for n, k in problems)
         return worst + (2 * total if self.residual else 0)
+
+
+def moments_observer(
+    block: Block, names: Mapping[int, str], hessians: Mapping[str, Hessian]
+) -> Observer:
+    """Adds the inputs of linears ``names``, by the expert's number, to their ``hessians``."""
+    schemes = [block.schemes[name] for name in names.values()]
+    activations = {scheme.input_quantizer for scheme in schemes}
+    together = activations.pop() if len(activations) == 1 else None
+    alone = {} if together else {name: block.fit(name) for name in names.values()}
+
+    def add(x: Tensor, counts: Sequence[int] = ()) -> None:
+        x = together.fake(x) if together else x
+        for number, part in enumerate(segments(x, counts or [len(x)])):
+            if len(part) and (name := names.get(number)):
+                if not together:
+                    part = block.schemes[name].fake_activation(part, alone[name])
+                hessians[name].add(part)
+
+    return add
 
 
 def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
