@@ -332,3 +332,19 @@ def test_the_search_goes_on_from_the_clips_it_is_given() -> None:
     scheme, clip = get("w4a16", 128), torch.rand(8, 2) * 0.5 + 0.5
     found = fit_groups(scheme, weight, torch.ones(256), [1.0], group_clip=clip)
     assert torch.equal(found["scale"], scheme.fit(weight, group_clip=clip)["scale"])
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 40])
+def test_a_large_hessian_is_factored_by_blocks(block, monkeypatch):
+    monkeypatch.setattr(gptq, "BLOCK", block)
+    x = torch.randn(60, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = gptq.Factor(x.T @ x, 0.01)
+    monkeypatch.setattr(gptq, "WHOLE", 39)
+    parts = gptq.Factor(x.T @ x, 0.01)
+    for name in ("h", "feedback", "cost"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
+    torch.testing.assert_close(parts.feedback.tril(), torch.zeros_like(parts.feedback))
+    flat = torch.ones(40, 40)
+    flat[5, 6] = flat[6, 5] = 3  # not positive definite
+    assert gptq.cholesky(flat) is None
+    assert gptq.Factor(flat, 0.01).damping > 1

@@ -43,6 +43,10 @@ from qtool.schemes.base import Clip, Grid, Params, Scheme
 
 #: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
 LARGE = 1 << 30
+#: columns of a matrix that is factored as a whole: it has no more elements than 32 bits count
+WHOLE = 46340
+#: columns of a block of a larger one
+BLOCK = 8192
 
 
 @dataclass(kw_only=True)
@@ -299,8 +303,8 @@ class Factor:
         while True:
             diagonal += self.damping * mean - added
             added = self.damping * mean
-            self._lower, failed = torch.linalg.cholesky_ex(self._reversed)
-            if not int(failed):
+            if (lower := cholesky(self._reversed)) is not None:
+                self._lower = lower
                 return
             self.damping = max(self.damping * 10, 1e-6)
 
@@ -327,6 +331,32 @@ class Factor:
     def solve(self, right: Tensor) -> Tensor:
         """``right H^-1`` for ``right [N, K]``."""
         return torch.cholesky_solve(right.T.flip(0), self._lower).flip(0).T
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
+
+    By the library as a whole where it has at most :data:`WHOLE` columns, else by blocks of
+    :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are held.
+    """
+    if len(matrix) <= WHOLE:
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        return None if int(failed) else lower
+    lower, k = matrix.clone(), len(matrix)
+    for start in range(0, k, BLOCK):
+        stop = min(start + BLOCK, k)
+        own = slice(start, stop)
+        corner, failed = torch.linalg.cholesky_ex(lower[own, own])
+        if int(failed):
+            return None
+        lower[own, own], lower[own, stop:] = corner, 0
+        below = lower[stop:, own]  # L_21 L_11^T = A_21
+        below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
+        for first in range(stop, k, BLOCK):  # A_22 - L_21 L_21^T, down from its diagonal
+            columns = slice(first, min(first + BLOCK, k))
+            part = lower[columns, own]
+            lower[first:, columns].addmm_(lower[first:, own], part.mT, alpha=-1)
+    return lower
 
 
 def descent_feedback(hessian: Tensor) -> Tensor:
