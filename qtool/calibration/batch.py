@@ -19,10 +19,14 @@ if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of 
 
 @dataclass
 class Batch:
-    """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks."""
+    """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks.
+
+    ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
+    """
 
     hidden: Tensor
     kwargs: Sequence[dict[str, Any]]
+    more: Tensor | None = None
 
     def halves(self) -> Iterator["Batch"]:
         """The first and the second half of the sequences."""
@@ -33,9 +37,9 @@ class Batch:
     def part(self, sequences: slice) -> "Batch":
         """Some of the sequences."""
         size = len(self.hidden)
-        return Batch(
-            self.hidden[sequences], [_sequences(kwargs, sequences, size) for kwargs in self.kwargs]
-        )
+        kwargs = [_sequences(kwargs, sequences, size) for kwargs in self.kwargs]
+        more = None if self.more is None else self.more[sequences]
+        return Batch(self.hidden[sequences], kwargs, more)
 
     def keep(self, hidden: Tensor) -> None:
         """Replace the hidden states by ``hidden``, in the place where they are stored."""

@@ -177,6 +177,11 @@ def _observe(block: Block, batch: Batch, observers: Mapping[str, Observer], **ex
                 watching.callback(experts.observers.pop, linear)
             else:
                 watching.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
+        if batch.more is not None:
+            for module in block.module.modules():
+                if isinstance(module, SeparateExperts):
+                    module.more = batch.more.flatten(0, 1)
+                    watching.callback(setattr, module, "more", None)
         with suppress(_AllSeen):
             fits = _forward_if_it_fits(block, batch, **extra) is not None
     if not fits:  # what was seen before the memory ended is not seen again

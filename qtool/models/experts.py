@@ -222,8 +222,8 @@ class SeparateExperts(nn.ModuleList):
         token = torch.arange(index.numel(), device=index.device) // index.shape[1]
         expert = index.flatten()
         if self.more is not None:
-            more_tokens, more_experts = self.more.nonzero(as_tuple=True)
-            token, expert = torch.cat([token, more_tokens]), torch.cat([expert, more_experts])
+            more = self.more.nonzero().to(index.device)
+            token, expert = torch.cat([token, more[:, 0]]), torch.cat([expert, more[:, 1]])
         order = expert.argsort(stable=True)
         # behind these are experts that do nothing
         counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()

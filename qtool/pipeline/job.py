@@ -162,6 +162,11 @@ class Job(Architecture):
         )
 
     @property
+    def balances_experts(self) -> bool:
+        """Whether experts observe tokens beside those that are routed to them."""
+        return self.family.experts is not None and self.recipe.min_expert_tokens > 0
+
+    @property
     def methods(self) -> list[Method]:
         """The transforms and the rounding."""
         return [*self.transforms, self.rounding]

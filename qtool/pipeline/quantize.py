@@ -190,7 +190,7 @@ def _identity(
     """Facts that must be equal for a run to be resumed: all that its bytes follow from."""
     return {
         "source model": source.fingerprint(),
-        "recipe": job.format.to_dict() | _methods(job.recipe) | _stored(job),
+        "recipe": job.format.to_dict() | _methods(job) | _stored(job),
         "calibration data": dict(calibration.facts),
         "device": device.type,
         "qtool version": qtool.__version__,
@@ -214,7 +214,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "format_version": job.format.version,
         "source": source.identity(),
         "scheme": job.format.scheme,
-        "recipe": _methods(job.recipe),
+        "recipe": _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),
         "versions": {"qtool": qtool.__version__}
@@ -232,13 +232,21 @@ def _stored(job: Job) -> dict[str, Any]:
     return facts
 
 
-def _methods(recipe: Recipe) -> dict[str, Any]:
+def _methods(job: Job) -> dict[str, Any]:
+    recipe = job.recipe
     steps = (*recipe.transforms, recipe.rounding)
     adapted = {"adaptations": list(recipe.adaptations)} if recipe.adaptations else {}
+    least = (
+        {"min_expert_tokens": recipe.min_expert_tokens}
+        if job.needs_data and job.family.experts
+        else {}
+    )
     return {
         "variant": recipe.variant,
         "methods": [{step.name: dict(step.options)} for step in steps],
-    } | adapted
+        **least,
+        **adapted,
+    }
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:

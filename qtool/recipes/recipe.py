@@ -11,6 +11,7 @@ A recipe is a YAML mapping::
         layout: row-major         # the default
     kv: kv4                     # optional
     windows: continued          # of calibration: given, the default, or continued by the model
+    min_expert_tokens: 128      # that each expert of a mixture observes; 0: those routed to it
     transforms: [norm-fusion, {rotate: {seed: 1}}]
     rounding: {gptq: {damping: 0.01}}
     departures:                 # optional: where it leaves the paper it is named after
@@ -32,11 +33,21 @@ import yaml
 
 from qtool.errors import QtoolError, suggest
 from qtool.recipes import added
-from qtool.recipes.schema import CONTINUED, GIVEN, Departure, LayerRule, Recipe, Step
+from qtool.recipes.schema import (
+    CONTINUED,
+    GIVEN,
+    MIN_EXPERT_TOKENS,
+    Departure,
+    LayerRule,
+    Recipe,
+    Step,
+)
 
 BUILT_IN = Path(__file__).parent
 VARIANTS = ("fast", "paper", "best")
-VARIANT_KEYS = frozenset({"layers", "transforms", "rounding", "kv", "windows", "departures"})
+VARIANT_KEYS = frozenset(
+    {"layers", "transforms", "rounding", "kv", "windows", "min_expert_tokens", "departures"}
+)
 KEYS = VARIANT_KEYS | {"scheme", "about", "variants"}
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
 DEPARTURE_KEYS = frozenset({"what", "effect"})
@@ -144,6 +155,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         rounding=_step(chosen.get("rounding", "rtn"), where),
         kv=_text(merged, "kv", where),
         windows=_windows(merged, where),
+        min_expert_tokens=_min_expert_tokens(merged, where),
         variant=variant or "custom",
         departures=_departures(merged, where),
     )
@@ -201,6 +213,15 @@ def _windows(data: Mapping[str, Any], where: str) -> str:
     found = _text(data, "windows", where) or GIVEN
     if found not in (GIVEN, CONTINUED):
         raise QtoolError(f"{where}: windows is {GIVEN} or {CONTINUED}, found {found!r}")
+    return found
+
+
+def _min_expert_tokens(data: Mapping[str, Any], where: str) -> int:
+    found = data.get("min_expert_tokens", MIN_EXPERT_TOKENS)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise QtoolError(
+            f"{where}: min_expert_tokens is {found!r}; expected a whole number of 0 or more"
+        )
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from qtool.errors import QtoolError
 
 GIVEN, CONTINUED = "given", "continued"
+#: measured in benchmarks/journal/mixtures.md
+MIN_EXPERT_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Recipe:
     Attributes:
         windows: calibration windows are ``given`` by a text, or ``continued`` by the model after
             a start from it.
+        min_expert_tokens: calibration tokens that each expert of a mixture observes at least; 0:
+            those that are routed to it.
         variant: ``fast``, ``paper`` or ``best`` of a built-in recipe; ``custom`` of a file.
         departures: from the paper.
         reason: why this recipe, where ``--target`` chose it.
@@ -61,6 +65,7 @@ class Recipe:
     rounding: Step
     kv: str | None = None
     windows: str = GIVEN
+    min_expert_tokens: int = MIN_EXPERT_TOKENS
     variant: str = "custom"
     departures: tuple[Departure, ...] = ()
     reason: str = ""

@@ -102,6 +102,11 @@ def speed(tmp: Path) -> None:
 TINY = "--shape llama-tiny --layers 1 --samples 1 --seqlen 16"
 SCRIPTS: dict[str, Case] = {
     "accuracy/families.py": Case("smollm3 gpt_oss --steps plan fast", r"^2 of 2 passed$"),
+    "accuracy/rare_experts.py": Case(
+        "{mixture} {text} {text} --least 0,16 --samples 4 --seqlen 8 --seeds 1 --json {tmp}/out",
+        "^0 16 ",
+        check=lambda tmp: json.loads((tmp / "out").read_text())["rows"],
+    ),
     "accuracy/outliers.py": Case("{model} {tmp}/out", check=loads("out")),
     "accuracy/peer_run.py": Case("full --samples 1 --seqlen 16 --limit 1 --work {tmp}"),
     "accuracy/peers.py": Case(
@@ -165,6 +170,9 @@ SCRIPTS: dict[str, Case] = {
         r"^qtool .*\d$",
     ),
     "quantize/experts.py": Case("--shape 2x64x128 --together 1,2", "1 together: ", "2 together: "),
+    "quantize/mixture.py": Case(
+        "--shape 64x64x4x2 --tokens 16", "forward, at once: ", "Hessians of down, by one observer: "
+    ),
     "quantize/peers.py": Case(
         "{tmp}/out " + TINY, "^llm-compressor failed, see .*ModuleNotFoundError", r"^qtool .*\d$"
     ),
@@ -211,8 +219,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """Models that scripts are run on, each made once."""
     root = tmp_path_factory.mktemp("places")
     model = save_model(root / "model", vocab_size=4096, num_hidden_layers=1)
+    mixture = save_model(root / "mixture", "qwen2_moe", vocab_size=4096, num_hidden_layers=1)
     for file in DEMO.glob("*token*"):
         shutil.copy(file, model)
+        shutil.copy(file, mixture)
     native, exported = root / "native", root / "exported"
     for arguments in (
         f"quantize {model} --scheme w8a8 --out {native} -q",
@@ -221,6 +231,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
         assert CliRunner().invoke(cli, arguments.split()).exit_code == 0
     return Places(
         model=model,
+        mixture=mixture,
+        text=DEMO / "heldout.txt",
         tied=save_model(root / "tied", "llama-tied", num_hidden_layers=1),
         native=native,
         exported=exported,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtool.calibration.forwards import run
+from qtool.calibration.expert_tokens import NOTE, add_tokens
+from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq, successive
 from qtool.calibration.rounding.rtn import round_to_nearest
@@ -88,6 +89,70 @@ def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch)
             assert all(
                 torch.equal(t, other[linear].params[key]) for key, t in rounded.params.items()
             )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_at_once_give_what_one_after_another_gives(name):
+    """And whatever they observe beside it."""
+    model = make_model(CONFIGS[name])
+    separate_experts(model)
+    experts = model.model.layers[0].mlp.experts
+    hidden, weights = torch.randn(13, 96), torch.rand(13, 2)
+    index = torch.rand(13, 5).topk(2).indices  # 4 is an expert that does nothing
+    expected, seen = experts(hidden, index, weights), {}
+    down = experts.roles["down"]
+    experts.observers[down] = lambda x, counts: seen.update(x=x, counts=counts)
+    torch.testing.assert_close(experts(hidden, index, weights), expected, rtol=1e-5, atol=1e-5)
+    assert seen["counts"] == [int((index == number).sum()) for number in range(4)]
+    first = seen["x"]
+    experts.more = torch.zeros(13, 4, dtype=torch.bool)
+    experts.more[:, 1] = ~(index == 1).any(1)
+    torch.testing.assert_close(experts(hidden, index, weights), expected, rtol=1e-5, atol=1e-5)
+    start, alone = seen["counts"][0], (index == 1).sum()
+    assert seen["counts"][1] == 13 and len(seen["x"]) == len(first) + 13 - alone
+    torch.testing.assert_close(seen["x"][start : start + alone], first[start : start + alone])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("least", [5, 40, 1000])
+def test_an_expert_observes_the_tokens_its_router_thinks_likeliest(starved, blocks, least):
+    block, batches = blocks(starved)[0]
+    expected = [run(block, batch) for batch in batches]
+    add_tokens(block, batches, batches, least)
+    total, name = 64, "block_sparse_moe.experts"
+    counts = block.notes[NOTE]
+    routed = [counts[f"{name}.{e}"]["routed"] for e in range(4)]
+    added = [counts[f"{name}.{e}"]["added"] for e in range(4)]
+    assert sum(routed) == total and routed[2:] == [0, 0]
+    assert [r + a for r, a in zip(routed, added, strict=True)] == [
+        max(r, min(least, total)) for r in routed
+    ]
+    inputs = [inputs_of(block, batch, "block_sparse_moe.gate") for batch in batches]
+    likely = (torch.cat(inputs) @ block.weight("block_sparse_moe.gate").T).softmax(1)
+    more = torch.cat([batch.more.flatten(0, 1) for batch in batches])
+    for expert in (2, 3):
+        assert more[:, expert].sum() == min(least, total)
+        others = likely[~more[:, expert], expert]
+        assert not len(others) or likely[more[:, expert], expert].min() >= others.max()
+    places = by_place(block, [f"{name}.{e}.w2" for e in range(4)])
+    assert list(places) == [f"{name}.*.w2"]
+    seen = []
+    observe(block, batches, {f"{name}.*.w2": lambda x, counts: seen.append(counts)})
+    assert torch.tensor(seen).sum(0).tolist() == [r + a for r, a in zip(routed, added, strict=True)]
+    for batch, before in zip(batches, expected, strict=True):
+        assert torch.equal(run(block, batch), before)
+    halves = torch.cat([half.more for half in batches[0].halves()])
+    assert torch.equal(halves, batches[0].more)
+
+
+def test_with_added_tokens_no_expert_is_rounded_by_its_weights(starved, blocks):
+    block, batches = blocks(starved)[0]
+    add_tokens(block, batches, batches, 32)
+    Gptq().round(block, batches)
+    assert ALONE not in block.notes and set(block.notes["gptq"]) == set(block.schemes)
+    assert block.notes[NOTE]["block_sparse_moe.experts.2"] == {"routed": 0, "added": 32}
+    assert block.notes["gptq"]["block_sparse_moe.experts.2.w2"]["tokens"] == 32
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):

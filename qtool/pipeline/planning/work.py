@@ -32,6 +32,9 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
         forward_flops=(1 + job.rounding.compares) * shape.forward_flops(),
         packed_weights=2 * shape.weights,
     )
+    if job.balances_experts and job.needs_data:  # a look at the routers
+        routed = (g.linears for g in shape.family.groups if g.routed)
+        work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))
     for method in job.methods:
         work += method.work(shape)
     return work

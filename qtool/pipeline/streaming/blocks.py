@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch, Batches, first_inputs
 from qtool.calibration.block import Block
+from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
@@ -242,6 +243,10 @@ class BuiltBlocks:
             notes=notes,
             exact=exact,
         )
+        if job.needs_data and job.balances_experts:
+            with phase("search"):
+                inputs = self.references if self.compares else self.batches
+                add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
         for transform in job.transforms:
             with phase("search"):
                 transform.apply(block, self.batches)

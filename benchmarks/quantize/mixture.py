@@ -1,0 +1,132 @@
+"""A block's experts at once and one after another: seconds of a forward, and of looking at inputs.
+
+    python benchmarks/quantize/mixture.py [--shape 2048x768x128x8] [--tokens 4096] [--device cuda]
+
+The experts of one block with random weights, rounded to nearest, and random routing, in bf16 on a
+GPU and float32 elsewhere. Four rows, each the least CPU time (on a GPU: time) of several: forwards
+with the experts one after another and with all at once, and their Hessians by a hook on each expert
+and by one observer of all. Qwen3-30B-A3B is 2048x768x128x8, Qwen3-235B-A22B 4096x1536x128x8,
+DeepSeek-V3 7168x2048x256x8.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.rounding.rounded import SimulatedLinear
+from qtool.calibration.rounding.rtn import round_to_nearest
+from qtool.models.experts import SeparateExperts
+from qtool.models.grouped import segments
+from qtool.models.parts import Experts
+from qtool.schemes import get
+
+
+class OneAfterAnother(SeparateExperts):
+    """Computes one expert at a time on every device."""
+
+    def turns(
+        self, hidden: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[slice, list[int], int]]:
+        for number, (start, stop) in enumerate(pairwise([0, *accumulate(counts)])):
+            if start < stop:
+                yield slice(start, stop), [stop - start], number
+
+
+class AtOnce(SeparateExperts):
+    """Computes all experts at once on every device."""
+
+    def turns(
+        self, hidden: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[slice, list[int], int]]:
+        yield slice(0, sum(counts)), list(counts), 0
+
+
+def seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """The least of several runs; CPU time where nothing else tells what the run itself took."""
+    cuda, least = device.type == "cuda", float("inf")
+    clock = time.perf_counter if cuda else time.process_time
+    for _ in range(times + 1):  # the first pays for what is made once
+        if cuda:
+            torch.cuda.synchronize()
+        started = clock()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        least = min(least, clock() - started)
+    return least
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", default="256x128x128x8", help="H x I x experts x experts a token"
+    )
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--scheme", default="w4a8-lqq")
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    device, scheme = torch.device(chosen.device), get(chosen.scheme)
+    hidden, width, count, active = map(int, chosen.shape.split("x"))
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": count}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    stacked = Qwen3MoeExperts(Qwen3MoeConfig(**sizes)).to(device, dtype)
+    for parameter in stacked.parameters():
+        parameter.normal_(std=0.02)
+    torch.manual_seed(0)
+    x = torch.randn(chosen.tokens, hidden, device=device, dtype=dtype)
+    index = torch.rand(chosen.tokens, count, device=device).topk(active).indices
+    weights = torch.rand(chosen.tokens, active, device=device, dtype=dtype)
+    apart, together = (kind(stacked, Experts()) for kind in (OneAfterAnother, AtOnce))
+    for experts in (apart, together):
+        for expert in experts:
+            linear = expert.down_proj  # type: ignore[union-attr]
+            rounded = round_to_nearest(scheme, linear.weight)  # type: ignore[union-attr, arg-type]
+            expert.down_proj = SimulatedLinear(linear, scheme, rounded, None)  # type: ignore[arg-type]
+    print(f"{chosen.shape}, {chosen.tokens} tokens, {device}, {dtype}")
+    for name, experts in (("one after another", apart), ("at once", together)):
+        took = seconds(lambda experts=experts: experts(x, index, weights), device)  # type: ignore[misc]
+        print(f"forward, {name}: {1e3 * took:.1f} ms", flush=True)
+    hessians = [Hessian(width, device) for _ in range(count)]
+    handles = [
+        expert.down_proj.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda _, inputs, hessian=hessian: hessian.add(scheme.activation.fake(inputs[0]))
+        )
+        for expert, hessian in zip(apart, hessians, strict=True)
+    ]
+    took = seconds(lambda: apart(x, index, weights), device)
+    print(f"Hessians of down, by hooks: {1e3 * took:.1f} ms", flush=True)
+    for handle in handles:
+        handle.remove()
+
+    class Seen(Exception):
+        pass
+
+    def observe(inputs: Tensor, counts: Sequence[int]) -> None:
+        parts = segments(scheme.activation.fake(inputs), counts)
+        for hessian, part in zip(hessians, parts, strict=True):
+            if len(part):
+                hessian.add(part)
+        raise Seen
+
+    def look() -> None:
+        with suppress(Seen):
+            together(x, index, weights)
+
+    together.observers["down_proj"] = observe
+    took = seconds(look, device)
+    print(f"Hessians of down, by one observer: {1e3 * took:.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
