@@ -2,6 +2,8 @@
 their weights.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,28 @@ def test_an_expert_without_tokens_is_rounded_by_its_weights_and_named(starved, b
         assert (name in hungry) == (
             name in expected and torch.equal(rounded[name].codes, expected[name].codes)
         )
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_experts_whose_hessians_are_held_in_turn_get_the_same_codes(at_once, blocks, monkeypatch):
+    (block, batches), (other, its_batches) = (
+        blocks(make_model(CONFIGS["qwen2-moe"]))[0] for _ in range(2)
+    )
+    expected, made, most = Gptq().round(block, batches), [], []
+
+    class Counted(gptq_rounding.Hessian):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+            most.append(sum(hessian() is not None for hessian in made))
+
+    monkeypatch.setattr(gptq_rounding, "HESSIANS", at_once * 4 * 96 * 96)
+    monkeypatch.setattr(gptq_rounding, "Hessian", Counted)
+    found = Gptq().round(other, its_batches)
+    assert max(most) == at_once  # of 4
+    for name, rounded in expected.items():
+        assert torch.equal(rounded.codes, found[name].codes)
+        assert all(torch.equal(t, found[name].params[key]) for key, t in rounded.params.items())
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -23,7 +23,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.distill.distill import ITERATION_TOKENS
-from qtool.calibration.rounding.gptq.rounding import Gptq, successive
+from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once, successive
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -276,6 +276,22 @@ def test_a_plan_of_deepseek_v3(tmp_path: Path) -> None:
     assert (
         round(planned.source_bytes / 2e9) == 671
     )  # billions of parameters, as its authors count them
+
+
+def test_deepseek_v3_fits_one_h200_by_every_recipe() -> None:
+    """A block's 256 experts are 11.3 billion weights.
+
+    They are held in 16 bits, in float32 and once more for the float model; of their Hessians, 52.6
+    GB for the gates, as many as are solved in turn.
+    """
+    cuda = torch.device("cuda")
+    experts = 256 * 3 * 7168 * 2048
+    for name, copies in (("paper", 6), ("best", 8)):
+        job = Job.of(LARGE["deepseek-v3"], recipes.load("w4a8-lqq", name))
+        held = working_bytes(job, 0, cuda)
+        assert copies * experts < held < 140e9
+    all_at_once = held - HESSIANS + 256 * 4 * 7168**2
+    assert all_at_once > 140e9 and held_at_once(7168) < 256 == min(256, held_at_once(2048))
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:

@@ -50,7 +50,11 @@ def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> i
     shape = block_shape(job, block, 1, tokens, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
     computing = itemsize % 4  # 0: the exact weights themselves compute
-    batch = BATCH_TOKENS * 3 * max(map(sum, shape.linears.values())) * itemsize
+    # of all tokens, or of all pairs of a token and an expert
+    widest = max(map(sum, shape.linears.values()))
+    experts = [name for name in shape.linears if shape.family.group_of(name).routed]
+    paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
+    batch = int(BATCH_TOKENS * 3 * max(widest, paired)) * itemsize
     held = max(method.held_bytes(shape) for method in job.methods)
     return parameters * computing + batch + job.block_bytes(block) + held
 

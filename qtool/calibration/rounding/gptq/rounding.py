@@ -9,7 +9,7 @@ share of the rows of each: rows do not depend on each other.
 Legend: N output channels, K input channels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -35,6 +35,8 @@ from qtool.schemes.base import Clip
 
 #: bytes of problems that are solved together: as many as that holds, one in any case
 TOGETHER = 2 << 30
+#: bytes of experts' Hessians that are held at once, likewise
+HESSIANS = 16 << 30
 
 
 @dataclass
@@ -88,24 +90,10 @@ class Gptq(GptqOptions, Rounding):
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
-        for groups in successive(block.family.groups):
-            found: dict[str, Rounded] = {}
-            stacks: list[Stack] = []
-            inputs = [names for group in groups for names in by_format(block, group.linears)]
-            experts = self.moments_of_experts(block, turns, inputs) if groups[0].routed else {}
-            for names in inputs:
-                hessian = experts.pop(names[0], None) or self.moments(
-                    block, reference, turns, names[0]
-                )
-                if saw_enough(block, names, hessian.tokens, tokens):
-                    stacks.append(Stack(names, hessian))
-                else:
-                    own = replace(block, schemes={n: block.schemes[n] for n in names})
-                    found |= RoundToNearest().round(own, [])
-            try:
-                found |= self.round_stacks(block, stacks)
-            except QtoolError as error:
-                raise QtoolError(f"block {block.index}: {error}") from error
+        for groups in held_together(
+            block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
+        ):
+            found = self.round_groups(block, reference, turns, groups, tokens)
             for name, result in found.items():
                 block.install(name, result)
                 block.free_exact(name)
@@ -113,6 +101,34 @@ class Gptq(GptqOptions, Rounding):
         for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
             note["error"] = float(note["error"])
         return rounded
+
+    def round_groups(
+        self,
+        block: Block,
+        reference: Reference | None,
+        turns: Sequence[Batch | None],
+        groups: Sequence[LinearGroup],
+        tokens: int,
+    ) -> dict[str, Rounded]:
+        """Round the linears of ``groups``; their Hessians live no longer.
+
+        ``tokens`` are those of all batches.
+        """
+        found: dict[str, Rounded] = {}
+        stacks: list[Stack] = []
+        inputs = [names for group in groups for names in by_format(block, group.linears)]
+        experts = self.moments_of_experts(block, turns, inputs) if groups[0].routed else {}
+        for names in inputs:
+            hessian = experts.pop(names[0], None) or self.moments(block, reference, turns, names[0])
+            if saw_enough(block, names, hessian.tokens, tokens):
+                stacks.append(Stack(names, hessian))
+            else:
+                own = replace(block, schemes={n: block.schemes[n] for n in names})
+                found |= RoundToNearest().round(own, [])
+        try:
+            return found | self.round_stacks(block, stacks)
+        except QtoolError as error:
+            raise QtoolError(f"block {block.index}: {error}") from error
 
     def moments(
         self, block: Block, reference: Reference | None, turns: Sequence[Batch | None], name: str
@@ -199,7 +215,8 @@ class Gptq(GptqOptions, Rounding):
             block.linear_flops(group.linears) for group in block.family.groups if group.routed
         )
         to_experts = block.forward_flops() - routed_flops
-        for number, groups in enumerate(successive(block.family.groups)):
+        turns = held_together(block.family.groups, lambda group: block.linears[group.linears[0]][1])
+        for number, groups in enumerate(turns):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
             if problems:
@@ -224,15 +241,16 @@ class Gptq(GptqOptions, Rounding):
         """Bytes at the worst moment.
 
         Exact weights, codes of those rounded before, its Hessians, and what solves it: first the
-        Hessian, the damped one and its factor; then Hessian and feedback beside the stacked weight,
-        its target, errors and codes. Several experts are solved together.
+        Hessian, the damped one, twice for coordinate descent, and its factor; then Hessian and
+        feedback beside the stacked weight, its target, errors and codes. Several experts are solved
+        together.
         """
         left, total, worst = block.weights, block.weights, 0
         for groups in successive(block.family.groups):
             drift = bool(self.residual) and not groups[0].routed
             problems = block.stacked(groups)
             for n, k in problems[:1]:  # experts are alike
-                factoring = (3 + drift) * 4 * k * k
+                factoring = (3 + drift + bool(self.rounds)) * 4 * k * k
                 sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
                 worst = max(worst, 4 * left + (total - left) + solving)
@@ -298,6 +316,23 @@ def solved_together(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
+def held_together(
+    groups: Sequence[LinearGroup], width: Callable[[LinearGroup], int]
+) -> Iterator[list[LinearGroup]]:
+    """The :func:`successive` groups, of experts as many as :data:`HESSIANS` has room for.
+
+    ``width``: the input channels of a group.
+    """
+    for alike in successive(groups):
+        size = held_at_once(width(alike[0])) if alike[0].routed else len(alike)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+def held_at_once(k: int) -> int:
+    """The number of experts of K input channels whose Hessians are held at once."""
+    return max(1, HESSIANS // (4 * k * k))
+
+
 def problem_bytes(n: int, k: int) -> int:
     """Bytes of a problem ``[n, k]`` beside its weight and Hessian.
 
@@ -314,6 +349,8 @@ def at_once(n: int, k: int) -> int:
 def others_bytes(count: int, n: int, k: int) -> int:
     """Bytes that ``count`` problems hold beyond one that is solved.
 
-    Hessians and codes of all, and what is solved together with the one.
+    Codes of all, Hessians of those that are held at once, and what is solved together with the one.
     """
-    return (count - 1) * (4 * k * k + n * k) + (min(count, at_once(n, k)) - 1) * problem_bytes(n, k)
+    held = min(count, held_at_once(k))
+    solved = (min(held, at_once(n, k)) - 1) * problem_bytes(n, k)
+    return (count - 1) * n * k + (held - 1) * 4 * k * k + solved
