@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     Name: TypeAlias = str | os.PathLike[str]
     Model: TypeAlias = Name | PreTrainedModel
     RecipeLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+    OneText: TypeAlias = str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | Dataset
     CalibrationData: TypeAlias = (
-        str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | Dataset
+        OneText | Mapping[str, int | None] | Sequence[tuple[OneText, int | None]]
     )
 
 
@@ -118,7 +119,9 @@ def quantize(
         calibration: what methods that look at activations look at: a corpus (``wikitext2``,
             ``c4``, ``pile``, ``demo``), a text file, texts, token ids (rows, or a tensor
             ``[samples, tokens]``), or a ``datasets.Dataset`` with a column ``text`` or
-            ``messages``, which the tokenizer's chat template renders. By default wikitext2.
+            ``messages``, which the tokenizer's chat template renders; or a mix of them with their
+            numbers of windows: ``"wikitext2:64,chat.jsonl:32"``, ``{"wikitext2": 64, ...}`` or
+            pairs ``[(texts, 64), ...]``. By default wikitext2.
         out: the output directory, by default ``MODEL-SCHEME`` beside a local model or here. Left
             out with a model in memory, a model comes back.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
@@ -173,6 +176,7 @@ def plan(
     scheme: str | None = None,
     *,
     recipe: RecipeLike | None = None,
+    calibration: CalibrationData | None = None,
     kv: str | None = None,
     device_memory: float | None = None,
     device: str = "cuda",
@@ -185,6 +189,7 @@ def plan(
         model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
         scheme: as :func:`quantize` takes it.
         recipe: likewise.
+        calibration: likewise; its windows are counted, and nothing of it is read.
         kv: likewise.
         options: likewise; ``samples`` and ``seqlen`` are those of a calibrated run.
         device_memory: of the GPU of a calibrated run, in GB (1e9 bytes); by default an H200's.
@@ -198,14 +203,17 @@ def plan(
 
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
+    from qtool.data.mix import count_windows
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
 
     settings = QuantizeOptions.of({**options, "kv": kv})
-    job = Job.of(_config_of(model), settings.recipe(scheme, recipe))
+    samples = count_windows(calibration, settings.samples)
+    chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
+    job = Job.of(_config_of(model), chosen)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
-    return planned(job, settings.samples, settings.seqlen, **memory, device=device, gpus=gpus)
+    return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
 
 def _config_of(model: Model) -> dict[str, Any]:

@@ -118,6 +118,11 @@ RECIPE_NAME = Name(lambda: VARIANTS, or_file=True)
 RECIPE = click.option(
     "--recipe", type=RECIPE_NAME, help="fast, paper, best, or a YAML file. Default: fast."
 )
+CALIBRATED_RECIPE = click.option(
+    "--recipe",
+    type=RECIPE_NAME,
+    help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
+)
 GROUP = click.option(
     "--group-size", help="Input channels a group, or 'channel'; the recipe's by default."
 )
@@ -135,8 +140,15 @@ DATA_DIR = click.option(
     "--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+CALIB = click.option(
+    "--calib",
+    "calibration",
+    help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file; or"
+    " several with their numbers of windows, as in wikitext2:64,chat.jsonl:32."
+    " Default: wikitext2, for the demo its own, where the recipe looks at activations.",
+)
 SAMPLES = click.option(
-    "--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows."
+    "--samples", type=POSITIVE, help="Calibration windows. Default: as --calib says, or 128."
 )
 SEQLEN = click.option(
     "--seqlen",
@@ -184,11 +196,7 @@ QUIET = click.option(
 )
 QUANTIZE = _together(
     SCHEME,
-    click.option(
-        "--recipe",
-        type=RECIPE_NAME,
-        help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
-    ),
+    CALIBRATED_RECIPE,
     TARGET,
     GROUP,
     LAYOUT,
@@ -197,12 +205,7 @@ QUANTIZE = _together(
     click.option(
         "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
     ),
-    click.option(
-        "--calib",
-        "calibration",
-        help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file."
-        " Default: wikitext2, for the demo its own, where the recipe looks at activations.",
-    ),
+    CALIB,
     DATA_DIR,
     SAMPLES,
     SEQLEN,
@@ -231,12 +234,13 @@ QUANTIZE = _together(
 )
 PLAN = _together(
     SCHEME,
-    RECIPE,
+    CALIBRATED_RECIPE,
     TARGET,
     GROUP,
     LAYOUT,
     BLOCKS,
     KV,
+    CALIB,
     SAMPLES,
     SEQLEN,
     WINDOWS,

@@ -14,7 +14,6 @@ from qtool.cli_arguments import (
     POSITIVE,
     QUIET,
     RECIPE,
-    SAMPLES,
     SCHEME,
     SEQLEN,
     TENSOR_PARALLEL,
@@ -82,7 +81,9 @@ def bench_kv(shapes: str | None) -> None:
 @click.option(
     "--layers", type=POSITIVE, help="Blocks of a random checkpoint; the shape's own by default."
 )
-@SAMPLES
+@click.option(
+    "--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows."
+)
 @SEQLEN
 @ACTIVATIONS
 @click.option(

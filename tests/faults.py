@@ -565,6 +565,18 @@ FAULTS = [
             "tests/data/test_calibration_input.py",
         ),
         (
+            "qtool/data/mix.py",
+            "+ (i < whole % count)",
+            "",
+            "tests/data/test_mix.py",
+        ),
+        (
+            "qtool/data/mix.py",
+            "[torch.cat(places).argsort(stable=True)]",
+            "",
+            "tests/data/test_mix.py",
+        ),
+        (
             "qtool/data/continuation.py",
             "nan_to_num(0, 0, 0).softmax(-1)",
             "nan_to_num(0, 0, 0).mul(2).softmax(-1)",

@@ -34,7 +34,7 @@ def test_no_summary_is_cut(group: list[str]) -> None:
 
 
 def test_help_names_what_a_command_has() -> None:
-    assert "--calib" not in run("plan", "-h").stdout
+    assert "--resume" not in run("plan", "-h").stdout
     assert "Default: wikitext2" in " ".join(run("quantize", "-h").stdout.split())
     assert "_QTOOL_COMPLETE=bash_source qtool" in run("-h").stdout
 

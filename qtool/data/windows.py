@@ -23,8 +23,9 @@ def windows(
     seqlen: int,
     vocabulary: int,
     seed: int = 0,
+    name: str = "the text",
 ) -> Tensor:
-    """Token ids ``[at most samples, seqlen]`` of ``documents``.
+    """Token ids ``[at most samples, seqlen]`` of ``documents``, which a user calls ``name``.
 
     Raises:
         QtoolError: the text is shorter than one window, or the tokenizer is not the model's.
@@ -35,20 +36,29 @@ def windows(
             f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "
             f"{vocabulary - 1}"
         )
-    return cut(ids, samples=samples, seqlen=seqlen, vocabulary=vocabulary, seed=seed)
+    return cut(ids, samples=samples, seqlen=seqlen, vocabulary=vocabulary, seed=seed, name=name)
 
 
-def cut(ids: Tensor, *, samples: int, seqlen: int, vocabulary: int, seed: int = 0) -> Tensor:
+def cut(
+    ids: Tensor,
+    *,
+    samples: int,
+    seqlen: int,
+    vocabulary: int,
+    seed: int = 0,
+    name: str = "the text",
+) -> Tensor:
     """Windows ``[at most samples, seqlen]`` of token ids ``[tokens]`` or ``[rows, tokens]``.
 
-    Rows are cut one by one; what is left of a row is dropped.
+    A user calls them ``name``. Rows are cut one by one; what is left of a row is dropped.
 
     Raises:
         QtoolError: fewer tokens than one window, or an id that the model does not have.
     """
     if ids.shape[-1] < seqlen:
         raise QtoolError(
-            f"the calibration text has {ids.shape[-1]} tokens, fewer than one window of {seqlen}"
+            f"calibration data: {name} has {ids.shape[-1]} tokens, fewer than one window of "
+            f"{seqlen}"
         )
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise QtoolError(

@@ -145,6 +145,10 @@ def _how(provenance: Mapping[str, Any]) -> str:
     if data := provenance.get("calibration"):
         line = ", ".join(f"{key} {data[key]}" for key in CALIBRATION if key in data)
         lines.append(f"- calibration data: {line}")
+        lines += [
+            f"  - {part['samples']} windows of {part['text']}, sha256 {part['sha256']}"
+            for part in data.get("parts", ())
+        ]
     versions = provenance.get("versions", {})
     lines.append("- " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     return "\n".join(lines)

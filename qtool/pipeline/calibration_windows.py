@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from qtool.data import corpora
-from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
+from qtool.data.calibration_input import TokenIds
 from qtool.data.chat import render
 from qtool.data.continuation import Journal, continued
-from qtool.data.windows import cut, windows
+from qtool.data.mix import CalibrationMix, Part, facts, interleave, parse_mix
+from qtool.data.windows import cut
+from qtool.data.windows import windows as cut_text
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.output import Output
@@ -45,10 +47,10 @@ JOURNAL_BYTES = 4 << 30
 def calibration(
     source: Checkpoint,
     job: Job,
-    calibration: CalibrationInput,
+    calibration: CalibrationMix,
     *,
     data_dir: Path | None,
-    samples: int,
+    samples: int | None,
     seqlen: int,
     seed: int,
     device: str,
@@ -57,17 +59,17 @@ def calibration(
 
     Args:
         calibration: a corpus's name, a file, texts, token ids or a data set
-            (:mod:`qtool.data.calibration_input`).
+            (:mod:`qtool.data.calibration_input`), or a mix of them (:mod:`qtool.data.mix`).
         data_dir: of local copies of corpora.
+        samples: by default what the parts of a mix say, or 128.
         seqlen: at most the model's context. Of 2-D token ids at most the length of a row.
         seed: of the choice of windows, and of the tokens that the model continues them with.
 
     Raises:
         QtoolError: nothing that can be calibrated on.
     """
-    return Windows(
-        source, job, parse(calibration, data_dir=data_dir), samples, seqlen, seed, device
-    )
+    parts = parse_mix(calibration, samples, data_dir=data_dir)
+    return Windows(source, job, parts, seqlen, seed, device)
 
 
 class Windows(Calibration):
@@ -82,28 +84,19 @@ class Windows(Calibration):
         self,
         source: Checkpoint,
         job: Job,
-        given: Documents | TokenIds,
-        samples: int,
+        parts: Sequence[Part],
         seqlen: int,
         seed: int,
         device: str,
     ) -> None:
-        self.source, self.job, self.given, self.device = source, job, given, torch.device(device)
-        self.samples, self.requested_seqlen, self.seed = samples, seqlen, seed
-        lengths = [job.window(seqlen)]
-        if isinstance(given, TokenIds) and given.ids.dim() == 2:
-            lengths.append(given.ids.shape[1])
-        self.seqlen = min(lengths)
+        self.source, self.job, self.parts, self.device = source, job, parts, torch.device(device)
+        self.requested_seqlen, self.seed = seqlen, seed
+        rows = [part.data.ids for part in parts if isinstance(part.data, TokenIds)]
+        self.seqlen = min([job.window(seqlen), *(ids.shape[1] for ids in rows if ids.dim() == 2)])
         self.output: Output | None = None
         super().__init__(
-            facts={
-                "text": given.name,
-                "samples": samples,
-                "seqlen": self.seqlen,
-                "seed": seed,
-                "windows": job.recipe.windows,
-            }
-            | ({"sha256": given.sha256} if given.sha256 else {})
+            facts=facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
+            | {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
         )
 
     @property
@@ -141,32 +134,37 @@ class Windows(Calibration):
                 f"calibration windows have {self.seqlen} tokens, not {self.requested_seqlen}: "
                 "the model's context or the given token ids are shorter"
             )
-        ids, sha256 = self._cut()
-        if len(ids) < self.samples:
-            ranks.log(
-                f"{self.given.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
-                f"{self.samples} requested"
-            )
+        windows, found = [], []
+        for part in self.parts:
+            ids, sha256 = self._cut(part)
+            if len(ids) < part.samples:
+                ranks.log(
+                    f"{part.data.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
+                    f"{part.samples} requested"
+                )
+            windows.append(ids)
+            found.append((part.data.name, len(ids), sha256))
+        ids = interleave(windows)
         if self.job.recipe.windows == CONTINUED:
             ids = self._continued(ids)
-        found = {"sha256": sha256, "samples": len(ids)}
-        drawn = _batches(ids, {**self.facts, **found})
+        drawn = _batches(ids, {**self.facts, **facts(found)})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
-    def _cut(self) -> tuple[Tensor, str]:
-        """Windows of the given text or token ids, and its sha256."""
-        sizes: dict[str, int] = {
-            "samples": self.samples,
+    def _cut(self, part: Part) -> tuple[Tensor, str]:
+        """Windows of a part's text or token ids, and its sha256."""
+        how: dict[str, Any] = {
+            "samples": part.samples,
             "seqlen": self.seqlen,
             "vocabulary": self.job.namespace.vocab_size,
             "seed": self.seed,
+            "name": part.data.name,
         }
-        if isinstance(self.given, TokenIds):
-            return cut(self.given.ids, **sizes), self.given.sha256
+        if isinstance(part.data, TokenIds):
+            return cut(part.data.ids, **how), part.data.sha256
         tokenizer = load_tokenizer(self.source.directory)
-        documents = render(self.given.read(), tokenizer, self.given.name)
+        documents = render(part.data.read(), tokenizer, part.data.name)
         text = corpora.joined(documents)
-        return windows(documents, tokenizer, **sizes), hashlib.sha256(text.encode()).hexdigest()
+        return cut_text(documents, tokenizer, **how), hashlib.sha256(text.encode()).hexdigest()
 
     def _continued(self, ids: Tensor) -> Tensor:
         """The windows ``ids``, continued by the float model after their first tokens.

@@ -13,7 +13,7 @@ from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, require_kv
 
-SAMPLES, SEQLEN = 128, 2048
+SEQLEN = 2048
 WHOLE_CHANNEL = "channel"
 ACTIVATIONS = ("auto", "device", "host", "disk")
 
@@ -94,7 +94,7 @@ class QuantizeOptions(RecipeOverrides):
     """All options of a run; :class:`QuantizeKeywords` are the same as keywords of a function.
 
     Attributes:
-        samples: calibration windows.
+        samples: calibration windows; by default what the parts of a mix say, or 128.
         seqlen: tokens a window, at most the model's context.
         seed: of the choice of windows.
         data_dir: a directory with local copies of corpora; by default ``QTOOL_DATA_DIR``'s.
@@ -107,7 +107,7 @@ class QuantizeOptions(RecipeOverrides):
             are read.
     """
 
-    samples: int = SAMPLES
+    samples: int | None = None
     seqlen: int = SEQLEN
     seed: int = 0
     data_dir: Path | None = None
@@ -118,7 +118,8 @@ class QuantizeOptions(RecipeOverrides):
     adapter: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        require_count("--samples", self.samples)
+        if self.samples is not None:
+            require_count("--samples", self.samples)
         require_count("--seqlen", self.seqlen, 2)
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
@@ -156,7 +157,7 @@ class QuantizeKeywords(TypedDict, total=False):
     layout: str | None
     windows: str | None
     max_8bit_blocks: int | None
-    samples: int
+    samples: int | None
     seqlen: int
     seed: int
     data_dir: Path | None

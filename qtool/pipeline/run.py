@@ -9,7 +9,7 @@ from qtool.distributed import ranks
 from qtool.io.adapter import Adapter
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.pipeline.job import Job
-from qtool.pipeline.options import SAMPLES, SEQLEN, QuantizeOptions
+from qtool.pipeline.options import SEQLEN, QuantizeOptions
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
@@ -118,7 +118,7 @@ def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:
     """A sentence for each given option that the run will not use, or only in part."""
     named = f"--calib {text}" if isinstance(text, str | Path) else "the calibration data"
     given = [named] if text is not None else []
-    given += [f"--samples {options.samples}"] if options.samples != SAMPLES else []
+    given += [f"--samples {options.samples}"] if options.samples is not None else []
     given += [f"--seqlen {options.seqlen}"] if options.seqlen != SEQLEN else []
     name = f"recipe {job.recipe.scheme}/{job.recipe.variant}"
     if not job.needs_data:

@@ -1,5 +1,6 @@
 """The commands that make a checkpoint again, from its provenance."""
 
+import shlex
 from typing import Any
 
 import yaml
@@ -34,7 +35,9 @@ def commands(report: Report) -> list[str]:
             "windows": "windows",
         }
         quantize += "".join(
-            f" --{flag} {calibration[key]}" for key, flag in named.items() if key in calibration
+            f" --{flag} {shlex.quote(str(calibration[key]))}"
+            for key, flag in named.items()
+            if key in calibration
         )
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"

@@ -1,6 +1,8 @@
 """Which tokens a run is calibrated on, and what is recorded of them."""
 
+import hashlib
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from tests.pipeline.test_quantize import files
 
 
 def asked(
-    recipe: str, given: Any = "demo", samples: int = 4, seqlen: int = 64, **overrides: Any
+    recipe: str, given: Any = "demo", samples: int | None = 4, seqlen: int = 64, **overrides: Any
 ) -> Windows:
     source = Checkpoint(DEMO)
     job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
@@ -277,3 +279,68 @@ def test_what_cannot_run_is_refused_before_windows_are_drawn(
         qtool.quantize("demo", "w8a8", resume=True, **few | {"recipe": "best"})
     done = qtool.quantize("demo", "w8a8", resume=True, **few | {"out": tmp_path / "done"})
     assert done.directory == tmp_path / "done"
+
+
+def test_a_mix_holds_the_windows_of_each_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part's windows are those that it would have alone, and the record names it."""
+    (tmp_path / "a,b.txt").write_text("the old man and the sea " * 20)
+    short = str(tmp_path / "a,b.txt")
+    mixed = cut("paper", {"demo": 5, short: 9}, samples=None, seqlen=32)
+    alone = [cut("paper", "demo", samples=5, seqlen=32), cut("paper", short, samples=9, seqlen=32)]
+    rows = [torch.cat(list(c.tokens)).tolist() for c in (mixed, *alone)]
+    assert sorted(rows[0]) == sorted(rows[1] + rows[2])
+    found = len(rows[2])
+    assert found < 9 and f"{short} has {found} windows of 32 tokens, not the 9" in caplog.text
+    facts = mixed.facts
+    assert facts["samples"] == 5 + found and "sha256" not in facts
+    escaped = short.replace(",", "\\,")
+    assert facts["text"] == f"demo:5,{escaped}:{found}"
+    assert facts["parts"] == [
+        {name: part.facts[name] for name in ("text", "samples", "sha256")} for part in alone
+    ]
+    again = cut("paper", facts["text"], samples=facts["samples"], seqlen=32)
+    assert again.facts == facts
+
+
+def test_a_part_that_is_too_short_is_named(tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("three words only")
+    with pytest.raises(QtoolError, match=r"few.txt has \d tokens, fewer than one window of 64"):
+        cut("paper", f"demo:2,{tmp_path / 'few.txt'}:2", samples=None)
+
+
+def test_chats_are_a_part_like_any_other(tmp_path: Path) -> None:
+    """The template renders them; the result, its card and its report name every part."""
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    chats = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "who is it? " * 30}, {"role": "assistant", "content": "I"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    mix = f"demo:3,{chats}:2"
+    few: dict[str, Any] = {"recipe": "paper", "calibration": mix, "seqlen": 16}
+    with pytest.raises(QtoolError, match="no chat template"):
+        qtool.quantize(model, "w8a8", out=tmp_path / "out", **few)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    qtool.quantize(model, "w8a8", out=tmp_path / "out", **few)
+    facts = json.loads((tmp_path / "out" / "qtool.json").read_text())["calibration"]
+    rendered = "<user>" + turns[0]["content"] + "<assistant>I"
+    assert facts["parts"][1]["sha256"] == hashlib.sha256(rendered.encode()).hexdigest()
+    card = (tmp_path / "out" / "README.md").read_text()
+    page = qtool.write_report(tmp_path / "out", out=tmp_path / "report.html")
+    shown = Path(page).read_text()
+    for part in facts["parts"]:
+        assert f"{part['samples']} windows of {part['text']}, sha256 {part['sha256']}" in card
+        assert part["sha256"] in shown
+    command = report_commands.commands(collect(tmp_path / "out", None, "cpu"))[0]
+    assert f"--calib {mix} --samples 5" in command
+
+
+def test_the_plan_counts_the_windows_of_a_mix() -> None:
+    """And plans the recipe that a run on calibration data takes."""
+    plans = [
+        qtool.plan("demo", "w4a16", recipe="paper", samples=96),
+        qtool.plan("demo", "w4a16", calibration="c4:64,nowhere.jsonl:32"),
+        qtool.plan("demo", "w4a16", calibration="c4,pile", samples=96),
+    ]
+    assert plans[0] == plans[1] == plans[2] != qtool.plan("demo", "w4a16", recipe="paper")

@@ -1,0 +1,150 @@
+r"""A mix of calibration data: its parts, their numbers of windows, and all windows in one order.
+
+| given                                      | is                                          |
+|--------------------------------------------|---------------------------------------------|
+| ``"wikitext2:64,c4:64,chat.jsonl:32"``     | names of corpora or files, each with a      |
+|                                            | number of windows; ``\,`` is a comma of one |
+| ``{"wikitext2": 64, "chat.jsonl": 32}``    | the same, with names as they are            |
+| ``[(texts, 64), (ids, 32)]``               | pairs of what :func:`parse` takes, and a    |
+|                                            | number                                      |
+| anything else                              | one part                                    |
+
+Without numbers (``"wikitext2,c4"``, or None in their place) all windows are shared out evenly. A
+text that is a corpus or an existing file is that one part, whatever it contains.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qtool.data import corpora
+from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
+from qtool.errors import QtoolError, require_count
+
+CalibrationMix: TypeAlias = (
+    "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
+)
+#: windows of a run where neither the parts nor ``--samples`` say how many
+SAMPLES = 128
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a mix, and its number of windows."""
+
+    data: Documents | TokenIds
+    samples: int
+
+
+def parse_mix(
+    given: CalibrationMix, samples: int | None, *, data_dir: str | Path | None = None
+) -> tuple[Part, ...]:
+    """The parts of ``given``; no corpus and no file is read yet.
+
+    Args:
+        samples: windows of all parts together; None for what the parts say.
+
+    Raises:
+        QtoolError: as :func:`parse` and :func:`count_windows` do, or a part that is there twice.
+    """
+    found = _split(given)
+    data = [parse(one, data_dir=data_dir) for one, _ in found]
+    for i, one in enumerate(data):
+        if (one.name, one.sha256) in [(other.name, other.sha256) for other in data[:i]]:
+            raise QtoolError(f"calibration data: {one.name} is a part of the mix twice")
+    return tuple(map(Part, data, _shares(found, samples)))
+
+
+def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
+    """Windows that ``given`` asks for, without looking into it.
+
+    Raises:
+        QtoolError: numbers of windows below one, of some parts only, or other than ``samples``.
+    """
+    return sum(_shares(_split(given), samples))
+
+
+def interleave(parts: Sequence[Tensor]) -> Tensor:
+    """Windows ``[n, S]`` of all ``parts``, each ``[*, S]`` and spread evenly in its own order.
+
+    Any stretch of them holds about as much of each part as the whole does.
+    """
+    places = [(torch.arange(len(part), dtype=torch.float64) + 0.5) / len(part) for part in parts]
+    return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
+
+
+def facts(parts: Sequence[tuple[str, int, str]]) -> dict[str, Any]:
+    """The record of parts with ``(name, windows, sha256)``; of one part it is that part's.
+
+    ``text`` is what ``--calib`` takes.
+    """
+    each = [
+        {"text": name, "samples": samples} | ({"sha256": sha256} if sha256 else {})
+        for name, samples, sha256 in parts
+    ]
+    if len(each) == 1:
+        return each[0]
+    text = ",".join(f"{name.replace(',', chr(92) + ',')}:{samples}" for name, samples, _ in parts)
+    return {"text": text, "samples": sum(samples for _, samples, _ in parts), "parts": each}
+
+
+_Numbered: TypeAlias = list[tuple[Any, int | None]]
+
+
+def _split(given: Any) -> _Numbered:
+    """What each part is given as, and its number of windows if it has one."""
+    if isinstance(given, str):
+        return _names(given)
+    if isinstance(given, Mapping) and not hasattr(given, "column_names"):
+        return list(given.items()) or [(given, None)]
+    if isinstance(given, Sequence) and given and all(map(_is_pair, given)):
+        return list(given)
+    return [(given, None)]
+
+
+def _is_pair(part: Any) -> bool:
+    return isinstance(part, tuple) and len(part) == 2 and type(part[0]) is not int
+
+
+def _names(text: str) -> _Numbered:
+    if _is_one(text):
+        return [(text, None)]
+    found: _Numbered = []
+    for part in re.split(r"(?<!\\),", text):
+        name = part.strip().replace("\\,", ",")
+        numbered = None if _is_one(name) else re.fullmatch(r"(.+):(-?[0-9]+)", name, re.DOTALL)
+        found.append((numbered[1], int(numbered[2])) if numbered else (name, None))
+    return found
+
+
+def _is_one(name: str) -> bool:
+    return name in corpora.SOURCES or Path(name).is_file()
+
+
+def _shares(parts: _Numbered, samples: int | None) -> list[int]:
+    """Windows of each part."""
+    numbers = [number for _, number in parts if number is not None]
+    if not numbers:
+        whole, count = SAMPLES if samples is None else samples, len(parts)
+        if whole < count:
+            raise QtoolError(f"--samples {whole}: the calibration data has {count} parts")
+        return [whole // count + (i < whole % count) for i in range(count)]
+    if len(numbers) < len(parts):
+        raise QtoolError(
+            f"calibration data: {len(numbers)} of {len(parts)} parts have a number of windows; "
+            "give one to each part or to none"
+        )
+    for part, number in parts:
+        named = str(part) if isinstance(part, str | Path) else type(part).__name__
+        require_count(f"calibration data {named}: windows", number)
+    if samples not in (None, sum(numbers)):
+        raise QtoolError(
+            f"--samples {samples}: the parts of the calibration data have {sum(numbers)} windows "
+            "together; leave --samples out"
+        )
+    return numbers
