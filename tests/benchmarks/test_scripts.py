@@ -124,6 +124,11 @@ SCRIPTS: dict[str, Case] = {
     ),
     "accuracy/standin.py": gpu("{tmp}/out"),
     "accuracy/tied.py": Case("{tied} --schemes w4a16 --windows 2 --length 16", r"\| w4a16 \| "),
+    "accuracy/windows.py": Case(
+        "{model} --calib demo --schemes w4a16 --recipe fast --samples 1 --windows given "
+        "--length 16 --limit 1",
+        r"\| model \| `w4a16` \| demo \| given \| 1 \|",
+    ),
     "demo/sample.py": Case(
         "--model {model} --windows 1 --tokens 4 --at-once 2 --seed 0 --out {tmp}/text "
         "--record {tmp}/record",
