@@ -1,85 +1,267 @@
-"""A Llama-like model with outlier channels put in that leave what it computes as it was.
+"""A Llama-like model with outliers put in as real models have them, that computes what it did.
 
-    python benchmarks/accuracy/outliers.py MODEL OUT [--factor 50] [--channels 4] [--seed 0]
+    python benchmarks/accuracy/outliers.py MODEL OUT [--norm 100] [--value 100] [--product 1000]
+    [--key 10] [--channels 4] [--massive 1000] [--first-token ID] [--seed 0]
 
-In every block a few channels of both norms become ``factor`` times larger and the columns that read
-them as much smaller; likewise a few rows of v against o's columns (the same for all query heads of
-a kv head) and of up against down's. Real models grow such channels by themselves (LLM.int8(),
-SmoothQuant); smoothing and rotation are for them. The model is stored in float32, so that its
-logits stay the same to rounding.
+In every block a few channels become larger and what reads them as much smaller:
+
+| option    | larger                                    | smaller                            |
+|-----------|-------------------------------------------|------------------------------------|
+| --norm    | channels of both norms' outputs           | columns of q, k, v and gate, up    |
+| --value   | rows of v                                 | columns of o, of all query heads   |
+| --product | rows of up: the inputs of down            | columns of down                    |
+| --key     | rows of k, both of a pair that RoPE turns | rows of q, of all query heads      |
+
+A massive activation (Sun et al., "Massive activations in large language models", 2024) is put on
+the first token of every text: in the first block one input of down is ``--massive`` times as large
+as they are on average, and writes a value of ``--massive`` times an embedding's into one channel of
+the residual stream, where it stays until the end. This takes new channels of both (``--room``),
+zero for all other tokens, with a norm's weights and epsilon scaled for the greater width. A first
+token that is always the same has one state in each block, known beforehand: the new channel's
+column in q, k, v, gate, up and the head is what makes their outputs there as they were.
+``--first-token`` must therefore begin every text and come nowhere else; without it nothing massive
+is put in.
+
+What cannot be put in without changing what is computed: a channel of the residual stream that is
+large for every token, because a norm divides by it, and attention to the first token beyond what
+the model has, because a softmax takes it from the others.
+
+The model is stored in float32, so that its logits stay the same to rounding.
 """
 
 import argparse
 import json
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad, silu
 
 Weights = dict[str, Tensor]
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Its options; factors of 1 and ``--massive 0`` leave a kind out."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--factor", type=float, default=50.0)
-    parser.add_argument("--channels", type=int, default=4, help="of each kind in each block")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    found.add_argument("model", type=Path)
+    found.add_argument("out", type=Path)
+    for name, factor in {"norm": 100.0, "value": 100.0, "product": 1000.0, "key": 10.0}.items():
+        found.add_argument(f"--{name}", type=float, default=factor)
+    found.add_argument("--channels", type=int, default=4, help="of each kind in each block")
+    found.add_argument("--massive", type=float, default=1000.0)
+    found.add_argument("--first-token", type=int, help="id that begins every text")
+    found.add_argument("--room", type=int, default=128, help="channels more in the residual stream")
+    found.add_argument("--seed", type=int, default=0)
+    return found
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Write the model with outliers."""
     config = json.loads((arguments.model / "config.json").read_text())
     weights: Weights = {}
     for file in sorted(arguments.model.glob("*.safetensors")):
-        weights |= {name: tensor.float() for name, tensor in load_file(file).items()}
-    random = torch.Generator().manual_seed(arguments.seed)
-    for block in range(config["num_hidden_layers"]):
-        inject(weights, config, block, arguments.factor, arguments.channels, random)
+        weights |= {name: tensor.double() for name, tensor in load_file(file).items()}
+    put_in(weights, config, arguments)
     shutil.copytree(arguments.model, arguments.out, ignore=shutil.ignore_patterns("*.safetensors*"))
     (arguments.out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2))
     save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
+        {name: tensor.float().contiguous() for name, tensor in weights.items()},
         arguments.out / "model.safetensors",
     )
 
 
-def inject(
-    weights: Weights, config: dict, block: int, factor: float, count: int, random: torch.Generator
+def put_in(weights: Weights, config: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Put all outliers into ``weights`` and ``config``, in place."""
+    random = torch.Generator().manual_seed(arguments.seed)
+    if "head_dim" not in config:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    narrow = dict(config)
+    if EMBEDDING not in weights:  # a tied one may be stored as the head
+        weights[EMBEDDING] = weights[HEAD]
+    if arguments.first_token is not None:
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+        widen(weights, config, arguments.room)
+        if arguments.massive:
+            Massive(before, narrow, weights, config).put_in(
+                arguments.first_token, arguments.massive
+            )
+    for block in range(config["num_hidden_layers"]):
+        scale_channels(weights, narrow, block, arguments, random)
+
+
+def scale_channels(
+    weights: Weights,
+    config: dict[str, Any],
+    block: int,
+    arguments: argparse.Namespace,
+    random: torch.Generator,
 ) -> None:
-    """Put outliers into the block's norms, v and up, in place."""
+    """Put the outlier channels into one block, in place; ``config`` is the model's own."""
 
     def weight(name: str) -> Tensor:
         return weights[f"model.layers.{block}.{name}.weight"]
 
-    def chosen(of: int) -> Tensor:
-        return torch.randperm(of, generator=random)[:count]
+    def rows(linear: str, channels: Tensor, factor: float) -> None:
+        for part in ("weight", "bias"):
+            if (tensor := weights.get(f"model.layers.{block}.{linear}.{part}")) is not None:
+                tensor[channels] *= factor
 
-    readers = {
-        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-    }
-    for norm, linears in readers.items():
+    def chosen(of: int) -> Tensor:
+        return torch.randperm(of, generator=random)[: arguments.channels]
+
+    def of_query_heads(channels: Tensor) -> Tensor:
+        """Where the query heads have the kv heads' ``channels``."""
+        group = torch.arange(heads // kv_heads)[:, None]
+        return ((channels // dim * len(group) + group) * dim + channels % dim).flatten()
+
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    for norm, linears in READERS.items():
         channels = chosen(config["hidden_size"])
-        weight(norm)[channels] *= factor
+        weight(norm)[channels] *= arguments.norm
         for linear in linears:
-            weight(linear)[:, channels] /= factor
+            weight(linear)[:, channels] /= arguments.norm
     channels = chosen(config["intermediate_size"])
-    weight("mlp.up_proj")[channels] *= factor
-    weight("mlp.down_proj")[:, channels] /= factor
-    heads, dim = (
-        config["num_attention_heads"],
-        len(weight("self_attn.q_proj")) // config["num_attention_heads"],
-    )
-    group = heads // (config.get("num_key_value_heads") or heads)
-    channels = chosen(len(weight("self_attn.v_proj")))
-    weight("self_attn.v_proj")[channels] *= factor
-    for query in range(group):
-        columns = (channels // dim * group + query) * dim + channels % dim
-        weight("self_attn.o_proj")[:, columns] /= factor
+    rows("mlp.up_proj", channels, arguments.product)
+    weight("mlp.down_proj")[:, channels] /= arguments.product
+    channels = chosen(kv_heads * dim)
+    rows("self_attn.v_proj", channels, arguments.value)
+    weight("self_attn.o_proj")[:, of_query_heads(channels)] /= arguments.value
+    if f"model.layers.{block}.self_attn.k_norm.weight" in weights:
+        return  # it would take the factor away again
+    pairs = chosen(kv_heads * dim // 2)
+    channels = pairs // (dim // 2) * dim + pairs % (dim // 2)
+    channels = torch.cat([channels, channels + dim // 2])
+    rows("self_attn.k_proj", channels, arguments.key)
+    rows("self_attn.q_proj", of_query_heads(channels), 1 / arguments.key)
+
+
+def widen(weights: Weights, config: dict[str, Any], room: int) -> None:
+    """Add ``room`` channels of zeros to the residual stream and to the inputs of down, in place."""
+    narrow = config["hidden_size"]
+    wide = narrow + room
+    weights.setdefault(HEAD, weights[EMBEDDING].clone())
+    for name, tensor in weights.items():
+        if ".mlp.down_proj.weight" in name:
+            weights[name] = tensor = pad(tensor, (0, room))
+        elif ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+            weights[name] = tensor = pad(tensor, (0,) * (2 * tensor.dim() - 1) + (room,))
+        if name.endswith(("layernorm.weight", "model.norm.weight")):
+            # a mean over more channels, of which the new ones are zero
+            weights[name] = pad(tensor * math.sqrt(narrow / wide), (0, room), value=1.0)
+        elif name.endswith(tuple(f"{writer}.weight" for writer in WRITERS)):
+            weights[name] = pad(tensor, (0, 0, 0, room))
+        elif tensor.dim() == 2 or name.endswith(tuple(f"{writer}.bias" for writer in WRITERS)):
+            weights[name] = pad(tensor, (0, room))
+    config["rms_norm_eps"] *= narrow / wide
+    config["intermediate_size"] += room
+    config |= {"hidden_size": wide, "tie_word_embeddings": False}
+
+
+class Massive:
+    """The first token's state in a model as it was and as it becomes, block after block.
+
+    Alone with itself, a token's attention is its own value.
+
+    Args:
+        before, narrow: weights and config of the model. weights, config: of the widened one.
+    """
+
+    def __init__(
+        self,
+        before: Weights,
+        narrow: dict[str, Any],
+        weights: Weights,
+        config: dict[str, Any],
+    ) -> None:
+        self.before, self.narrow, self.weights, self.config = before, narrow, weights, config
+        self.channel, self.product = narrow["hidden_size"], narrow["intermediate_size"]
+
+    def put_in(self, token: int, massive: float) -> None:
+        """Change the new weights so that ``token`` at the start of a text has one."""
+        usual = self.before[EMBEDDING].square().mean().sqrt()
+        self.weights[EMBEDDING][token, self.channel] = usual  # tells it from other tokens
+        old, new = self.before[EMBEDDING][token], self.weights[EMBEDDING][token]
+        for block in range(self.config["num_hidden_layers"]):
+            at = f"model.layers.{block}"
+            attention, mlp = READERS
+            *_, value = self.outputs(at, attention, old, new)
+            old, new = self.written(f"{at}.self_attn.o_proj", old, new, self.heads(value))
+            gate, up = self.outputs(at, mlp, old, new)
+            product = silu(gate) * up
+            after = pad(product, (0, self.config["intermediate_size"] - len(product)))
+            if block == 0:
+                wanted = massive * product.square().mean().sqrt()
+                after[self.product] = self.spike(at, new, wanted)
+                down = self.weights[f"{at}.mlp.down_proj.weight"]
+                down[self.channel, self.product] = massive * usual / after[self.product]
+            old, new = self.written(f"{at}.mlp.down_proj", old, new, product, after)
+        head = self.before.get(HEAD, self.before[EMBEDDING])
+        self.keep("lm_head", head @ self.normed("model.norm", old), new, "model.norm")
+
+    def outputs(self, at: str, norm: str, old: Tensor, new: Tensor) -> Iterator[Tensor]:
+        """The outputs of what reads a norm, which stay what they were."""
+        normed = self.normed(f"{at}.{norm}", old)
+        for linear in READERS[norm]:
+            found = self.before[f"{at}.{linear}.weight"] @ normed
+            self.keep(f"{at}.{linear}", found, new, f"{at}.{norm}")
+            yield found + self.before.get(f"{at}.{linear}.bias", torch.zeros(()).double())
+
+    def normed(self, norm: str, old: Tensor) -> Tensor:
+        return _rms_norm(old, self.before[f"{norm}.weight"], self.narrow)
+
+    def keep(self, linear: str, wanted: Tensor, new: Tensor, norm: str) -> None:
+        """Let ``linear`` give ``wanted`` where the residual stream is ``new``."""
+        weight = self.weights[f"{linear}.weight"][: len(wanted)]
+        seen = _rms_norm(new, self.weights[f"{norm}.weight"], self.config)
+        weight[:, self.channel] += (wanted - weight @ seen) / seen[self.channel]
+
+    def spike(self, at: str, new: Tensor, wanted: Tensor) -> Tensor:
+        """Let the new product of gate and up be about ``wanted``; returns what it is."""
+        norm = "post_attention_layernorm"
+        seen = _rms_norm(new, self.weights[f"{at}.{norm}.weight"], self.config)
+        for linear in READERS[norm]:
+            row = self.weights[f"{at}.{linear}.weight"][self.product]
+            row[self.channel] = wanted.sqrt() / seen[self.channel]
+        return silu(wanted.sqrt()) * wanted.sqrt()
+
+    def heads(self, value: Tensor) -> Tensor:
+        """The value of each query head, which is its kv head's."""
+        of_one = value.view(-1, self.config["head_dim"])
+        return of_one.repeat_interleave(
+            self.config["num_attention_heads"] // len(of_one), 0
+        ).flatten()
+
+    def written(
+        self, linear: str, old: Tensor, new: Tensor, given: Tensor, after: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both residual streams after ``linear`` reads ``given``, the new one ``after``."""
+        parts = []
+        for weights, stream, seen in (
+            (self.before, old, given),
+            (self.weights, new, given if after is None else after),
+        ):
+            out = weights[f"{linear}.weight"] @ seen
+            parts.append(stream + out + weights.get(f"{linear}.bias", torch.zeros_like(out)))
+        return parts[0], parts[1]
+
+
+def _rms_norm(stream: Tensor, weight: Tensor, config: dict[str, Any]) -> Tensor:
+    return stream / (stream.square().mean() + config["rms_norm_eps"]).sqrt() * weight
 
 
 if __name__ == "__main__":
-    main()
+    make(parser().parse_args())

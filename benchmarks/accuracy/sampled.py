@@ -29,12 +29,20 @@ RECIPES = ("fast", "paper", "best")
 
 
 @torch.no_grad()
-def sample(model: PreTrainedModel, windows: int, length: int, seed: int) -> Tensor:
-    """``[windows, length]`` tokens that the model draws, each window from its first token."""
+def sample(
+    model: PreTrainedModel, windows: int, length: int, seed: int, first: int | None = None
+) -> Tensor:
+    """``[windows, length]`` tokens that the model draws, each window from its first token.
+
+    ``first`` is a token that begins every window and comes nowhere else.
+    """
     random, cache = torch.Generator(model.device).manual_seed(seed), DynamicCache()
-    tokens = [torch.full((windows, 1), model.config.bos_token_id or 0, device=model.device)]
+    start = (model.config.bos_token_id or 0) if first is None else first
+    tokens = [torch.full((windows, 1), start, device=model.device)]
     while len(tokens) < length:
         logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        if first is not None:
+            logits[:, first] = -torch.inf
         tokens.append(torch.multinomial(logits.softmax(-1), 1, generator=random))
     return torch.cat(tokens, 1)
 

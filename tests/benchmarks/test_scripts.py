@@ -102,17 +102,17 @@ def speed(tmp: Path) -> None:
 TINY = "--shape llama-tiny --layers 1 --samples 1 --seqlen 16"
 SCRIPTS: dict[str, Case] = {
     "accuracy/families.py": Case("smollm3 gpt_oss --steps plan fast", r"^2 of 2 passed$"),
-    "accuracy/rare_experts.py": Case(
-        "{mixture} {text} {text} --least 0,16 --samples 4 --seqlen 8 --seeds 1 --json {tmp}/out",
-        "^0 16 ",
-        check=lambda tmp: json.loads((tmp / "out").read_text())["rows"],
-    ),
-    "accuracy/outliers.py": Case("{model} {tmp}/out", check=loads("out")),
+    "accuracy/outliers.py": Case("{model} {tmp}/out --first-token 1", check=loads("out")),
     "accuracy/peer_run.py": Case("full --samples 1 --seqlen 16 --limit 1 --work {tmp}"),
     "accuracy/peers.py": Case(
         "--venv {tmp}/venv --work {tmp}/work --rows gptqmodel-w4a16",
         r"\| GPTQModel .* \| does not install: no network",
         before=refused_peers,
+    ),
+    "accuracy/rare_experts.py": Case(
+        "{mixture} {text} {text} --least 0,16 --samples 4 --seqlen 8 --seeds 1 --json {tmp}/out",
+        "^0 16 ",
+        check=lambda tmp: json.loads((tmp / "out").read_text())["rows"],
     ),
     "accuracy/sampled.py": Case(
         "demo --schemes w8a8 --recipes fast --windows 2 --calibration 1 --length 4",
@@ -128,6 +128,11 @@ SCRIPTS: dict[str, Case] = {
         "{model} --calib demo --schemes w4a16 --recipe fast --samples 1 --windows given "
         "--length 16 --limit 1",
         r"\| model \| `w4a16` \| demo \| given \| 1 \|",
+    ),
+    "accuracy/with_outliers.py": Case(
+        "{model} --first-token 1 --schemes w8a8 --recipes fast --samples 1 --limit 1 --length 4",
+        r"^without outliers: KL -?\d\.\de-",
+        r"\| `w8a8` \| fast \|",
     ),
     "demo/sample.py": Case(
         "--model {model} --windows 1 --tokens 4 --at-once 2 --seed 0 --out {tmp}/text "

@@ -1,0 +1,110 @@
+"""What outliers cost each scheme and recipe: the divergence of a model with them and without.
+
+    python benchmarks/accuracy/with_outliers.py MODEL [--schemes all] [--recipes fast,paper,best]
+    [--first-token ID] [--massive 1000 --norm 100 ...] [--write]
+
+Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
+too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
+(its ``bos`` by default) and have it nowhere else. Prints a Markdown table and, with --write, keeps
+it in benchmarks/results/outliers.json after every row.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import outliers
+import torch
+from sampled import sample
+from schemes import ORDER, divergence
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import qtool
+from qtool.bench.stored import store
+from qtool.io.source import resolve
+
+RESULTS = Path(__file__).parents[1] / "results" / "outliers.json"
+KINDS = {"norm": 100, "value": 100, "product": 1000, "key": 10, "massive": 1000}
+HEAD = ["scheme", "recipe", "KL without", "KL with", "change"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a directory, or demo")
+    parser.add_argument("--schemes", default="all", help="all, or names with commas")
+    parser.add_argument("--recipes", default="fast,paper,best")
+    parser.add_argument("--first-token", type=int, help="begins every text")
+    for kind, factor in KINDS.items():
+        parser.add_argument(f"--{kind}", type=float, default=factor)
+    parser.add_argument("--samples", type=int, default=32, help="calibration windows")
+    parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FILE")
+    arguments = parser.parse_args()
+    source = resolve(arguments.model)
+    base = qtool.load(source, dtype=torch.float32)
+    first = arguments.first_token
+    if first is None:
+        first = base.config.bos_token_id
+    if first is None:
+        parser.error("the model has no bos: name a --first-token")
+    calibration = sample(base, arguments.samples, arguments.length, 0, first)
+    windows = sample(base, arguments.limit, arguments.length, 1, first)
+    with tempfile.TemporaryDirectory() as work:
+        kinds = {kind: getattr(arguments, kind) for kind in KINDS}
+        none = dict.fromkeys(KINDS, 1) | {"massive": 0}
+        models = [
+            made(source, Path(work, name), first, factors)
+            for name, factors in (("without", none), ("with", kinds))
+        ]
+        for model in models:
+            kl = divergence(qtool.load(model, dtype=torch.float32), base, windows)
+            print(f"{model.name} outliers: KL {kl:.1e} from the model itself", flush=True)
+        rows: list[list[str]] = []
+        for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
+            for recipe in arguments.recipes.split(","):
+                kls = [quantized(m, scheme, recipe, calibration, windows, base) for m in models]
+                change = f"{kls[1] / kls[0] - 1:+.1%}"
+                rows.append([f"`{scheme}`", recipe, *(f"{kl:.5f}" for kl in kls), change])
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
+                if arguments.write:
+                    store(arguments.write, {"head": HEAD, "rows": rows})
+
+
+def made(source: Path, out: Path, first: int, factors: dict[str, float]) -> Path:
+    """The model with outliers of these sizes."""
+    options = [f"--{kind}={factor}" for kind, factor in factors.items()]
+    outliers.make(
+        outliers.parser().parse_args([str(source), str(out), f"--first-token={first}", *options])
+    )
+    return out
+
+
+def quantized(
+    model: Path,
+    scheme: str,
+    recipe: str,
+    calibration: Tensor,
+    windows: Tensor,
+    base: PreTrainedModel,
+) -> float:
+    """The divergence of ``model`` quantized from ``base``."""
+    with tempfile.TemporaryDirectory() as work:
+        done = qtool.quantize(
+            model,
+            scheme,
+            recipe=recipe,
+            calibration=calibration,
+            samples=len(calibration),
+            seqlen=calibration.shape[1],
+            windows="given",  # the model wrote them already
+            out=Path(work, "out"),
+        )
+        return divergence(qtool.load(done, dtype=torch.float32), base, windows)
+
+
+if __name__ == "__main__":
+    main()
