@@ -245,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in (
             "agreement",
             "kv",
+            "outliers",
             "peers",
             "peers-c4",
             "quantize-ranks",

@@ -67,7 +67,8 @@ def main() -> None:
         for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
             for recipe in arguments.recipes.split(","):
                 kls = [quantized(m, scheme, recipe, calibration, windows, base) for m in models]
-                change = f"{kls[1] / kls[0] - 1:+.1%}"
+                ratio = kls[1] / kls[0]
+                change = f"{ratio - 1:+.1%}" if ratio < 2 else f"x {ratio:.0f}"
                 rows.append([f"`{scheme}`", recipe, *(f"{kl:.5f}" for kl in kls), change])
                 print(f"| {' | '.join(rows[-1])} |", flush=True)
                 if arguments.write:
