@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,22 @@ def quantize() -> str:
     return markdown(head, rows) + made_by(found)
 
 
+def sensitivity() -> str:
+    """Points of the curve of ``qtool sensitivity``, beside uniform schemes of as many bits."""
+    stored = results("sensitivity")
+    found = stored["runs"][0]["found"]
+    uniform = sorted((p["bits"], p["measured"], name) for name, p in found["uniform"].items())
+    rows = [[f"{bits:.3f}", f"{kl:.5f}", f"`{name}`", ""] for bits, kl, name in uniform]
+    for point in (p for p in found["curve"] if p["measured"] is not None):
+        for (left, high, _), (right, low, _) in pairwise(uniform):
+            if left < point["bits"] < right:
+                between = high + (low - high) * (point["bits"] - left) / (right - left)
+                rows.append([f"{point['bits']:.3f}", f"{point['measured']:.5f}", "mixed",
+                             f"{point['measured'] / between - 1:+.0%}"])  # fmt: skip
+    head = ["bits a weight", "KL, nats", "schemes", "against the line between uniform ones"]
+    return markdown(head, sorted(rows)) + made_by(stored)
+
+
 FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"  # and then an export
 
 
@@ -240,6 +256,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runtime": runtime,
     "quantize": quantize,
     "families": families,
+    "sensitivity": sensitivity,
     **{
         name: printed(name)
         for name in (
@@ -251,6 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",
+            "windows",
         )
     },
 }
@@ -259,6 +277,7 @@ TABLES: dict[str, Callable[[], str]] = {
 def documents() -> Iterator[Path]:
     """The files that hold tables."""
     yield ROOT / "README.md"
+    yield from sorted((ROOT / "benchmarks" / "journal").glob("*.md"))
     yield from sorted((ROOT / "docs").rglob("*.md"))
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_tokenizer,
         plan,
         quantize,
+        sensitivity,
         verify,
         write_report,
     )
@@ -54,6 +55,7 @@ __all__ = [
     "register_method",
     "register_recipe",
     "register_scheme",
+    "sensitivity",
     "verify",
     "write_report",
 ]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from qtool.pipeline.inspect import Row
     from qtool.pipeline.options import QuantizeKeywords
     from qtool.pipeline.planning.plan import Plan
+    from qtool.pipeline.sensitivity import Sensitivity
     from qtool.pipeline.summary import Quantized
     from qtool.pipeline.verify import Verified
 
@@ -214,6 +215,76 @@ def plan(
     job = Job.of(_config_of(model), chosen)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
+
+
+def sensitivity(
+    model: Name,
+    choices: Sequence[str],
+    budget_bits: float,
+    out: Name,
+    *,
+    recipe: str = "best",
+    calibration: CalibrationData | None = None,
+    data_dir: Path | None = None,
+    samples: int | None = 8,
+    seqlen: int = 512,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
+
+    Beside it goes ``OUT.json`` with all that was measured. The float model is held whole.
+
+    Args:
+        model: a directory, a hub id or ``demo``.
+        choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``), and ``none``
+            for 16 bits.
+        budget_bits: most stored bits a weight, over all that may be quantized.
+        out: a YAML file for :func:`quantize`.
+        recipe: ``fast``, ``paper`` or ``best``: whose methods of the first choice the recipe has.
+        calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
+        data_dir: of local copies of corpora.
+        samples: windows. seqlen: tokens of each. seed: of their choice.
+        device: where the model runs.
+        progress: called after each group with ``(done, total, notes)``.
+
+    Raises:
+        QtoolError: anything wrong with the input, or a budget below the smallest choice.
+
+    Example::
+
+        found = qtool.sensitivity("demo", ["w4a16", "w8a8"], 5.0, "mixed.yaml")
+        qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
+    """
+    import json
+    from dataclasses import asdict
+
+    import torch
+
+    from qtool import recipes
+    from qtool.io.source import DEMO, Checkpoint
+    from qtool.pipeline import sensitivity as measure
+    from qtool.pipeline.calibration_windows import calibration as windows_of
+    from qtool.pipeline.quantize import job_of
+    from qtool.pipeline.run import directory_of
+
+    first = next(iter(measure.rules_of(choices))).partition(":")[0]
+    directory = directory_of(model)
+    source = Checkpoint(directory)
+    job, plain = (job_of(source, recipes.load(first, name)) for name in (recipe, "fast"))
+    given = ("demo" if directory == DEMO else "wikitext2") if calibration is None else calibration
+    cut: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed}
+    windows = windows_of(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
+    loaded = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
+    found = measure.sensitivity(
+        job, loaded, windows.tokens, choices, budget_bits, progress=progress
+    )
+    Path(out).write_text(recipes.as_yaml(found.recipe))
+    facts = {"calibration": windows.facts, **asdict(found)}
+    del facts["recipe"]
+    Path(out).with_suffix(".json").write_text(json.dumps(facts, indent=1))
+    return found
 
 
 def _config_of(model: Model) -> dict[str, Any]:

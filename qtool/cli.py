@@ -25,6 +25,7 @@ from qtool.cli_arguments import (
     POSITIVE,
     QUANTIZE,
     QUIET,
+    SENSITIVITY,
     TENSOR_PARALLEL,
     VERBOSE,
     NewPath,
@@ -171,6 +172,31 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 
     planned = api.plan(model, **options)
     print_json(as_dict(planned)) if as_json else click.echo(as_text(planned))
+
+
+@command(
+    cli, "qtool sensitivity demo --choices w4a16,w4a16:32,w8a8 --budget-bits 5 --out mixed.yaml"
+)
+@MODEL
+@SENSITIVITY
+@QUIET
+def sensitivity(model: str, choices: str, **options: Any) -> None:
+    """Write a recipe with the best scheme for each layer of MODEL.
+
+    What a scheme costs a layer is measured on the model's output; the recipe stays under a size.
+    """
+    from qtool import api
+
+    with progress.Shown("measure", "group") as shown:
+        found = api.sensitivity(model, comma_separated([choices]), progress=shown, **options)
+    points = {point: "chosen" if point == found.chosen else "" for point in found.curve}
+    points |= {point: f"all {choice}" for choice, point in found.uniform.items()}
+    rows = [
+        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
+        for point, what in sorted(points.items(), key=lambda row: row[0].bits)
+        if point.measured is not None
+    ]
+    click.echo(render(("bits a weight", "KL predicted", "measured", ""), rows))
 
 
 @command(cli, "qtool family demo")

@@ -260,6 +260,23 @@ PLAN = _together(
         help="Of a calibrated run: cuda is an H200, cpu two cores.",
     ),
 )
+SENSITIVITY = _together(
+    click.option(
+        "--choices",
+        required=True,
+        help="Schemes with commas, as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
+    ),
+    click.option(
+        "--budget-bits", type=float, required=True, help="Most stored bits a weight, as 4.25."
+    ),
+    click.option("--out", type=NewPath(), required=True, help="The recipe, a YAML file."),
+    click.option("--recipe", type=Name(lambda: VARIANTS), default="best", show_default=True),
+    CALIB,
+    DATA_DIR,
+    click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
+    click.option("--seqlen", type=TWO_OR_MORE, default=512, show_default=True),
+    DEVICE,
+)
 EVALUATE = _together(
     click.argument("tasks", nargs=-1),
     click.option("--list", "lists", is_flag=True, help="List every task and corpus instead."),

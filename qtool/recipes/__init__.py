@@ -1,6 +1,15 @@
 """Recipes: data that composes methods; one YAML a scheme."""
 
-from qtool.recipes.recipe import VARIANTS, built_in, departures, load, overview, parse, read
+from qtool.recipes.recipe import (
+    VARIANTS,
+    as_yaml,
+    built_in,
+    departures,
+    load,
+    overview,
+    parse,
+    read,
+)
 from qtool.recipes.schema import Departure, LayerRule, Recipe, Step
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "LayerRule",
     "Recipe",
     "Step",
+    "as_yaml",
     "built_in",
     "departures",
     "load",

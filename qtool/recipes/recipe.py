@@ -161,6 +161,29 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     )
 
 
+def as_yaml(recipe: Recipe) -> str:
+    """The file that :func:`load` reads as ``recipe``, without what it says of a paper."""
+
+    def step(of: Step) -> Any:
+        return {of.name: dict(of.options)} if of.options else of.name
+
+    def layer(rule: LayerRule) -> dict[str, Any]:
+        size = {"group_size": rule.group_size or "channel"} if rule.scheme else {}
+        layout = {"layout": rule.layout} if rule.layout else {}
+        return {"match": rule.match, "scheme": rule.scheme, **size, **layout}
+
+    content = {
+        "scheme": recipe.scheme,
+        "about": recipe.about,
+        "layers": list(map(layer, recipe.layers)),
+        "kv": recipe.kv,
+        "windows": recipe.windows,
+        "transforms": list(map(step, recipe.transforms)),
+        "rounding": step(recipe.rounding),
+    }
+    return yaml.safe_dump(content, sort_keys=False)
+
+
 def _layer(rule: Any, where: str) -> LayerRule:
     _require_known(rule, LAYER_KEYS, f"{where}, layers")
     if ("match" in rule) == ("roles" in rule):

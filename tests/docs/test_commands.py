@@ -104,7 +104,7 @@ def tiny_arguments(arguments: list[str], tiny: SimpleNamespace) -> list[str]:
         before = word if word.startswith("-") else ""
     if name == "eval":
         found += ["--limit", "2", "--seqlen", "16"]
-    if name == "quantize":
+    if name in ("quantize", "sensitivity"):
         needed = {"--samples": "2", "--seqlen": "16", "--calib": "demo", "--out": "{tmp}/out"}
         found += [w for option in needed if option not in found for w in (option, needed[option])]
     return found

@@ -1,0 +1,247 @@
+"""Chooses a scheme for each group of linears by what it costs the model, under a size limit.
+
+A group is the linears of a block that read one input, which engines run as one. Its cost in a
+scheme is the KL divergence of the model's output from the float model's, in nats a token, with only
+that group rounded to nearest; the costs of several groups are taken to add up. From the smallest
+scheme everywhere, the change that saves most divergence a bit is made until the budget is spent:
+the greedy solution of the multiple-choice knapsack (Sinha and Zoltners, 1979).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.pipeline.job import Job
+from qtool.progress import Progress
+from qtool.recipes import Recipe
+from qtool.recipes.schema import LayerRule
+
+SIXTEEN = "none"
+#: points of the curve whose divergence is measured
+MEASURED = 6
+#: a block, and the names of linears within it
+Group: TypeAlias = tuple[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A group in one scheme: the choice, the bits of all its weights, and its own divergence."""
+
+    choice: str
+    bits: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the curve: stored bits a weight, and the divergence, predicted and measured."""
+
+    bits: float
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A recipe and its point.
+
+    Attributes:
+        curve: from the smallest choice for all groups on. uniform: each choice for all of them.
+        options: of each group.
+    """
+
+    recipe: Recipe
+    chosen: Point
+    curve: list[Point]
+    uniform: dict[str, Point]
+    options: dict[str, list[Option]]
+
+
+def rules_of(choices: Sequence[str]) -> dict[str, LayerRule]:
+    """The layer rule of each choice: ``w4a16``, ``w4a16:64`` (a group size), or ``none``: 16 bit.
+
+    Raises:
+        QtoolError: fewer than two, an unknown scheme, or one whose recipe mixes schemes.
+    """
+    found = {}
+    for choice in choices:
+        scheme, _, size = choice.partition(":")
+        layers = (LayerRule(".*", None),) if scheme == SIXTEEN else recipes.load(scheme).layers
+        if len(layers) > 1 or not (size or "1").isdigit():
+            raise QtoolError(f"--choices {choice}: one scheme is expected, as w4a16 or w4a16:64")
+        found[choice] = replace(layers[0], group_size=int(size)) if size else layers[0]
+    if len(found) < 2:
+        raise QtoolError(f"--choices {', '.join(choices)}: two or more are expected")
+    return found
+
+
+class Probe:
+    """A model in float, windows (batches ``[B, S]``), and what the model makes of them."""
+
+    def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
+        self.model, self.windows = model, [ids.to(model.device) for ids in windows]
+        self.expected = list(map(self._log_probabilities, self.windows))
+
+    def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
+        """KL in nats a token with the linears of these full names rounded to nearest."""
+        total = 0.0
+        with ExitStack() as stack:
+            for name, linear_format in formats.items():
+                if linear_format is not None:
+                    stack.enter_context(rounded(self.model.get_submodule(name), linear_format))
+            for ids, expected in zip(self.windows, self.expected, strict=True):
+                lost = expected - self._log_probabilities(ids)
+                total += float((expected.exp() * lost).sum(dtype=torch.float64))
+        return total / sum(ids.numel() for ids in self.windows)
+
+    @torch.no_grad()
+    def _log_probabilities(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits.log_softmax(-1, dtype=torch.float32)
+
+
+@contextmanager
+def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
+    """``linear`` with weight and inputs as its format has them, rounded to nearest, meanwhile."""
+    scheme, weight = linear_format.scheme_object, linear.weight
+    assert isinstance(weight, nn.Parameter)
+    kept, params = weight.data, scheme.fit(weight.data)
+
+    def on_inputs(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return scheme.fake_activation(given[0], params), *given[1:]
+
+    hook = linear.register_forward_pre_hook(on_inputs)
+    weight.data = scheme.fake_weight(kept, params).to(kept.dtype)
+    try:
+        yield
+    finally:
+        weight.data = kept
+        hook.remove()
+
+
+def allocations(options: Mapping[Group, Sequence[Option]]) -> Iterator[dict[Group, Option]]:
+    """From the smallest option of every group on, each time the change that saves most a bit."""
+    chosen = {group: min(of, key=lambda option: option.bits) for group, of in options.items()}
+    while True:
+        yield dict(chosen)
+        changes = [
+            ((chosen[group].kl - option.kl) / (option.bits - chosen[group].bits), group, option)
+            for group, of in options.items()
+            for option in of
+            if option.bits > chosen[group].bits and option.kl < chosen[group].kl
+        ]
+        if not changes:
+            return
+        _, group, option = max(changes, key=lambda change: change[0])
+        chosen[group] = option
+
+
+def sensitivity(
+    job: Job,
+    model: PreTrainedModel,
+    windows: Sequence[Tensor],
+    choices: Sequence[str],
+    budget_bits: float,
+    *,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """The recipe of ``job`` with a choice for each group of linears, under a limit.
+
+    Args:
+        windows: batches ``[B, S]`` on which the divergence is measured.
+        choices: what :func:`rules_of` takes.
+        budget_bits: most stored bits a weight, over all that may be quantized.
+
+    Raises:
+        QtoolError: a budget below the smallest choice, or linears that the model holds joined.
+    """
+    rules, probe = rules_of(choices), Probe(model, windows)
+    jobs = {
+        choice: Job.of(job.config, replace(job.recipe, layers=(rule,)), job.source_dtype)
+        for choice, rule in rules.items()
+        if rule.scheme
+    }
+
+    def formats(of: Mapping[Group, str]) -> dict[str, LinearFormat | None]:
+        return {
+            name: jobs[choice].format.of(name) if choice in jobs else None
+            for (block, linears), choice in of.items()
+            for name in (job.full(block, linear) for linear in linears)
+        }
+
+    options: dict[Group, list[Option]] = {}
+    groups, weights = _groups(job, model), 0
+    for number, (block, linears) in enumerate(groups, 1):
+        shapes = [job.linears(block)[linear] for linear in linears]
+        weights += sum(n * k for n, k in shapes)
+        for choice in rules:
+            of = formats({(block, linears): choice})
+            bits = sum(
+                8 * linear_format.nbytes(n, k) if linear_format else 16 * n * k
+                for linear_format, (n, k) in zip(of.values(), shapes, strict=True)
+            )
+            found = Option(choice, bits, probe.divergence(of))
+            options.setdefault((block, linears), []).append(found)
+        if progress:
+            progress(number, len(groups), {})
+
+    def point(of: Mapping[Group, Option], *, measure: bool) -> Point:
+        bits = sum(option.bits for option in of.values()) / weights
+        predicted = sum(option.kl for option in of.values())
+        all_formats = formats({group: option.choice for group, option in of.items()})
+        return Point(bits, predicted, probe.divergence(all_formats) if measure else None)
+
+    path = list(allocations(options))
+    curve = [point(of, measure=False) for of in path]
+    best = max((i for i, point in enumerate(curve) if point.bits <= budget_bits), default=None)
+    if best is None:
+        raise QtoolError(f"--budget-bits {budget_bits}: at least {curve[0].bits:.3f} are needed")
+    for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:
+        curve[i] = point(path[i], measure=True)
+    uniform = {
+        choice: point({group: of[i] for group, of in options.items()}, measure=True)
+        for i, choice in enumerate(rules)
+    }
+    recipe = replace(
+        job.recipe,
+        scheme=f"{job.recipe.scheme}-{curve[best].bits:.2f}",
+        about=f"schemes by sensitivity: {curve[best].bits:.3f} bits a weight",
+        layers=tuple(_rules(job, path[best], rules)),
+        variant="custom",
+        departures=(),
+    )
+    named = {
+        f"{job.full(block, ', '.join(linears))}": of for (block, linears), of in options.items()
+    }
+    return Sensitivity(recipe, curve[best], curve, uniform, named)
+
+
+def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
+    modules = dict(model.named_modules())
+    groups = [(b, group.linears) for b in range(job.blocks) for group in job.block_family(b).groups]
+    for block, linears in groups:
+        for name in (job.full(block, linear) for linear in linears):
+            if not isinstance(modules.get(name), nn.Linear):
+                raise QtoolError(f"{name}: no linear of the model in memory, so nothing to measure")
+    return groups
+
+
+def _rules(
+    job: Job, allocation: Mapping[Group, Option], rules: Mapping[str, LayerRule]
+) -> Iterator[LayerRule]:
+    """One rule for all blocks that have the same choice for a group."""
+    blocks: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (block, linears), option in allocation.items():
+        blocks.setdefault((linears, option.choice), []).append(str(block))
+    for (linears, choice), numbers in blocks.items():
+        within = "|".join(map(re.escape, linears))
+        match = rf"^{re.escape(job.family.blocks)}\.({'|'.join(numbers)})\.({within})$"
+        yield replace(rules[choice], match=match)

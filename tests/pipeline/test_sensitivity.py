@@ -1,0 +1,115 @@
+"""A scheme for each layer, chosen by what it costs the model's output."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import qtool
+from qtool import recipes
+from qtool.cli import cli
+from qtool.errors import QtoolError
+from qtool.io.source import DEMO, Checkpoint
+from qtool.pipeline.inspect import total
+from qtool.pipeline.job import Job
+from qtool.pipeline.sensitivity import Group, Option, Probe, allocations, rules_of
+from tests.conftest import MakeModel
+
+CHOICES = ["w4a16:32", "w8a8", "none"]
+IDS = torch.arange(96).view(3, 32)
+GIVEN: dict[str, Any] = {"calibration": IDS, "samples": 3, "seqlen": 32, "recipe": "fast"}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w4a8-lqq", "w4a4-g128"])
+def test_what_is_measured_is_what_quantize_gives(
+    scheme: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """All linears at once diverge as the checkpoint that rounds them to nearest."""
+    model = make_model()
+    float_model = qtool.load(model, dtype=torch.float32)
+    source, probe = Checkpoint(model), Probe(float_model, [IDS])
+    job = Job.of(source.config, recipes.load(scheme))
+    names = [job.full(b, name) for b in range(job.blocks) for name in job.linears(b)]
+    before = float_model.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    found = probe.divergence({name: job.format.of(name) for name in names})
+    assert all(torch.equal(before[name], t) for name, t in float_model.state_dict().items())
+    assert probe.divergence({}) == 0.0
+    probe.model = qtool.load(
+        qtool.quantize(model, scheme, out=tmp_path / "out"), dtype=torch.float32
+    )
+    assert found > 0 and found == pytest.approx(probe.divergence({}), rel=0.02)
+
+
+def test_each_step_saves_most_for_its_bits() -> None:
+    groups: list[Group] = [(0, ("a",)), (0, ("b",)), (1, ("a",))]
+    costs = [(9.0, 4.0, 1.0), (3.0, 2.9, 0.5), (1.0, 2.0, 0.0)]
+    options = {
+        group: [Option(str(bits), bits, kl) for bits, kl in zip((4, 5, 8), kls, strict=True)]
+        for group, kls in zip(groups, costs, strict=True)
+    }
+    path = [tuple(of[group].bits for group in groups) for of in allocations(options)]
+    assert path == [(4, 4, 4), (5, 4, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)]
+
+
+def test_the_recipe_stays_under_the_budget(make_model: MakeModel, tmp_path: Path) -> None:
+    """And it is one that quantize reads; what it predicts falls along the curve."""
+    model, out = make_model(), tmp_path / "mixed.yaml"
+    found = qtool.sensitivity(model, CHOICES, 6.0, out, **GIVEN)
+    bits = [point.bits for point in found.curve]
+    predicted = [point.predicted for point in found.curve]
+    assert bits == sorted(bits) and predicted == sorted(predicted, reverse=True)
+    assert found.chosen.bits <= 6.0 < bits[bits.index(found.chosen.bits) + 1]
+    assert [*found.uniform] == CHOICES and found.uniform["none"].bits == 16
+    assert found.uniform["w4a16:32"] == found.curve[0]
+    assert found.curve[-1].bits == 16 and found.curve[-1].measured == 0
+    assert recipes.load(None, str(out)) == found.recipe
+    done = qtool.quantize(model, recipe=out, out=tmp_path / "out")
+    stored_bits = total("", (row for row in qtool.inspect(done.directory) if row.layout))
+    assert stored_bits.bits <= 6.0
+    stored = json.loads(out.with_suffix(".json").read_text())
+    assert stored["chosen"]["bits"] == found.chosen.bits and stored["calibration"]["samples"] == 3
+    for name, options in stored["options"].items():
+        assert [option["choice"] for option in options] == CHOICES, name
+
+
+def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> None:
+    model, out = make_model(vocab_size=4096, num_hidden_layers=1), tmp_path / "mixed.yaml"
+    for file in DEMO.glob("*token*"):
+        shutil.copy(file, model)
+    arguments = "--choices w4a16:32,w8a8 --budget-bits 7 --calib demo --samples 2 --seqlen 16"
+    done = CliRunner().invoke(
+        cli, ["sensitivity", str(model), "--out", str(out), *arguments.split()]
+    )
+    assert done.exit_code == 0, done.output
+    assert "KL predicted" in done.stdout and "chosen" in done.stdout and "all w8a8" in done.stdout
+    assert recipes.load(None, str(out)).step("rotate")  # of w4a16's best
+    qtool.quantize(
+        model, recipe=out, out=tmp_path / "out", calibration="demo", samples=2, seqlen=16
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "budget", "message"),
+    [
+        (["w4a16:32"], 6.0, "--choices w4a16:32: two or more"),
+        (["w4a16:32", "w9"], 6.0, "unknown scheme 'w9'"),
+        (["w4a16:x", "w8a8"], 6.0, "--choices w4a16:x: one scheme"),
+        (["w4a4-mix", "w8a8"], 6.0, "--choices w4a4-mix: one scheme"),
+        (["w4a16:32", "w8a8"], 4.0, r"--budget-bits 4.0: at least 5.000 are needed"),
+    ],
+)
+def test_what_cannot_be_chosen(
+    choices: list[str], budget: float, message: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    with pytest.raises(QtoolError, match=message):
+        qtool.sensitivity(make_model(), choices, budget, tmp_path / "a.yaml", **GIVEN)
+    assert not list(tmp_path.glob("a.*"))
+
+
+def test_sixteen_bits_are_a_choice() -> None:
+    assert rules_of(["none", "w4a16:64"])["none"].scheme is None
