@@ -178,6 +178,7 @@ def as_yaml(recipe: Recipe) -> str:
         "layers": list(map(layer, recipe.layers)),
         "kv": recipe.kv,
         "windows": recipe.windows,
+        "min_expert_tokens": recipe.min_expert_tokens,
         "transforms": list(map(step, recipe.transforms)),
         "rounding": step(recipe.rounding),
     }
