@@ -11,6 +11,7 @@ from qtool.models import Family, family_of
 from qtool.models.derived import derive
 from qtool.models.parts import LinearGroup
 from tests.conftest import VARIANTS, MakeModel
+from tests.models.tiny import tiny_config
 
 
 def facts(family: Family, settings: Any) -> dict[str, Any]:
@@ -62,6 +63,17 @@ def test_a_derived_family_is_the_declared_one(variant: str, make_model: MakeMode
             ours.pop("rotary"), theirs.pop("rotary")
         assert ours == theirs
     assert not derived.streamed_only and not derived.refuses and not derived.outside
+
+
+def test_a_forward_may_look_at_numbers() -> None:
+    """JetMoE splits its tokens by how many each expert has, Qwen4's indexer by what it found."""
+    for model_type, linear in (
+        ("jetmoe", "self_attention.kv_proj"),
+        ("qwen4_exp_text", "mlp.experts.*.down_proj"),
+    ):
+        family = family_of(tiny_config(model_type).to_dict())
+        assert linear in family.linears()
+        assert not family.streamed_only
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])

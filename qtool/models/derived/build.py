@@ -2,9 +2,11 @@
 
 import copy
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtool.errors import QtoolError
 from qtool.models.auto import auto_class
@@ -15,6 +17,8 @@ MOST = {
     "num_hidden_layers": MOST_BLOCKS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
 }
+#: numbers of the largest tensor that a model being built gets memory for
+LARGEST = 1 << 16
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -24,6 +28,7 @@ def build(config: Mapping[str, Any]) -> Any:
         QtoolError: transformers has no such model, or cannot build this one.
     """
     import transformers
+    from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
@@ -32,10 +37,10 @@ def build(config: Mapping[str, Any]) -> Any:
         _require_counts(made.get_text_config())
         if made.get_text_config(decoder=True).is_encoder_decoder or made.is_encoder_decoder:
             raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
-        with FakeTensorMode(), no_init_weights():
+        with init_empty_weights(include_buffers=False), _NoMemory(), no_init_weights():
             model = auto_class(made).from_config(made, attn_implementation="eager").eval()
-            model.tie_weights()
-            return model
+        model.tie_weights()  # after the weights went to meta, each for itself
+        return model
     except QtoolError:
         raise
     except Exception as error:
@@ -43,6 +48,18 @@ def build(config: Mapping[str, Any]) -> Any:
             f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
             f"the model of this config.json ({first_line(error)})"
         ) from error
+
+
+class _NoMemory(TorchDispatchMode):
+    """While open, large new tensors are made on ``meta``; small ones keep their numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else ()
+        if all(isinstance(n, int) for n in size) and prod(size) > LARGEST:
+            kwargs = dict(kwargs or {}, device=torch.device("meta"))
+        return func(*args, **(kwargs or {}))
 
 
 def _require_counts(config: Any) -> None:

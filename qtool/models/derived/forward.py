@@ -1,4 +1,4 @@
-"""One forward of transformers' model of a config on ``meta``, recorded (:mod:`.recorder`)."""
+"""One forward of transformers' model of a config, recorded (:mod:`.recorder`)."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,7 @@ from qtool.errors import QtoolError
 from qtool.models.derived.build import first_line
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.module_kinds import acts_linear, is_norm
+from qtool.models.derived.numbers import RandomNumbers
 from qtool.models.derived.recorder import Recorder, tensors_in
 from qtool.models.derived.trace import NormCall, Read, Trace
 from qtool.models.experts import is_experts
@@ -62,7 +63,7 @@ def record(model: Any) -> Recorded:
     """Run ``model`` on a few tokens and record it.
 
     Raises:
-        QtoolError: it has no list of blocks, or its forward depends on numbers.
+        QtoolError: it has no list of blocks, or its forward fails.
     """
     names = {module: name for name, module in model.named_modules()}
     recorder = Recorder(model)
@@ -79,7 +80,7 @@ def record(model: Any) -> Recorded:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_hooks(found, recorder, names))
-            stack.enter_context(next(model.parameters()).fake_mode)
+            stack.enter_context(RandomNumbers())
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
@@ -91,7 +92,7 @@ def record(model: Any) -> Recorded:
             found.impure = "its blocks return more than the hidden states"
     except Exception as error:
         raise QtoolError(
-            f"the forward of {type(model).__name__} cannot be followed without numbers "
+            f"the forward of {type(model).__name__} cannot be followed "
             f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
@@ -116,7 +117,7 @@ def _takes_first(model: Any, found: Recorded) -> bool:
     try:
         for block in modules:
             block.forward = forward
-        with next(model.parameters()).fake_mode:
+        with RandomNumbers():
             model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
     except (ValueError, IndexError, TypeError, AttributeError):
         return False

@@ -99,7 +99,7 @@ def gathered(recorder: Recorder, args: tuple[Any, ...], out: Any) -> bool:
     source, indices = args[:2]
     if not isinstance(source, Tensor):
         return False
-    known = [None if i is None else getattr(i, "constant", None) for i in indices]
+    known = [None if i is None or i.is_meta else i for i in indices]
     if all((i is None) == (k is None) for i, k in zip(indices, known, strict=True)):
         moved = {
             p: Fact(None if f.channels is None else _index(f.channels, known), f.kind)

@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
     def escape(self, facts: Facts, what: str) -> None:
         """Note that values with ``facts`` go where no rule follows them."""
         for producer, fact in facts.items():
-            if fact.kind < Kind.MIXED and fact.channels is not None:
+            if fact.kind < Kind.MIXED and fact.channels is not None and fact.channels.numel():
                 with _disable_current_modes():
                     mask = torch.zeros(int(fact.channels.max()) + 2, dtype=torch.bool)
                     mask[fact.channels.flatten().long()] = True  # -1 is the last

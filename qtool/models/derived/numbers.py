@@ -1,0 +1,65 @@
+"""A forward of a model whose weights have no numbers, on activations that have some.
+
+Weights are on ``meta``, and so is what is made of weights alone. Where a weight meets an
+activation, the result is random: only its shape and dtype are those of the model. All else is
+computed, so that a forward may look at numbers (sort tokens by expert, split by a count, index by
+what it found), as one without any could not.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+#: operations that choose parts of their first operand: of a weight they choose a weight
+CHOOSE = {"index", "index_select", "gather", "select", "slice"}
+
+
+class RandomNumbers(TorchDispatchMode):
+    """While open, a forward of a model on ``meta`` runs on the CPU, by random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_meta(kwargs.get("device")):  # asked for where the weights are
+            kwargs["device"] = torch.device("cpu")
+        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if not any(t.is_meta for t in tensors):
+            return func(*args, **kwargs)
+        mixed = not all(t.is_meta for t in tensors if t.dim())
+        if mixed and func._schema.is_mutable and first is not None and not first.is_meta:
+            return first
+        kwargs.pop("device", None)
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        out = func(*args, **kwargs)
+        if not mixed or (first is not None and first.is_meta and _name(func) in CHOOSE):
+            return out
+        return tree_map_only(Tensor, self._like, out)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Random numbers in the form of ``tensor``; whole ones are 0."""
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return torch.randn(tensor.shape, generator=self.generator).to(tensor.dtype)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
