@@ -9,11 +9,13 @@ recorded, 0 where they are equal. A killed export continues where it was when it
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
@@ -111,6 +113,7 @@ class _Export(Conversion):
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
         self.formats = {name: found for name, found in self.all_formats.items() if found}
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
+        self.pieces = _pieces(self.family)
         self.notes = _notes(self, native.kv)
         self.identity = {"source model": source.fingerprint(), "format": target.name}
 
@@ -120,6 +123,8 @@ class _Export(Conversion):
             return None  # kv4's: every target makes its own 4-bit cache
         if part in KV_SCALES:
             return f"{module}.{KV_SCALES[0]}" if self.kv else None
+        if parts := self.family.rows_on_disk.get(name):
+            return self.pieces[parts[0].name][0].tensor
         return module if module in self.formats and part != "bias" else name
 
     def specs(self, owner: str) -> Tensors:
@@ -131,7 +136,7 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "meta")
         else:
-            yield from self._on_disk(super().specs(owner))
+            yield from self._on_disk(super().specs, owner)
 
     @torch.no_grad()
     def tensors(self, owner: str, notes: Json) -> Tensors:
@@ -154,20 +159,32 @@ class _Export(Conversion):
         elif owner.endswith(KV_SCALES):
             yield from self._kv(owner, "cpu")
         else:
-            yield from self._on_disk(super().tensors(owner, notes))
+            yield from self._on_disk(partial(super().tensors, notes=notes), owner)
 
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         disk = self.family.disk_name(name)
         for part, tensor in self.target.tensors(self.formats[name], codes, params).items():
             yield f"{disk}.{part}", tensor
 
-    def _on_disk(self, tensors: Tensors) -> Tensors:
-        """``tensors`` by the names of published checkpoints, what loaders join in its parts."""
-        for name, tensor in tensors:
-            if parts := self.family.joined.get(name):
-                yield from zip(parts, tensor.split(list(parts.values())), strict=True)
-            else:
+    def _on_disk(self, read: Callable[[str], Tensors], owner: str) -> Tensors:
+        """What ``read`` gives of ``owner``, by the names of published checkpoints.
+
+        With it goes what shares a tensor there.
+        """
+        parts = self.family.rows_on_disk.get(owner)
+        if parts is None:
+            for name, tensor in read(owner):
                 yield self.family.disk_name(name), tensor
+            return
+        for disk in dict.fromkeys(part.name for part in parts):
+            pieces: list[Tensor] = []
+            places: list[int] = []
+            for piece in self.pieces[disk]:
+                ((_, tensor),) = read(piece.tensor)
+                pieces.append(tensor[piece.start : piece.start + len(piece.places)])
+                places += piece.places
+            whole = torch.cat(pieces)
+            yield disk, whole if whole.is_meta else whole[torch.tensor(places).argsort()]
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
@@ -212,6 +229,27 @@ class _Export(Conversion):
                 if leaf and name.endswith(f".experts.0.{leaf}"):
                     found[name.removesuffix(leaf) + theirs] = named[name]
         return found
+
+
+@dataclass
+class _Piece:
+    """Rows from ``start`` of a tensor, which lie at ``places`` in one on disk."""
+
+    tensor: str
+    start: int
+    places: Sequence[int]
+
+
+def _pieces(family: Family) -> dict[str, list[_Piece]]:
+    """What the tensors on disk that loaders take apart or join are made of."""
+    found: dict[str, list[_Piece]] = {}
+    for own, parts in family.rows_on_disk.items():
+        start = 0
+        for part in parts:
+            places = range(part.count) if part.rows is None else part.rows
+            found.setdefault(part.name, []).append(_Piece(own, start, places))
+            start += part.count
+    return found
 
 
 def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:

@@ -127,6 +127,11 @@ def _formats(
             formats[name] = found = checkpoint_format.of(name)
             if found is None:
                 continue
+            if parts := model.rows_on_disk.get(f"{name}.weight"):
+                raise QtoolError(
+                    f"{name}: published {model.name} checkpoints hold {parts[0].name} instead; "
+                    "loaders of another format make one of the other in 16 bit alone"
+                )
             _require_scheme(target, name, found)
             if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
                 raise QtoolError(

@@ -45,13 +45,15 @@ MAX_HEADER = 100_000_000
 class Within:
     """A tensor inside a stored matrix or vector of ``shape``: its rows ``start::step``.
 
-    Of a ``transposed`` matrix rows are what the file holds as columns.
+    Of a ``transposed`` matrix rows are what the file holds as columns. With ``order`` they are
+    those rows, in that order.
     """
 
     shape: tuple[int, ...]
     transposed: bool = False
     start: int = 0
     step: int = 1
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,9 @@ def _made(entry: Entry, rows: slice) -> Tensor:
     if (within := entry.within) is None:
         assert entry.computed is not None
         return entry.computed.read(rows)
+    if within.order is not None:
+        stored = replace(entry, shape=within.shape, within=None)
+        return read(stored)[list(within.order)][rows]
     stop = within.start + within.step * entry.shape[0]
     picked = range(within.start, stop, within.step)[rows]
     wanted = slice(picked.start, picked.stop, picked.step)

@@ -9,8 +9,8 @@ Other names and forms that occur; none of them costs a copy:
   form of a mixture: each expert's gate, up and down are rows of the stacks, or columns where these
   are transposed, gate and up one after the other or in turn; likewise biases;
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
-- several tensors that transformers joins along dimension 0 when it loads them, such as the
-  convolutions of q, k and v.
+- rows of other tensors, such as the convolutions of q, k and v that transformers joins along
+  dimension 0 when it loads them, or a tower's q, k and v, which are one there.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from qtool.io.safetensors import Entry, Within
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
-from qtool.models.parts import Experts
+from qtool.models.parts import Experts, RowsOf
 
 
 def adopt(source: Checkpoint, model: Architecture) -> None:
@@ -39,9 +39,15 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     if own_names:
         source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}
     entries = source.entries
-    for own, parts in family.joined.items():
-        if own not in entries and all(part in entries for part in parts):
-            entries[own] = _joined([entries.pop(part) for part in parts])
+    made = {
+        own: [_rows_of(entries[part.name], part) for part in parts]
+        for own, parts in family.rows_on_disk.items()
+        if own not in entries and all(part.name in entries for part in parts)
+    }
+    for own in made:
+        for part in family.rows_on_disk[own]:
+            entries.pop(part.name, None)
+    entries |= {own: _joined(parts) for own, parts in made.items()}
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:
@@ -70,7 +76,19 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
     return found
 
 
+def _rows_of(stored: Entry, part: RowsOf) -> Entry:
+    """The rows ``part`` of a tensor."""
+    if part.rows is None:
+        return stored
+    if max(part.rows) >= stored.shape[0]:
+        raise QtoolError(f"{part.name} has {stored.shape[0]} rows, of which {part.count} are read")
+    shape = (part.count, *stored.shape[1:])
+    return replace(stored, shape=shape, within=Within(stored.shape, order=part.rows))
+
+
 def _joined(parts: list[Entry]) -> Entry:
+    if len(parts) == 1:
+        return parts[0]
     rows = sum(part.shape[0] for part in parts)
     return replace(parts[0], shape=(rows, *parts[0].shape[1:]), parts=tuple(parts))
 

@@ -15,7 +15,7 @@ TOLD = frozenset(
             "fixed_stream",
             "streamed_only",
             "disk_names",
-            "joined",
+            "rows_on_disk",
             "integers",
             "read_of_text",
             "other_linears",
@@ -50,7 +50,9 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "outside": {name: list(shape) for name, shape in family.outside.items()},
         "disk_names": dict(family.disk_names),
-        "joined": {name: dict(parts) for name, parts in family.joined.items()},
+        "rows_on_disk": {
+            name: [vars(part) for part in parts] for name, parts in family.rows_on_disk.items()
+        },
         "left_out": left_out(family),
     }
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.models.parts import Attention, Experts, Heads, LinearGroup, of_expert
+from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
 
 #: sizes in config.json that every family reads, and those that may be absent
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -67,8 +67,8 @@ class Family:
         streamed_only: why no method can be had that looks at activations.
         whole_embedding: more than the embedding reads the token ids.
         disk_names: names that checkpoints have for tensors and modules, by those used here.
-        joined: tensors that loaders make of several on disk, one after another along dimension 0:
-            their names there, and the rows of each.
+        rows_on_disk: tensors that loaders make of rows of others on disk: those rows, one part
+            after another along dimension 0.
         other_linears: linears beside the blocks and the head.
         integers: names of tensors that hold whole numbers.
         derived: it is what transformers' own model does at one config's sizes.
@@ -107,7 +107,7 @@ class Family:
     streamed_only: str = ""
     whole_embedding: bool = False
     disk_names: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rows_on_disk: Mapping[str, tuple[RowsOf, ...]] = field(default_factory=dict)
     other_linears: tuple[str, ...] = ()
     integers: frozenset[str] = frozenset()
     derived: bool = False

@@ -123,6 +123,15 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class RowsOf:
+    """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them."""
+
+    name: str
+    count: int
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class SharedHeadCache:
     """A KV cache behind attention that repeats kv heads for query heads (Falcon).
 

@@ -213,15 +213,13 @@ def assert_nothing_dropped(
     """Every tensor of ``source`` is in ``result``, packed or (if ``equal``) with its numbers."""
     own = dict((disk, name) for name, disk in family.disk_names.items())
     packed = {name.rpartition(".")[0] for name in result.entries if name.endswith(".qweight")}
-    part_of = {part: (name, parts) for name, parts in family.joined.items() for part in parts}
-    for disk in source.entries:
-        if disk in part_of:
-            name, names = part_of[disk]
-            if equal:
-                whole = torch.cat([source.read(part) for part in names])
-                assert torch.equal(result.read(name), whole), f"{disk} is changed"
-            assert name in result, f"{disk} is dropped"
-            continue
+    taken_apart = {part.name for parts in family.rows_on_disk.values() for part in parts}
+    theirs = qtool.load(source.directory).state_dict() if taken_apart else {}
+    for name in family.rows_on_disk:
+        assert name in result or name.rpartition(".")[0] in packed, f"{name} is dropped"
+        if equal and name in result:
+            assert torch.equal(result.read(name), theirs[name]), f"{name} is changed"
+    for disk in source.entries.keys() - taken_apart:
         parts = disk.split(".")
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
         prefix = next((p for p in prefixes if p in own), None)

@@ -16,10 +16,11 @@ from tests.models.tiny import save_tiny, tiny_config
 
 #: post-norms, layers without RoPE, parallel branches, by-head fused rows, stacked, transposed,
 #: interleaved and biased experts, names of its own on disk, MLA, Gated DeltaNet, convolutions that
-#: are joined at load, infinite numbers in config.json, experts that get their tokens sorted
+#: are joined at load, infinite numbers in config.json, experts that get their tokens sorted, a
+#: tower whose q, k and v are one on disk, in another order
 SAMPLE = (
     *("olmo2", "smollm3", "cohere", "gpt_neox", "gpt_oss", "phimoe", "deepseek_v3", "qwen3_next"),
-    *("nanochat", "olmo_hybrid", "falcon_h1", "llama4_text"),
+    *("nanochat", "olmo_hybrid", "falcon_h1", "llama4_text", "step3p7"),
 )
 
 
@@ -34,7 +35,7 @@ def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Pat
     transforms_keep_logits(save_tiny(model_type, tmp_path / "source"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("model_type", ["bailing_hybrid", "minimax_m2"])
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "minimax_m2", "step3p7"])
 def test_an_export_has_the_names_of_published_checkpoints(model_type: str, tmp_path: Path) -> None:
     source = save_tiny(model_type, tmp_path / "source")
     published = set(Checkpoint(source).entries)

@@ -7,29 +7,31 @@ from dataclasses import replace
 from qtool.models.derived.on_disk import disk_names
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.family import Family
+from qtool.models.parts import RowsOf
 
 
 class DiskNames:
     """The names on disk of the tensors of all blocks.
 
     Attributes:
-        names: by those in the model, where they differ. joined: of tensors that loaders make of
-            several, with the rows of each.
+        names: by those in the model, where they differ. rows: of tensors that loaders make of
+            rows of others, those rows.
     """
 
     def __init__(self, model: RecordedModel) -> None:
         self.model, self.recorded = model, model.recorded
-        names, joined = disk_names(model.model, set(self.recorded.like), self.recorded.blocks)
+        names, rows = disk_names(model.model, set(self.recorded.like), self.recorded.blocks)
         self.names = {
             own: disk
             for first, disk_name in names.items()
             for own, disk in self._in_all_blocks(first, disk_name)
         }
-        self.joined: dict[str, dict[str, int]] = {}
-        for first, parts in joined.items():
-            for part, rows in parts.items():
-                for own, disk in self._in_all_blocks(first, part):
-                    self.joined.setdefault(own, {})[disk] = rows
+        self.rows: dict[str, tuple[RowsOf, ...]] = {}
+        for first, parts in rows.items():
+            for part in parts:
+                for own, disk in self._in_all_blocks(first, part.name):
+                    before = self.rows.get(own, ())
+                    self.rows[own] = (*before, replace(part, name=disk))
 
     def with_mixture(self, family: Family, block: int) -> Family:
         """``family`` of block ``block`` with its mixture called as on disk.

@@ -1,17 +1,24 @@
 """Names that published checkpoints have for what transformers' model calls otherwise.
 
-transformers' own list of conversions says so; what it computes in another way than by joining
-tensors is refused.
+transformers' own list of conversions says so; what it computes in another way than by moving rows
+is refused.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.models.experts import Form, is_experts
+from qtool.models.parts import RowsOf
 
 #: names of an expert's linears where a checkpoint stacks them
 LEAVES = "gate_proj", "up_proj", "down_proj"
+#: columns of a matrix whose rows are followed
+COLUMNS = 2
 
 
 def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
@@ -50,11 +57,10 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
 
 def disk_names(
     model: Any, numbers: set[int], blocks: str
-) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, str], dict[str, tuple[RowsOf, ...]]]:
     """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
 
-    And of those that are several on disk, with their rows: they follow one another. Only of the
-    blocks ``numbers``.
+    And the rows on disk of those that are made of rows of others. Only of the blocks ``numbers``.
 
     Raises:
         QtoolError: a tensor is made of others in another way.
@@ -85,30 +91,70 @@ def disk_names(
                     found.setdefault(name, base)
             if name not in found:
                 raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
-    joined = {}
+    return {own: disk for own, disk in found.items() if own != disk}, _rows(model, state, made)
+
+
+def _rows(
+    model: Any, state: Mapping[str, Tensor], made: Sequence[str]
+) -> dict[str, tuple[RowsOf, ...]]:
+    """Which rows of which tensors on disk those of ``made`` are.
+
+    transformers writes tensors as they lie on disk by its conversions backwards. Here the tensors
+    hold numbers of their own rows and columns, which tell where each row goes.
+
+    Raises:
+        QtoolError: a tensor on disk holds anything but whole rows, each once.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    numbered, owners, first = {}, [], 0
     for name in made:
-        parts = revert_weight_conversion(model, {name: state[name]})
-        rows = sum(part.shape[0] for part in parts.values())
-        same = {part.shape[1:] for part in parts.values()} == {state[name].shape[1:]}
-        if not (same and rows == state[name].shape[0] and _follow(model, name)):
-            raise QtoolError(f"{name}: transformers computes it from {min(parts)} when it loads it")
-        joined[name] = {part: tensor.shape[0] for part, tensor in parts.items()}
-    return {own: disk for own, disk in found.items() if own != disk}, joined
+        shape = state[name].shape
+        columns = torch.arange(COLUMNS if len(shape) > 1 else 1)
+        rows = torch.arange(shape[0])[:, None] + first
+        form = (shape[0], len(columns), *(1,) * (len(shape) - 2))[: len(shape)]
+        numbered[name] = (rows * COLUMNS + columns).reshape(form)
+        owners += [(name, row) for row in range(shape[0])]
+        first += shape[0]
+    try:
+        stored = revert_weight_conversion(model, numbered)
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise QtoolError(f"{min(made)}: transformers computes it when it loads it") from error
+    found: dict[str, list[tuple[str, int] | None]] = {
+        name: [None] * state[name].shape[0] for name in made
+    }
+    counts = {disk: len(tensor) for disk, tensor in stored.items()}
+    for disk, tensor in stored.items():
+        table = tensor.reshape(counts[disk], -1)
+        rows, columns = table[:, :1] // COLUMNS, table % COLUMNS
+        if not torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1])):
+            name = owners[int(rows[0])][0]
+            raise QtoolError(f"{name}: transformers computes it from {disk} when it loads it")
+        for place, row in enumerate(rows.flatten().tolist()):
+            name, own = owners[row]
+            found[name][own] = disk, place
+    return {name: _parts(name, places, counts) for name, places in found.items()}
+
+
+def _parts(
+    name: str, places: Sequence[tuple[str, int] | None], counts: Mapping[str, int]
+) -> tuple[RowsOf, ...]:
+    """The rows at ``places``, one part for those of one tensor that follow one another."""
+    parts: list[tuple[str, list[int]]] = []
+    for place in places:
+        if place is None:
+            raise QtoolError(f"{name}: transformers computes a part of it when it loads it")
+        disk, row = place
+        if not parts or parts[-1][0] != disk:
+            parts.append((disk, []))
+        parts[-1][1].append(row)
+    whole = {disk: list(range(count)) for disk, count in counts.items()}
+    return tuple(
+        RowsOf(disk, len(rows), None if rows == whole[disk] else tuple(rows))
+        for disk, rows in parts
+    )
 
 
 def _matches(target: str, name: str) -> bool:
     """Whether a conversion's ``target``, which may repeat groups of its source, makes ``name``."""
     return re.search(re.sub(r"\\\d", ".*", target), name) is not None
-
-
-def _follow(model: Any, name: str) -> bool:
-    """Whether transformers makes ``name`` of tensors that follow one another along dimension 0."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    for converter in get_model_conversion_mapping(model, add_legacy=False):
-        if any(_matches(pattern, name) for pattern in converter.target_patterns):
-            operations = getattr(converter, "operations", ())
-            if operations:
-                found = [(type(o).__name__, getattr(o, "dim", None)) for o in operations]
-                return found == [("Concatenate", 0)]
-    return False

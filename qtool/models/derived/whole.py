@@ -63,7 +63,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         "streamed_only": model.recorded.impure,
         "whole_embedding": model.recorded.reads_ids,
         "disk_names": on_disk.names,
-        "joined": on_disk.joined,
+        "rows_on_disk": on_disk.rows,
         "other_linears": tuple(
             name
             for name, module in model.modules.items()
