@@ -32,7 +32,7 @@ def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     kwargs = to_device(batch.kwargs[block.index], block.device)
     block.update_module()
     out = block.module(batch.hidden.to(block.device, non_blocking=True), **(kwargs | extra))
-    return out[0] if isinstance(out, tuple) else out
+    return out[0] if isinstance(out, (tuple, list)) else out
 
 
 @torch.no_grad()

@@ -82,6 +82,11 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
             f"published {family.name} checkpoints hold a block's experts as one stack, and no "
             "loader of another format was seen to take them packed one by one"
         )
+    if family.transposed:
+        raise QtoolError(
+            f"the linears of transformers' {family.name} are Conv1D, which no loader of another "
+            "format takes packed"
+        )
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
         raise QtoolError(

@@ -1,5 +1,6 @@
 """Checks a source before any work: each tensor of the model is there, and nothing else is."""
 
+import re
 from collections.abc import Collection
 
 import torch
@@ -54,7 +55,7 @@ def check_source(
                 "expected"
             )
     for name in source.entries:
-        known = name in expected or is_second_head(name, model) or name.endswith(ROTARY)
+        known = name in expected or is_second_head(name, model) or _is_computed(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
             way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
             raise QtoolError(f"{name}: not a tensor of a {model.family.name} model; {way_on}")
@@ -65,6 +66,15 @@ def check_source(
 def is_second_head(name: str, model: Architecture) -> bool:
     """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
     return model.tied and name == f"{model.family.head}.weight"
+
+
+def _is_computed(name: str, model: Architecture) -> bool:
+    """Whether tensor ``name`` is a buffer that old checkpoints hold and loaders compute."""
+    prefix = f"{model.family.blocks}."
+    block = name.removeprefix(prefix).partition(".")[0]
+    if not (name.startswith(prefix) and block.isdecimal() and int(block) < model.blocks):
+        return name.endswith(ROTARY)
+    return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.computed))
 
 
 def _require_tied(source: Checkpoint, model: Architecture) -> None:

@@ -9,6 +9,7 @@ Other names and forms that occur; none of them costs a copy:
   form of a mixture: each expert's gate, up and down are rows of the stacks, or columns where these
   are transposed, gate and up one after the other or in turn; likewise biases;
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
+- weights with inputs before outputs, as GPT-2's;
 - rows of other tensors, such as the convolutions of q, k and v that transformers joins along
   dimension 0 when it loads them, or a tower's q, k and v, which are one there.
 """
@@ -56,6 +57,9 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
         }
     if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
+    for name in family.transposed & entries.keys():
+        if entries[name].within is None:  # adopted once
+            entries[name] = _transposed(entries[name])
     if names := family.experts:
         for block in range(model.blocks):
             _adopt_experts(
@@ -84,6 +88,10 @@ def _rows_of(stored: Entry, part: RowsOf) -> Entry:
         raise QtoolError(f"{part.name} has {stored.shape[0]} rows, of which {part.count} are read")
     shape = (part.count, *stored.shape[1:])
     return replace(stored, shape=shape, within=Within(stored.shape, order=part.rows))
+
+
+def _transposed(stored: Entry) -> Entry:
+    return replace(stored, shape=stored.shape[::-1], within=Within(stored.shape, transposed=True))
 
 
 def _joined(parts: list[Entry]) -> Entry:

@@ -16,6 +16,8 @@ TOLD = frozenset(
             "streamed_only",
             "disk_names",
             "rows_on_disk",
+            "computed",
+            "transposed",
             "integers",
             "read_of_text",
             "other_linears",
@@ -53,6 +55,7 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "rows_on_disk": {
             name: [vars(part) for part in parts] for name, parts in family.rows_on_disk.items()
         },
+        "transposed": sorted(family.transposed),
         "left_out": left_out(family),
     }
 

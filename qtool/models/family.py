@@ -69,6 +69,8 @@ class Family:
         disk_names: names that checkpoints have for tensors and modules, by those used here.
         rows_on_disk: tensors that loaders make of rows of others on disk: those rows, one part
             after another along dimension 0.
+        computed: patterns of tensors in blocks of old checkpoints that loaders compute themselves.
+        transposed: weights that checkpoints hold with inputs before outputs (``Conv1D``).
         other_linears: linears beside the blocks and the head.
         integers: names of tensors that hold whole numbers.
         derived: it is what transformers' own model does at one config's sizes.
@@ -108,6 +110,8 @@ class Family:
     whole_embedding: bool = False
     disk_names: Mapping[str, str] = field(default_factory=dict)
     rows_on_disk: Mapping[str, tuple[RowsOf, ...]] = field(default_factory=dict)
+    computed: tuple[str, ...] = ()
+    transposed: frozenset[str] = frozenset()
     other_linears: tuple[str, ...] = ()
     integers: frozenset[str] = frozenset()
     derived: bool = False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.models.auto import auto_class
+from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
 
@@ -27,6 +28,7 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
 
     with init_empty_weights(include_buffers=False):
         model = auto_class(config).from_config(config, dtype=dtype)
+    replace_conv1d(model)
     separate_experts(model)
     return model.eval()
 

@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.io.integrity import require_intact
 from qtool.models import family_of
+from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import SeparateExperts, separate_experts
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
@@ -62,6 +63,7 @@ class QtoolQuantizer(HfQuantizer):
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
         for directory in {Path(file).parent for file in files}:
             require_intact(directory)
+        replace_conv1d(model)
         separate_experts(model)
         self.own_names = (family := family_of(model.config)).experts is not None or family.derived
         if kv := self.quantization_config.format.kv:

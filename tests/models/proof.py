@@ -186,7 +186,7 @@ def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
         own = name
         if family.experts and f".{family.experts.moe}." in name and name not in places:
             own = name.replace(f".{family.experts.moe}.", f".{family.experts.attribute}.")
-        places[own].copy_(tensor)
+        places[own].copy_(tensor.T if own in family.transposed else tensor)
         left.discard(own)
     assert not left, f"{min(left)} of transformers' model is nowhere in the quantized one"
     return model.eval()
@@ -226,7 +226,9 @@ def assert_nothing_dropped(
         name = disk if prefix is None else own[prefix] + disk[len(prefix) :]
         if name in result:
             if equal:
-                assert torch.equal(result.read(name), source.read(disk)), f"{disk} is changed"
+                stored = source.read(disk)
+                stored = stored.T if name in family.transposed else stored
+                assert torch.equal(result.read(name), stored), f"{disk} is changed"
         else:
             owner = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
             stacked = any(p.startswith(f"{name.rpartition('.')[0]}.") for p in packed)

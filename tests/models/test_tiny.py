@@ -4,23 +4,27 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
-from qtool.io.source import Checkpoint
+from qtool.io.source import SINGLE, Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.quantize import quantize
+from qtool.runtime.linear import QuantLinear
+from qtool.runtime.load import load
 from tests.models.proof import check, exported_right, quantized_right, transforms_keep_logits
 from tests.models.tiny import save_tiny, tiny_config
 
 #: post-norms, layers without RoPE, parallel branches, by-head fused rows, stacked, transposed,
 #: interleaved and biased experts, names of its own on disk, MLA, Gated DeltaNet, convolutions that
 #: are joined at load, infinite numbers in config.json, experts that get their tokens sorted, a
-#: tower whose q, k and v are one on disk, in another order
+#: tower whose q, k and v are one on disk, in another order, Conv1D, blocks that return a list
 SAMPLE = (
     *("olmo2", "smollm3", "cohere", "gpt_neox", "gpt_oss", "phimoe", "deepseek_v3", "qwen3_next"),
-    *("nanochat", "olmo_hybrid", "falcon_h1", "llama4_text", "step3p7"),
+    *("nanochat", "olmo_hybrid", "falcon_h1", "llama4_text", "step3p7", "openai-gpt"),
 )
 
 
@@ -46,6 +50,23 @@ def test_an_export_has_the_names_of_published_checkpoints(model_type: str, tmp_p
         for name in Checkpoint(tmp_path / "exported").entries
     }
     assert found == published
+
+
+def test_gpt2_is_quantized_as_it_is_published(tmp_path: Path) -> None:
+    """Inputs before outputs, names of the bare decoder, and its masks beside the weights."""
+    source = save_tiny("gpt2", tmp_path / "source")
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(source / SINGLE).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    save_file(tensors, source / SINGLE, {"format": "pt"})
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "out")
+    result, loaded = Checkpoint(tmp_path / "out"), load(tmp_path / "out")
+    assert torch.equal(result.read("transformer.h.0.attn.bias"), tensors["h.0.attn.bias"])
+    linear = loaded.get_submodule("transformer.h.0.attn.c_attn")
+    weight = tensors["h.0.attn.c_attn.weight"].T
+    assert isinstance(linear, QuantLinear) and linear.out_features == weight.shape[0] == 384
+    assert float((linear.dequantize() - weight).norm() / weight.norm()) < 0.2
+    with pytest.raises(QtoolError, match=r"GPT2LMHeadModel are Conv1D"):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / "exported")
 
 
 def test_an_export_loads_in_transformers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtool.errors import QtoolError
 from qtool.models.auto import auto_class
+from qtool.models.conv1d import replace_conv1d
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
 
 #: how many blocks and experts a config may ask for, by transformers' names
@@ -39,6 +40,7 @@ def build(config: Mapping[str, Any]) -> Any:
             raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
         with init_empty_weights(include_buffers=False), _NoMemory(), no_init_weights():
             model = auto_class(made).from_config(made, attn_implementation="eager").eval()
+        replace_conv1d(model)
         model.tie_weights()  # after the weights went to meta, each for itself
         return model
     except QtoolError:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from qtool.errors import QtoolError
+from qtool.models.conv1d import FromConv1D
 from qtool.models.derived.block_family import block_family
 from qtool.models.derived.disk_names import DiskNames
 from qtool.models.derived.recorded_block import RecordedBlock
@@ -64,6 +65,10 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         "whole_embedding": model.recorded.reads_ids,
         "disk_names": on_disk.names,
         "rows_on_disk": on_disk.rows,
+        "computed": tuple(model.model._keys_to_ignore_on_load_unexpected or ()),
+        "transposed": frozenset(
+            f"{name}.weight" for name, m in model.modules.items() if isinstance(m, FromConv1D)
+        ),
         "other_linears": tuple(
             name
             for name, module in model.modules.items()
