@@ -17,6 +17,7 @@ from qtool.models.auto import auto_class
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
+from qtool.models.placement import OffMeta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -114,7 +115,7 @@ def block_arguments(
     for number, block in enumerate(blocks):
         block.forward = recorder(number, inspect.signature(block.forward))
     try:
-        with suppress(_LastBlock):
+        with suppress(_LastBlock), OffMeta(ids.device):
             model(input_ids=ids, use_cache=False)
     finally:
         for block in blocks:

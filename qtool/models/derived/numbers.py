@@ -10,27 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qtool.models.placement import OffMeta
 
 #: operations that choose parts of their first operand: of a weight they choose a weight
 CHOOSE = {"index", "index_select", "gather", "select", "slice"}
 
 
-class RandomNumbers(TorchDispatchMode):
+class RandomNumbers(OffMeta):
     """While open, a forward of a model on ``meta`` runs on the CPU, by random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self.generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if _is_meta(kwargs.get("device")):  # asked for where the weights are
-            kwargs["device"] = torch.device("cpu")
-        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
+        kwargs = self.placed(kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if not any(t.is_meta for t in tensors):
             return func(*args, **kwargs)
@@ -51,15 +50,5 @@ class RandomNumbers(TorchDispatchMode):
         return torch.randn(tensor.shape, generator=self.generator).to(tensor.dtype)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    from torch.utils._pytree import tree_leaves
-
-    return tree_leaves(tree)
-
-
 def _name(func: Any) -> str:
     return str(func.overloadpacket.__name__)
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"

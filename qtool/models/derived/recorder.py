@@ -93,6 +93,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if next(tensors_in(out), None) is None:
             return
+        if func._schema.is_mutable and id(args[0]) in self.weights:
+            self.trace.changed.add(self.weights[id(args[0])][0])
         tensors = [t for t in tensors_in((args, kwargs)) if id(t) in self.facts]
         if isinstance(out, Tensor) and self._is_weight(name, args, out):
             return

@@ -59,6 +59,7 @@ class Trace:
         writers: where something was added to the residual stream, and its facts.
         escapes: what was done with a producer's output that no rule covers.
         pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
+        changed: weights that the forward changes.
         experts: facts of stacked experts' inputs, by module.
     """
 
@@ -69,4 +70,5 @@ class Trace:
     escapes: dict[str, list[Escape]] = field(default_factory=dict)
     pairs: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[str, Read] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
     called: list[str] = field(default_factory=list)

@@ -98,8 +98,9 @@ def _outside(model: RecordedModel, common: Mapping[str, Any]) -> dict[str, tuple
     known = {f"{common[part]}.weight" for part in ("embedding", "positions", "final_norm", "head")}
     known.add(f"{common['final_norm']}.bias")
     blocks = f"{model.recorded.blocks}."
+    tied: Mapping[str, str] = model.model.all_tied_weights_keys
     return {
         name: shape
         for name, shape in model.state.items()
-        if not name.startswith(blocks) and name not in known
+        if not name.startswith(blocks) and name not in known | tied.keys()
     }
