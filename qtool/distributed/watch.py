@@ -35,7 +35,9 @@ class Watch:
         # waits for all
         self.places = [store.get(f"qtool/place/{other}").decode() for other in range(size)]
         self.thread = Thread(target=self._run, name="watch", daemon=True)
+        self.answers = 0
         self.thread.start()
+        Thread(target=self._guard, name="watch's guard", daemon=True).start()
 
     def _run(self) -> None:
         beats, lost = 0, 0
@@ -45,11 +47,21 @@ class Watch:
             try:
                 self.store.set(f"qtool/beat/{self.rank}", str(beats))
                 self._listen(heard)
+                self.answers += 1
                 lost = 0
             except Exception:  # the store's process is gone, or is going
                 lost += 1
                 if lost == 3:
                     self._leave("the store through which the ranks meet is gone")
+
+    def _guard(self) -> None:
+        """End the process if the store does not answer: no timeout of its own ends all waits."""
+        answers, waited = 0, 0
+        while not self.stopped.wait(BEAT):
+            waited = waited + 1 if answers == self.answers else 0
+            answers = self.answers
+            if waited > SILENCE / BEAT:
+                self._say("the store through which the ranks meet does not answer")
 
     def _listen(self, heard: dict[int, tuple[bytes, float]]) -> None:
         """End the process if another rank failed or is silent; ``heard`` is what it last said."""
@@ -69,8 +81,12 @@ class Watch:
 
     def _leave(self, why: str) -> NoReturn:
         if self.fail():
-            message = f"qtool: {why}; go on with --resume, with any number of ranks"
-            print(message, file=sys.stderr, flush=True)
+            self._say(why)
+        os._exit(FAILED)
+
+    def _say(self, why: str) -> NoReturn:
+        message = f"qtool: {why}; go on with --resume, with any number of ranks"
+        print(message, file=sys.stderr, flush=True)
         os._exit(FAILED)
 
     def fail(self) -> bool:

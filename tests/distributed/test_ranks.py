@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(readable: Path, tmp_path: P
     assert files(cut) == files(whole)
     assert re.search(r"resuming .*: [1-4] of 6 shards are whole", ended[0].stderr)
     assert "resuming" not in ended[1].stderr + ended[2].stderr
+
+
+def test_two_machines_meet(readable: Path, tmp_path: Path) -> None:
+    """A torchrun on each of two machines, which here are one."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert not CliRunner().invoke(cli, quantize(readable, alone, *CALIBRATED)).exception
+    torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    meet = ("--rdzv-backend", "c10d", "--rdzv-id", "q", "--rdzv-endpoint", str(tmp_path / "store"))
+    launcher = (*torchrun, *meet, "--rdzv-conf", "store_type=file")  # which needs no port
+    arguments = quantize(readable, together, *CALIBRATED)
+    with ThreadPoolExecutor() as machines:
+        started = [machines.submit(launch, launcher, "qtool", *arguments) for _ in range(2)]
+    assert [machine.result().code for machine in started] == [0, 0], started
+    assert files(together) == files(alone)
 
 
 def test_accelerate_starts_ranks(readable: Path, tmp_path: Path) -> None:
