@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
     "linear_value_head_dim": 32,
 }
 #: parameters of a tiny model
-LARGEST = 40_000_000
+LARGEST = 45_000_000
 MLA = {"num_key_value_heads": 4, "head_dim": None}
 DSA = {"num_key_value_heads": 4, "mlp_layer_types": None, "indexer_types": None} | {
     "index_head_dim": 64,
@@ -78,6 +78,17 @@ MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
     "axk1": MLA,
+    **dict.fromkeys(("mistral4", "mistral_large4_text"), MLA | {"head_dim": ...}),
+    "dots3_note_text": MLA | {"head_dim": ...},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": ...}
+    | {"layer_types": None, "linear_head_dim": 32, "linear_num_heads": 4},
+    "hunyuan_vl_text": {"rope_parameters": MROPE},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [128, 128], "moe_num_experts": 4}
+    | {"rope_parameters": MROPE | {"mrope_section": [6, 6, 4]}},
+    "ovis2": {"vocab_size": 320, "hidden_size": 128},
+    "dbrx": {"n_heads": 4, "n_layers": 2, "max_seq_len": 256}
+    | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}}
+    | {"ffn_config": {"hidden_size": 128, "ffn_hidden_size": 256}},
     "glm4_moe_lite": MLA | {"head_dim": ..., "mlp_layer_types": None},
     **dict.fromkeys(("axk2", "glm_moe_dsa", "deepseek_v32"), DSA),
     "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32},
@@ -190,10 +201,10 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
     "glm4v": {"text_config": {"rope_parameters": MROPE}},
     "glm46v": {"text_config": {"rope_parameters": MROPE}},
     "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
+    "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}},
     "glmga": {"text_config": {"rope_parameters": MROPE}},
     "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
-    "mistral4": {"text_config": MLA},
     "qwen3_5": {"text_config": GATED_DELTA},
     "qwen3_5_moe": {"text_config": GATED_DELTA},
 }
