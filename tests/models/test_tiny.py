@@ -33,6 +33,29 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
     check(model_type, tmp_path)
 
 
+#: what configurations may choose: one kv head, as many as query heads, ties, biases or none, layers
+#: of two kinds, part of a head turned, dense blocks before mixtures, one expert a token, one block
+UNUSUAL = [
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 331}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}),
+    ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    ("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False, "num_hidden_layers": 1}),
+    ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 2, "num_hidden_layers": 3}),
+    ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 3, "num_experts_per_tok": 1}),
+    ("gemma2", {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 64}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), UNUSUAL)
+def test_an_unusual_configuration(
+    model_type: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    source = save_tiny(model_type, tmp_path / "source", **changes)
+    quantized_right(source, tmp_path / "fast")
+    transforms_keep_logits(source, tmp_path / "transforms")
+
+
 @pytest.mark.parametrize("model_type", ["granite", "stablelm", "glm4_moe", "xlnet"])
 def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Path) -> None:
     """XLNet norms a norm's output again: nothing may be folded into the first."""
