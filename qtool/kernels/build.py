@@ -26,7 +26,13 @@ ARCHITECTURES = {
     (8, 6): ("sm_86", 99),
     (8, 9): ("sm_89", 99),
     (9, 0): ("sm_90a", 227),
+    (10, 0): ("sm_100", 227),
+    (10, 3): ("sm_100", 227),
+    (12, 0): ("sm_120", 99),
+    (12, 1): ("sm_120", 99),
 }
+#: those that a kernel is compiled for in the tests; sm_86 is sm_89 there
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Build:
 
     Attributes:
         name: of the kernel and its variant, unique.
-        arch: ``sm_80``, ``sm_89``, ``sm_90a``.
+        arch: ``sm_80``, ``sm_89``, ``sm_90a``, ``sm_100``, ``sm_120``.
         definition: source name, prologue and macros, the arguments of :func:`cubin`.
         threads: a multiprocessor must hold at once, by its registers.
         instructions: what the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).

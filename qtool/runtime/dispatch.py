@@ -177,12 +177,14 @@ def _w4a16(call: Call) -> Tensor:
 
 HOPPER = frozenset({(9, 0)})
 AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
-AMPERE_TO_HOPPER = AMPERE_AND_ADA | HOPPER
+#: which has neither Hopper's wgmma nor s4 tensor cores
+BLACKWELL = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})
+ALL_GPUS = AMPERE_AND_ADA | HOPPER | BLACKWELL
 S8 = "int8 x int8 wgmma, int32 sums"
 W4A8 = Kernel("w4a8_gemm", S8, HOPPER, _w4a8, prepare=_w4a8_prepared)
 W8A8 = Kernel("w8a8_gemm", S8, HOPPER, _w8a8, prepare=_w8a8_prepared)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
-W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", AMPERE_TO_HOPPER, _w4a8, 32, 32)
+W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", ALL_GPUS, _w4a8, 32, 32)
 W4AX_MMA = Kernel(
     "w4ax_mma_gemm",
     "int4 x int4 and int8 mma, int32 sums by group",
@@ -192,9 +194,9 @@ W4AX_MMA = Kernel(
     32,
 )
 HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
-W4A16 = Kernel("w4a16_gemm", HALF_MMA, AMPERE_TO_HOPPER, _w4a16, k=128, dtypes=HALF, exact=False)
+W4A16 = Kernel("w4a16_gemm", HALF_MMA, ALL_GPUS, _w4a16, k=128, dtypes=HALF, exact=False)
 W4A16_24 = Kernel(
-    "w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", AMPERE_TO_HOPPER, _w4a16, 128, 128, HALF, exact=False
+    "w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", ALL_GPUS, _w4a16, 128, 128, HALF, exact=False
 )
 
 #: by scheme and layout; of several, the first that accepts the weight and the GPU

@@ -111,6 +111,13 @@ GPUS: dict[str, Gpu] = {
             256,
             "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4,
         ),
+        Gpu(
+            "rtx5090",
+            None,
+            2048,
+            256,
+            "NVIDIA RTX Blackwell whitepaper: INT8 838 TOPS, 104.8 TFLOPS; no s4 mma in its code",
+        ),
     )
 }
 

@@ -30,12 +30,18 @@ BUILDS = list(builds())
 DISASSEMBLED = {
     (case.definition[0], case.arch, case.instructions, case.calls): case for case in BUILDS
 }
+#: bytes of local memory that the compiler uses all the same, by build and architecture: for a soft
+#: cap, where two blocks share a multiprocessor's registers
+SPILLED = {
+    ("kv_attention kv4 D=128 rows=4 paged capped", arch): 16 for arch in ("sm_100", "sm_120")
+}
 
 
 def check(case: Build, folder: Path) -> None:
     """Compile ``case`` and assert what its machine code must be; ``folder`` is for files."""
     compiled = build.compile_source(*case.definition, case.arch)
-    assert compiled.local_bytes == 0, compiled.log  # nothing is spilled
+    spilled = SPILLED.get((case.name, case.arch), 0)
+    assert compiled.local_bytes == spilled, compiled.log
     assert not compiled.serialized, compiled.log
     assert compiled.registers * case.threads <= REGISTERS_PER_SM, compiled.log
     if case not in DISASSEMBLED.values():
@@ -43,8 +49,8 @@ def check(case: Build, folder: Path) -> None:
     sass = disassemble(compiled.cubin, folder)
     missing = [i for i in case.instructions if i not in sass]
     assert not missing, missing
-    spilled = re.search(r"\b(LDL|STL)\b.*", sass)
-    assert not spilled, spilled
+    local = re.search(r"\b(LDL|STL)\b.*", sass)
+    assert spilled or not local, local
     called = re.search(r"\bRET\b.*", sass)  # CALL alone also stands for a jump out of a loop
     assert case.calls or not called, called
     # griddepcontrol: the next kernel may start, but only when all before this one are done

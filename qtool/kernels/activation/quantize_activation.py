@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import ARCHS, Build, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -189,9 +189,7 @@ def row_definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> dic
 
 def builds() -> Iterator[Build]:
     """Each fusion at a short and a long row, on each architecture."""
-    for arch, fusion, k in product(
-        ("sm_80", "sm_89", "sm_90a"), FUSIONS, (64, 4096, MOST_CHANNELS)
-    ):
+    for arch, fusion, k in product(ARCHS, FUSIONS, (64, 4096, MOST_CHANNELS)):
         source = definition(k, torch.bfloat16, fusion, gather=True)
         yield Build(
             f"quantize_activation {fusion} K={k}", arch, source, source[2]["THREADS"], calls=True

@@ -150,6 +150,6 @@ def builds() -> Iterator[Build]:
         yield Build(
             f"{SOURCE} {fusion} K={k} g{group}", "sm_90a", source, source[2]["THREADS"], calls=True
         )
-    for arch in ("sm_80", "sm_89"):
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         source = definition(4096, torch.float16, "none", False, 128, "apex4")
         yield Build(f"{SOURCE} g128", arch, source, source[2]["THREADS"], calls=True)

@@ -21,16 +21,14 @@ from qtool.kernels.activation.quantize_activation_groups import (
     QuantizeActivationGroups,
     definition,
 )
-from qtool.kernels.build import Build
+from qtool.kernels.build import ARCHS, Build
 from qtool.kernels.op import operator
 from qtool.schemes.fmpq import BLOCK
 
 
 def builds() -> Iterator[Build]:
     """Both layouts, with and without 8-bit blocks."""
-    for arch, (layout, packed) in product(
-        ("sm_80", "sm_89", "sm_90a"), (("apex4", 1), ("w4ax-interleaved", 2))
-    ):
+    for arch, (layout, packed) in product(ARCHS, (("apex4", 1), ("w4ax-interleaved", 2))):
         source = definition(4096, torch.float16, "none", True, BLOCK, layout, packed)
         yield Build(
             f"quantize_packed_groups {layout}", arch, source, source[2]["THREADS"], calls=True

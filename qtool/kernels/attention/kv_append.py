@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import DTYPES, PackedCache, require_lengths
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import ARCHS, Build, cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -135,7 +135,7 @@ def definition(
 
 def builds() -> Iterator[Build]:
     """Both caches and every dtype, dense and paged, on each architecture."""
-    variants = product(("sm_80", "sm_89", "sm_90a"), (4, 8), DTYPES, (False, True))
+    variants = product(ARCHS, (4, 8), DTYPES, (False, True))
     for arch, bits, dtype, paged in variants:
         name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}{' paged' * paged}"
         yield Build(name, arch, definition(bits, 128, dtype, paged), 1024, calls=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import DTYPES
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import ARCHS, Build, cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -154,5 +154,5 @@ def definition(bits: int, dim: int, dtype: torch.dtype) -> tuple[str, str, dict[
 
 def builds() -> Iterator[Build]:
     """Both caches, on each architecture."""
-    for arch, bits in product(("sm_80", "sm_89", "sm_90a"), (4, 8)):
+    for arch, bits in product(ARCHS, (4, 8)):
         yield Build(f"kv_gather kv{bits}", arch, definition(bits, 128, torch.bfloat16), 1024)

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from qtool.kernels.attention.packed_cache import DTYPES
-from qtool.kernels.build import Build
+from qtool.kernels.build import ARCHS, Build
 
 WARPS = 4
 MOST_SPLITS = 64
@@ -95,9 +95,7 @@ def builds() -> Iterator[Build]:
     Hopper gets all widths, the other architectures the longest variants.
     """
     cases = [("sm_90a", dim, False, paged) for dim in (64, 80, 128, 256) for paged in (False, True)]
-    cases += [
-        (a, 128, True, paged) for a in ("sm_80", "sm_89", "sm_90a") for paged in (False, True)
-    ]
+    cases += [(a, 128, True, paged) for a in ARCHS for paged in (False, True)]
     for (arch, dim, special, paged), bits, rows in product(cases, (4, 8), (4, 16)):
         plan, masked = Plan.of(bits, dim, rows), special and not paged
         variant = " paged" * paged + " masked" * masked + " capped" * special

@@ -1,1 +1,1 @@
-"""GEMMs by mma.sync: Ampere, Ada, and 16-bit activations up to Hopper."""
+"""GEMMs by mma.sync: Ampere to Blackwell."""

@@ -129,9 +129,10 @@ def builds(
 ) -> Iterator[Build]:
     """The kernel of ``operand`` with the widest tile, or with all of them if ``every``.
 
-    Hopper calls a subroutine that emulates s4 tensor cores.
+    Hopper calls a subroutine that emulates s4 tensor cores. Blackwell would too, and gets no kernel
+    with them.
     """
-    for capability in ((8, 0), (8, 9), (9, 0)):
+    for capability in ((8, 0), (8, 9), (9, 0), *(() if s4 else ((10, 0), (12, 0)))):
         arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
         for tile in operand.tiles if every and arch == "sm_89" else operand.tiles[-1:]:
             source = definition(operand, tile, torch.bfloat16, capability)
@@ -153,7 +154,7 @@ def _kernel(
     """The loaded kernel, its bytes of shared memory, and the blocks that the device holds."""
     found = compute_capability(device)
     if found not in ARCHITECTURES:
-        names = ", ".join(name for name, _ in ARCHITECTURES.values())
+        names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES.values()))
         raise QtoolError(f"this kernel runs on {names}; {device} is sm_{found[0]}{found[1]}")
     source = definition(operand, tile, out_dtype, found)
     shared = source[2]["SHARED_BYTES"]

@@ -147,8 +147,9 @@ def run(
         hopper: see :func:`definition`; by default on Hopper.
     """
     device, (m, k), n = x.device, x.shape, out.shape[1]
-    overlap = compute_capability(device)[0] >= 9
-    hopper = overlap if hopper is None else hopper
+    capability = compute_capability(device)
+    overlap = capability >= (9, 0)
+    hopper = capability == (9, 0) if hopper is None else hopper
     main, add = _kernels(Variant.of(x, weight, out.dtype), tile, device, hopper)
     token_tiles = -(-m // tile.block_tokens)
     grid = tile.split * token_tiles * -(-n // tile.columns)
@@ -157,7 +158,7 @@ def run(
     kind = 0 if bias is None else KINDS[bias.dtype]
     parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
     parameters += PARAMETERS.pack(*pointers(*tensors), m, n, k, kind, token_tiles)
-    shared = shared_bytes(tile, compute_capability(device))
+    shared = shared_bytes(tile, capability)
     launch(main, grid, tile.threads, shared, parameters, device, overlap=overlap)
     if add is not None:
         blocks = -(-m * n // (4 * ADD_THREADS))

@@ -83,8 +83,8 @@ MULTIPROCESSORS = 132
 @cache
 def choose(m: int, n: int, capability: tuple[int, int] = (9, 0)) -> HalfTile:
     """The tile for ``Y [m, n]``."""
-    if capability < (9, 0):
-        return _older(m, n)
+    if capability != (9, 0):
+        return _plain(m, n)
     for most, tiles in SMALL.items():
         if m <= most:
             return next(tile for columns, tile in tiles if n // 64 <= columns)
@@ -96,8 +96,8 @@ def choose(m: int, n: int, capability: tuple[int, int] = (9, 0)) -> HalfTile:
     return min(LARGE, key=cost)
 
 
-def _older(m: int, n: int) -> HalfTile:
-    """The tile for Ampere and Ada, whose SMs have as little as 99 KB of shared memory.
+def _plain(m: int, n: int) -> HalfTile:
+    """The tile for GPUs other than Hopper, whose blocks have as little as 99 KB of shared memory.
 
     It was not measured.
     """
@@ -109,6 +109,6 @@ def _older(m: int, n: int) -> HalfTile:
 
 #: every tile that :func:`choose` may return, by the architecture it is for
 TABLE = {
-    capability: tuple(dict.fromkeys(_older(m, n) for m in (8, 16, 32, 64) for n in (4096, 8192)))
-    for capability in ((8, 0), (8, 9))
+    capability: tuple(dict.fromkeys(_plain(m, n) for m in (8, 16, 32, 64) for n in (4096, 8192)))
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0))
 } | {(9, 0): (*(tile for tiles in SMALL.values() for _, tile in tiles), *LARGE)}

@@ -162,7 +162,7 @@ def builds() -> Iterator[Build]:
     """
     bf16 = torch.bfloat16
     for (capability, tiles), sparse in product(TABLE.items(), (False, True)):
-        arch, hopper = ARCHITECTURES[capability][0], capability >= (9, 0)
+        arch, hopper = ARCHITECTURES[capability][0], capability == (9, 0)
         variants = [(Variant(sparse, 128, bf16, bf16, bf16), tile) for tile in dict.fromkeys(tiles)]
         for group, (x, scale) in product(
             (0, 32, 64), ((torch.float16, torch.float32), (bf16, torch.float16))
