@@ -58,7 +58,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
-        if entries[name].within is None:  # adopted once
+        if not (entries[name].within or entries[name].computed):  # adopted once
             entries[name] = _transposed(entries[name])
     if names := family.experts:
         for block in range(model.blocks):
