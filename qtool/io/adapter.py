@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.io.finite import finite
 from qtool.io.safetensors import Computed, Entry, Within, read, read_header
 from qtool.io.source import provenance, read_json, resolve
 
@@ -86,7 +87,8 @@ class Adapter:
         hashes: sha256 of both files.
 
     Raises:
-        QtoolError: no adapter, no LoRA, or one with a setting that is not understood.
+        QtoolError: no adapter, an empty one or one with NaN, no LoRA, or one with a setting that is
+            not understood.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,6 +99,10 @@ class Adapter:
             raise QtoolError(_convert(path))
         self.config, self.entries = read_json(path / CONFIG), read_header(path / WEIGHTS)
         self._require_understood()
+        if not self.entries:
+            raise QtoolError(f"{path}: {WEIGHTS} holds no tensors, so there is nothing to merge")
+        for tensor, entry in self.entries.items():
+            finite(f"{path}: {tensor}", read(entry))
         self.hashes = {}
         for file in (CONFIG, WEIGHTS):
             with (path / file).open("rb") as opened:
@@ -120,11 +126,18 @@ class Adapter:
                 f"{where}: init_lora_weights = {begun!r} changes the model's own weights; {INSTEAD}"
             )
 
-    def merge(self, entries: dict[str, Entry], own_name: Callable[[str], str]) -> None:
+    def merge(
+        self,
+        entries: dict[str, Entry],
+        own_name: Callable[[str], str],
+        transposed: Collection[str] = (),
+    ) -> None:
         """Let the entries of a model read what they are with the adapter; doing so twice is once.
 
         Args:
             own_name: the name in ``entries`` of one that the adapter may have for it.
+            transposed: names of ``entries`` that are weights ``[K, N]``, of Conv1D. peft too looks
+                at the module, whatever ``fan_in_fan_out`` says.
 
         Raises:
             QtoolError: a tensor of the adapter that belongs to none of the model, or does not fit.
@@ -140,9 +153,14 @@ class Adapter:
             else:  # a whole tensor, of modules_to_save or of biases
                 own = own_name(name.replace(".base_layer.", "."))
                 entries[own] = self._replaced(own, entry, self._known(entries, own))
+        changed = set()
         for (module, embedding), pair in factors.items():
             own = own_name(f"{module}.weight")
-            entries[own] = self._merged(module, embedding, pair, self._known(entries, own))
+            if own in changed:
+                raise QtoolError(f"{self.directory}: two pairs of A and B for {own}; {INSTEAD}")
+            changed.add(own)
+            turned = embedding or own in transposed
+            entries[own] = self._merged(module, turned, pair, self._known(entries, own))
 
     def _known(self, entries: Mapping[str, Entry], name: str) -> Entry:
         if name not in entries:
@@ -151,6 +169,10 @@ class Adapter:
 
     def _replaced(self, name: str, entry: Entry, before: Entry) -> Entry:
         """The adapter's own tensor in the dtype of the model's."""
+        if isinstance(before.computed, Cast):
+            return before
+        if before.within and before.within.transposed:  # of Conv1D
+            entry = _transposed(entry)
         if before.shape != entry.shape:
             raise QtoolError(
                 f"{self.directory}: {name} is {list(entry.shape)}, and the model's is "
@@ -159,10 +181,8 @@ class Adapter:
         computed = Cast((entry,), before.dtype)
         return Entry(entry.path, before.dtype, entry.shape, entry.start, computed=computed)
 
-    def _merged(
-        self, module: str, embedding: bool, pair: Mapping[str, Entry], weight: Entry
-    ) -> Entry:
-        """The entry of ``weight`` with the two factors of ``module``."""
+    def _merged(self, module: str, turned: bool, pair: Mapping[str, Entry], weight: Entry) -> Entry:
+        """The entry of ``weight``, ``[K, N]`` if ``turned``, with the two factors of ``module``."""
         if isinstance(weight.computed, Merged):
             return weight
         if pair.keys() != {"A", "B"} or any(len(e.shape) != 2 for e in (*pair.values(), weight)):
@@ -170,7 +190,6 @@ class Adapter:
         a, b = pair["A"], pair["B"]
         scaling, rank = self._scaling(module)
         shape = (b.shape[0], a.shape[1])  # of B A
-        turned = embedding or (self.config.get("fan_in_fan_out") and weight.shape == shape[::-1])
         fits = (shape[::-1] if turned else shape) == weight.shape
         if not fits or (a.shape[0], b.shape[1]) != (rank, rank):
             raise QtoolError(
@@ -187,8 +206,8 @@ class Adapter:
             rank = int(self._of_pattern("rank_pattern", module, self.config["r"]))
             alpha = float(self._of_pattern("alpha_pattern", module, self.config["lora_alpha"]))
             return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank), rank
-        except (KeyError, TypeError, ValueError, ZeroDivisionError, re.error) as error:
-            raise QtoolError(f"{self.directory}: {CONFIG} is damaged ({error!r})") from error
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, re.error) as bad:
+            raise QtoolError(f"{self.directory}: {CONFIG} is damaged ({bad!r})") from bad
 
     def _of_pattern(self, key: str, module: str, default: Any) -> Any:
         for pattern, value in (self.config.get(key) or {}).items():

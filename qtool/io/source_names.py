@@ -19,6 +19,7 @@ from dataclasses import replace
 from math import prod
 
 from qtool.errors import QtoolError
+from qtool.io.adapter import INSTEAD
 from qtool.io.safetensors import Entry, Within
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -32,8 +33,8 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     Then its adapter, if it has one, is merged into them.
 
     Raises:
-        QtoolError: stacked experts of another shape than config.json says, or an adapter of another
-            model.
+        QtoolError: stacked experts of another shape than config.json says, or an adapter that is of
+            another model or changes an embedding that is the head too.
     """
     family = model.family
     own_names = {d: o for o, d in family.disk_names.items()}
@@ -66,17 +67,25 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
                 entries, model.full(block, names.attribute), model.full(block, names.moe), names
             )
     if source.adapter:
+        ends = {name: entries.get(name) for name in (embedding, head)}
         source.adapter.merge(entries, lambda name: _renamed(name, own_names))
+        if model.tied and any(entries.get(name) is not entry for name, entry in ends.items()):
+            raise QtoolError(
+                f"{source.adapter.directory}: it changes {embedding} or {head}, which are one "
+                f"tensor in this model; {INSTEAD}"
+            )
 
 
 def as_on_disk(source: Checkpoint) -> Checkpoint:
     """``source`` under the names of its files, which transformers loads; its adapter is merged."""
     found = Checkpoint(source.directory, source.adapter)
     if found.adapter:
-        entries, names = found.entries, family_of(found.config).disk_names
-        found.adapter.merge(
-            entries, lambda name: name if name in entries else _renamed(name, names)
-        )
+        entries, family = found.entries, family_of(found.config)
+
+        def stored_name(name: str) -> str:
+            return name if name in entries else _renamed(name, family.disk_names)
+
+        found.adapter.merge(entries, stored_name, set(map(stored_name, family.transposed)))
     return found
 
 

@@ -17,6 +17,7 @@ from qtool.io import adapter as adapter_module
 from qtool.io.adapter import Adapter
 from qtool.io.check_source import check_source
 from qtool.io.source import Checkpoint
+from qtool.io.source_names import as_on_disk
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from tests.io.published import CASES
@@ -60,9 +61,9 @@ def merged(weight: Tensor, of: dict[str, Tensor], scaling: float) -> Tensor:
     return (weight.double() + scaling * delta).to(weight.dtype)
 
 
-def read(model: Path, adapter: Path) -> dict[str, Tensor]:
+def read(model: Path, adapter: Path | None = None) -> dict[str, Tensor]:
     """All tensors of ``model`` with ``adapter``, by their names in its family."""
-    source = Checkpoint(model, Adapter(str(adapter)))
+    source = Checkpoint(model, adapter and Adapter(str(adapter)))
     check_source(source, Architecture(source.config, family_of(source.config)))
     return {name: source.read(name) for name in source.entries}
 
@@ -78,7 +79,7 @@ def test_linears_with_patterns_of_rank_and_alpha(model: Path, tmp_path: Path) ->
     q, down = factors(Q, 128, 128), factors(DOWN, 128, 256, rank=4)
     patterns = {"rank_pattern": {"down_proj": 4}, "alpha_pattern": {r"layers\.1\.mlp\..*": 3}}
     adapter = save_adapter(tmp_path / "adapter", q | down, **patterns)
-    found, plain = read(model, adapter), read(model, save_adapter(tmp_path / "none", {}))
+    found, plain = read(model, adapter), read(model)
     expected = {f"{Q}.weight": (q, 16 / 8), f"{DOWN}.weight": (down, 3 / 4)}
     for name, weight in plain.items():
         if name in expected:
@@ -124,15 +125,47 @@ def test_embedding_whole_tensors_and_fan_in_fan_out(model: Path, tmp_path: Path)
     assert torch.equal(found[f"{DOWN}.weight"], merged(weight, down, 2))
 
 
-def test_weights_of_conv1d_are_transposed(tmp_path: Path) -> None:
-    model = save_tiny("gpt2", tmp_path / "gpt2")
-    name = "transformer.h.0.attn.c_proj"  # [128, 128]: the setting alone says which way
-    of = factors(name, 128, 128)
-    adapter = save_adapter(tmp_path / "adapter", of, fan_in_fan_out=True)
-    weight = Checkpoint(model).read(f"{name}.weight")
-    source = Checkpoint(model, Adapter(str(adapter)))
-    source.adapter.merge(source.entries, lambda own: own)  # type: ignore[union-attr]
-    assert torch.equal(source.read(f"{name}.weight"), merged(weight.T, of, 2).T)
+@pytest.mark.parametrize("setting", [True, False])
+def test_the_module_says_which_way_a_weight_lies(
+    setting: bool, model: Path, tmp_path: Path
+) -> None:
+    """Of Conv1D it is ``[K, N]`` in the file, of a linear ``[N, K]``, also if it is a square."""
+    gpt2 = save_tiny("gpt2", tmp_path / "gpt2")
+    linear, conv1d = Checkpoint(model), Checkpoint(gpt2)
+    shapes = {"attn.c_proj": (128, 128), "attn.c_attn": (384, 128), "mlp.c_proj": (128, 256)}
+    for module, shape in shapes.items():
+        name, of = f"transformer.h.0.{module}", factors(f"transformer.h.0.{module}", *shape)
+        adapter = save_adapter(tmp_path / module, of, fan_in_fan_out=setting)
+        expected = merged(conv1d.read(f"{name}.weight").T, of, 2)
+        assert torch.equal(read(gpt2, adapter)[f"{name}.weight"], expected), module
+        on_disk = as_on_disk(Checkpoint(gpt2, Adapter(str(adapter))))
+        assert torch.equal(on_disk.read(f"{name}.weight"), expected.T), module
+        saved = save_adapter(tmp_path / f"{module}-saved", {f"{name}.weight": expected.T})
+        assert torch.equal(read(gpt2, saved)[f"{name}.weight"], expected), module
+    q = factors(Q, 128, 128)
+    adapter = save_adapter(tmp_path / "adapter", q, fan_in_fan_out=setting)
+    expected = merged(linear.read(f"{Q}.weight"), q, 2)
+    assert torch.equal(read(model, adapter)[f"{Q}.weight"], expected)
+
+
+def test_an_embedding_that_is_the_head_too_is_refused(tmp_path: Path) -> None:
+    """peft changes one of the two, or says itself that its merge is another model."""
+    tied = save_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
+    embedding = {
+        f"{EMBEDDING}.lora_embedding_A": torch.randn(8, 320),
+        f"{EMBEDDING}.lora_embedding_B": torch.randn(128, 8),
+    }
+    file = tied / "model.safetensors"
+    tensors = load_file(file)
+    for number, of in enumerate((embedding, {f"{EMBEDDING}.weight": torch.randn(320, 128)})):
+        adapter = save_adapter(tmp_path / f"adapter-{number}", of)
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(QtoolError, match="which are one tensor in this model; merge it"):
+            read(tied, adapter)
+        second_head = {f"{HEAD}.weight": tensors[f"{EMBEDDING}.weight"].clone()}
+        save_file(tensors | second_head, file, {"format": "pt"})
+        with pytest.raises(QtoolError, match="which are one tensor in this model; merge it"):
+            read(tied, adapter)
 
 
 @pytest.mark.parametrize("recipe", ["fast", "paper"])
@@ -184,6 +217,22 @@ REFUSED: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
     ({f"{HEAD}.weight": torch.ones(321, 128)}, {}, r"lm_head.weight is \[321, 128\], and the"),
     ({f"{Q}.extra": torch.ones(8)}, {}, "q_proj.extra is not a tensor of the model"),
     (factors(Q, 128, 128), {"lora_alpha": "x"}, "adapter_config.json is damaged"),
+    (factors(Q, 128, 128), {"lora_alpha": 10**400}, "adapter_config.json is damaged"),
+    (factors(Q, 128, 128), {"r": math.inf}, "adapter_config.json is damaged"),
+    (factors(Q, 128, 128), {"rank_pattern": ["q_proj"]}, "adapter_config.json is damaged"),
+    ({}, {}, "adapter_model.safetensors holds no tensors"),
+    (
+        {f"{Q}.lora_A.weight": torch.full((8, 128), math.nan)},
+        {},
+        "lora_A.weight: holds 1024",
+    ),
+    (
+        factors(EMBEDDING, 320, 128)
+        | {f"{EMBEDDING}.lora_embedding_A": torch.ones(8, 320)}
+        | {f"{EMBEDDING}.lora_embedding_B": torch.ones(128, 8)},
+        {},
+        "two pairs of A and B for model.embed_tokens.weight",
+    ),
 ]
 
 
