@@ -1,10 +1,13 @@
 """A published checkpoint reads, to the bit, as what the library that defines its format makes."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from qtool.io.dequantize import block_scaled
-from qtool.io.safetensors import read
+from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from tests.io.published import CASES
 
@@ -39,3 +42,23 @@ def test_rows_are_those_of_the_whole(
             assert torch.equal(entry.computed.read(slice(1, 40, 3)), whole[1:40:3]), name
             turned = entry.computed.read(slice(1, 40, 3), transposed=True)
             assert torch.equal(turned, whole.T[1:40:3]), name
+
+
+def test_each_matrix_of_a_stack_has_its_own_global_scale(tmp_path: Path) -> None:
+    packed = torch.randint(0, 256, (3, 8, 16), dtype=torch.uint8)
+    scales = torch.rand(3, 8, 2).to(torch.float8_e4m3fn)
+    divisors = torch.tensor([1.0, 2.0, 4.0])
+    save_file({"packed": packed, "scales": scales, "divisors": divisors}, tmp_path / "file")
+    stored = read_header(tmp_path / "file")
+    entry = block_scaled.block_scaled(
+        "w",
+        stored["packed"],
+        stored["scales"],
+        [(1, 16)],
+        torch.float32,
+        divisor=stored["divisors"],
+    )
+    plain = block_scaled.block_scaled(
+        "w", stored["packed"], stored["scales"], [(1, 16)], torch.float32
+    )
+    assert torch.equal(read(entry), read(plain) / divisors[:, None, None])

@@ -16,6 +16,7 @@ from tests.models import proof
 #: what may differ: where the result came from, and what follows from it
 PROVENANCE = {"source", "job"}
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def content(directory: Path) -> dict[str, object]:
@@ -100,6 +101,8 @@ def edit(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
         ({WEIGHT: None}, "q_proj.weight_scale_inv: no weight of FP8 .* could belong to"),
         ({WEIGHT: torch.ones(128, 128)}, "q_proj.weight_scale_inv: no weight of FP8"),
         ({f"{WEIGHT}_scale_inv": torch.full((1, 1), torch.nan)}, "q_proj.weight: holds .* NaN"),
+        ({f"{WEIGHT}_scale_inv": torch.ones(1, 1).int()}, "its scales are torch.int32"),
+        ({f"{UP}_scale_inv": torch.ones(1, 2)}, r"scales \[1, 2\] found"),  # [2, 1] turned
     ],
 )
 def test_codes_and_scales_that_do_not_fit(
@@ -110,6 +113,25 @@ def test_codes_and_scales_that_do_not_fit(
     with pytest.raises(QtoolError, match=said):
         qtool.quantize(published, "w4a16", out=tmp_path / "out", keep_unknown=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"global_scale": None}, "weight_packed: its codes have no .*q_proj.weight_global_scale"),
+        ({"global_scale": torch.ones(8)}, r"a global scale torch.float32 \[8\] found; one float"),
+        ({"global_scale": torch.ones(128, 1)}, r"a global scale torch.float32 \[128, 1\] found"),
+        ({"scale": torch.ones(128, 8, dtype=torch.uint8)}, "a block of 1 x 32 .* expected"),
+        ({"": torch.ones(128, 128)}, "q_proj.weight is there, and so are its codes"),
+    ],
+)
+def test_codes_and_global_scales_that_do_not_fit(
+    change: dict[str, torch.Tensor | None], said: str, tmp_path: Path
+) -> None:
+    published, _ = CASES["ct-nvfp4"].make(tmp_path)
+    edit(published, {f"{WEIGHT}_{end}".rstrip("_"): tensor for end, tensor in change.items()})
+    with pytest.raises(QtoolError, match=said):
+        Checkpoint(published)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +150,16 @@ def test_codes_and_scales_that_do_not_fit(
                 "transform_config": {"config_groups": {}},
             },
             "a transform_config",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {
+                    "g": {"weights": {"type": "float", "strategy": "group", "group_size": 0}}
+                },
+            },
+            "group_size is .* expected",
         ),
     ],
 )

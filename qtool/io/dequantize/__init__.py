@@ -49,7 +49,7 @@ def dequantized(
     Raises:
         QtoolError: codes or scales that do not belong together.
     """
-    of = (config, config.get("text_config") or {})
+    of = [c for c in (config, config.get("text_config")) if isinstance(c, dict)]
     named = [c[key] for c in of for key in ("dtype", "torch_dtype") if c.get(key)]
     dtype = DTYPES.get(str(named[0]), torch.bfloat16) if named else torch.bfloat16
     weights = {name: found.weight(name, entries, dtype) for name in entries}
@@ -57,6 +57,8 @@ def dequantized(
     plain = {}
     for name, entry in entries.items():
         if weight := weights[name]:
+            if weight.name in entries and weight.name != name:
+                raise QtoolError(f"{weight.name} is there, and so are its codes, {name}")
             plain[weight.name] = weight.entry
         elif name in used or name.endswith(found.unread):
             continue

@@ -9,8 +9,9 @@ Project, Microscaling Formats 1.0, section 5; DeepSeek-V3, section 3.3).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ _PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1)
 
 @dataclass(frozen=True)
 class BlockScaled(Computed):
-    """Of operands ``(codes [N, K], scales [N / bn, K / bk])``, or stacks of such, and a divisor.
+    """Of operands ``(codes [N, K], scales [N / bn, K / bk])``, or stacks of such.
+
+    A third, ``[1]``, is a divisor of the scales.
 
     Attributes:
         shape: ``[N, K]``, of a matrix of a stack too. block: ``[bn, bk]``. dtype: of the weight.
@@ -89,7 +92,8 @@ def block_scaled(
         blocks: that its scales may be of; a scale a row and a scale a matrix always may.
 
     Raises:
-        QtoolError: codes that are no matrix, or scales of none of these blocks.
+        QtoolError: codes that are no matrix, scales of none of these blocks, a divisor that is not
+            one number a matrix, or either of another dtype.
     """
     if len(codes.shape) < 2 or 0 in codes.shape:
         raise QtoolError(f"{name}: codes of shape {list(codes.shape)} are no matrix")
@@ -98,7 +102,8 @@ def block_scaled(
         k *= 2
     for bn, bk in (*blocks, (1, k), (n, k)):
         grid = (*stack, -(-n // bn), -(-k // bk))
-        if _without_ones(grid) == _without_ones(scales.shape):
+        fewer = len(scales.shape) < len(grid)
+        if scales.shape == grid or (fewer and _without_ones(grid) == _without_ones(scales.shape)):
             break
     else:
         known = "".join(f" or a block of {bn} x {bk}" for bn, bk in blocks)
@@ -106,11 +111,33 @@ def block_scaled(
             f"{name}: scales {list(scales.shape)} found; one a matrix, one a row{known} of "
             f"[{n}, {k}] are expected"
         )
-    scales = Entry(scales.path, scales.dtype, grid, scales.start)
-    operands = (codes, scales) if divisor is None else (codes, scales, divisor)
+    powers = scales.dtype == torch.uint8 and divisor is None
+    if not (scales.dtype.is_floating_point or powers):
+        raise QtoolError(f"{name}: its scales are {scales.dtype}; floats are expected")
+    operands: tuple[Entry, ...] = (codes, replace(scales, shape=grid))
+    if divisor is not None:
+        if prod(divisor.shape) != prod(stack) or not divisor.dtype.is_floating_point:
+            raise QtoolError(
+                f"{name}: a global scale {divisor.dtype} {list(divisor.shape)} found; one float a "
+                "matrix is expected"
+            )
+        operands += (replace(divisor, shape=(*stack, 1)),)
     computed = BlockScaled(operands, (n, k), (bn, bk), dtype, transposed)
     shape = (*stack, k, n) if transposed else (*stack, n, k)
     return Entry(codes.path, dtype, shape, codes.start, computed=computed)
+
+
+def block_of(sizes: Any, setting: str) -> Block:
+    """The block that ``setting`` names.
+
+    Raises:
+        QtoolError: ``sizes`` is no pair of positive integers.
+    """
+    if isinstance(sizes, list) and len(sizes) == 2:
+        rows, columns = sizes
+        if type(rows) is int and type(columns) is int and rows > 0 < columns:
+            return rows, columns
+    raise QtoolError(f"{setting} is {sizes!r}; [rows, columns] of a block is expected")
 
 
 def _without_ones(shape: Iterable[int]) -> list[int]:

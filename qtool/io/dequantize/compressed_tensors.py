@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from qtool.errors import QtoolError
-from qtool.io.dequantize.block_scaled import Block, block_scaled
+from qtool.io.dequantize.block_scaled import Block, block_of, block_scaled
 from qtool.io.dequantize.published import Config, Entries, Weight
 
 FP8 = ("float-quantized", "naive-quantized")
+#: dtypes of MXFP4's scales
+POWERS = (torch.uint8, torch.float8_e8m0fnu)
 FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
@@ -24,7 +26,7 @@ class CompressedTensors:
 
     formats: tuple[str, ...]
     blocks: tuple[Block, ...]
-    scales = ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx")
+    scales = (".weight_scale", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx")
     unread = (
         *("input_scale", "input_global_scale", "output_scale"),
         *(".k_scale", ".v_scale", ".q_scale", ".k_global_scale", ".v_global_scale"),
@@ -36,20 +38,23 @@ class CompressedTensors:
 
     def weight(self, name: str, entries: Entries, dtype: torch.dtype) -> Weight | None:
         codes, (module, _, part) = entries[name], name.rpartition(".")
-        if codes.dtype == torch.float8_e4m3fn and part == "weight":
-            blocks, divisor = self.blocks, None
-        elif part == "weight_packed":
-            nvfp4 = f"{module}.weight_global_scale" in entries
-            blocks = ((1, 16 if nvfp4 else 32),)
-            divisor = f"{module}.weight_global_scale" if nvfp4 else None
-        else:
+        packed = part == "weight_packed"
+        if not packed and (part != "weight" or codes.dtype != torch.float8_e4m3fn):
             return None
-        weight, scales = f"{module}.weight", f"{module}.weight_scale"
-        if scales not in entries:
-            raise QtoolError(f"{name}: its codes have no {scales}")
-        of = entries[divisor] if divisor else None
-        entry = block_scaled(weight, codes, entries[scales], blocks, dtype, divisor=of)
-        return Weight(weight, entry, (name, scales, *([divisor] if divisor else [])))
+        weight, scale, of_scale = (module + end for end in (".weight", *self.scales[:2]))
+        if (scales := entries.get(scale)) is None:
+            raise QtoolError(f"{name}: its codes have no {scale}")
+        if not packed:
+            entry = block_scaled(weight, codes, scales, self.blocks, dtype)
+        elif scales.dtype in POWERS:
+            entry = block_scaled(weight, codes, scales, [(1, 32)], dtype)
+        elif of_scale in entries:
+            divisor = entries[of_scale]
+            entry = block_scaled(weight, codes, scales, [(1, 16)], dtype, divisor=divisor)
+            return Weight(weight, entry, (name, scale, of_scale))
+        else:
+            raise QtoolError(f"{name}: its codes have no {of_scale}")
+        return Weight(weight, entry, (name, scale))
 
 
 def published(config: Config) -> CompressedTensors | None:
@@ -84,6 +89,9 @@ def published(config: Config) -> CompressedTensors | None:
 def _blocks(weights: Config) -> list[Block]:
     """The size of a block where scales are of blocks or of groups of columns."""
     if weights.get("strategy") == "block":
-        rows, columns = weights["block_structure"]
-        return [(int(rows), int(columns))]
-    return [(1, int(weights["group_size"]))] if weights.get("strategy") == "group" else []
+        return [block_of(weights["block_structure"], "compressed-tensors: block_structure")]
+    if weights.get("strategy") == "group":
+        return [
+            block_of([1, weights["group_size"]], "compressed-tensors: the block of a group_size")
+        ]
+    return []

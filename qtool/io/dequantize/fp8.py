@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from qtool.errors import QtoolError
-from qtool.io.dequantize.block_scaled import Block, block_scaled
+from qtool.io.dequantize.block_scaled import Block, block_of, block_scaled
 from qtool.io.dequantize.published import Config, Entries, Weight
 
 SCALES = ("_scale_inv", "_scale")
@@ -59,10 +59,4 @@ def published(config: Config) -> Fp8:
         QtoolError: a ``weight_block_size`` that is no pair of sizes.
     """
     block = config.get("weight_block_size")
-    if block is None:
-        return Fp8(None)
-    if isinstance(block, list) and len(block) == 2:
-        rows, columns = block
-        if type(rows) is int and type(columns) is int and rows > 0 < columns:
-            return Fp8((rows, columns))
-    raise QtoolError(f"fp8: weight_block_size is {block!r}; [rows, columns] of a block is expected")
+    return Fp8(None if block is None else block_of(block, "fp8: weight_block_size"))
