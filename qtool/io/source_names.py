@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import prod
 
 from qtool.errors import QtoolError
-from qtool.io.adapter import INSTEAD
+from qtool.io.adapter import INSTEAD, Cast, Merged
 from qtool.io.safetensors import Entry, Within
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -59,8 +59,9 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
-        if not (entries[name].within or entries[name].computed):  # adopted once
-            entries[name] = _transposed(entries[name])
+        stored = entries[name]
+        if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # adopted once
+            entries[name] = _transposed(stored)
     if names := family.experts:
         for block in range(model.blocks):
             _adopt_experts(

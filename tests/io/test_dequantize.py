@@ -1,15 +1,20 @@
 """A published checkpoint reads, to the bit, as what the library that defines its format makes."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from qtool.io.check_source import check_source
 from qtool.io.dequantize import block_scaled
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
-from tests.io.published import CASES
+from qtool.models import family_of
+from qtool.models.architecture import Architecture
+from tests.io.published import CASES, codes, scales
+from tests.models.tiny import save_tiny
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -62,3 +67,17 @@ def test_each_matrix_of_a_stack_has_its_own_global_scale(tmp_path: Path) -> None
         "w", stored["packed"], stored["scales"], [(1, 16)], torch.float32
     )
     assert torch.equal(read(entry), read(plain) / divisors[:, None, None])
+
+
+def test_a_square_weight_of_conv1d_is_turned(tmp_path: Path) -> None:
+    directory, name = save_tiny("gpt2", tmp_path / "gpt2"), "transformer.h.0.attn.c_proj.weight"
+    stored, scale = codes((128, 128)), scales(128, 1)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {name: stored, f"{name}_scale": scale}, file)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"dtype": "float32", "quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    source = Checkpoint(directory)
+    for _ in range(2):  # adopted once
+        check_source(source, Architecture(source.config, family_of(source.config)))
+        assert torch.equal(source.read(name), (stored.float() * scale).T)
