@@ -28,7 +28,7 @@ from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
 #: facts that a model card names
-SHOWN = ("device", "engine", "kv", "dtype", "qtool")
+SHOWN = ("device", "engine", "kv", "dtype", "seqlen", "qtool")
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,12 @@ def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_
     shown = (out / "README.md").read_text()
     assert "On device cpu, kv kv8:" in shown and "theirs" not in shown
     assert any(line.split()[:3] == ["mine", "acc", "0.2500"] for line in shown.splitlines())
+    for seqlen in (64, 2048):  # two perplexities of one text
+        result = TaskResult("text", "perplexity", "file", 9, {"perplexity": Metric(9, 1, False)})
+        facts = {"device": "cpu", "seqlen": seqlen}
+        saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
+        shown = (out / "README.md").read_text()
+        assert f"On device cpu, seqlen {seqlen}:" in shown
     assert with_results(shown, results_in(card)) == with_results(card, "")
     foreign = export(out, "compressed-tensors", tmp_path / "foreign").directory
     assert results_in(shown) in (foreign / "README.md").read_text()
