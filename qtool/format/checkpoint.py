@@ -92,9 +92,9 @@ class CheckpointFormat:
         """
         if config.get("quant_method") != QUANT_METHOD:
             raise QtoolError(
-                f"the model is quantized by {config.get('quant_method')!r}, not by qtool; `qtool "
-                "import` makes a symmetric 4-bit one native, and an export is made from the native "
-                "checkpoint"
+                f"the model is quantized by {config.get('quant_method')!r}, not by qtool: "
+                "`qtool quantize` reads floats of 8 and 4 bits, `qtool import` symmetric 4-bit "
+                "integers; an export is made from the native checkpoint"
             )
         if config.get("format_version") != FORMAT_VERSION:
             found = config.get("format_version")

@@ -152,7 +152,7 @@ def test_an_export_is_not_exported_again(make_model: MakeModel, tmp_path: Path) 
     refused(
         exported,
         "compressed-tensors",
-        "is quantized by 'gptq', not by qtool; .*from the native checkpoint",
+        "is quantized by 'gptq', not by qtool: .*from the native checkpoint",
     )
 
 

@@ -163,6 +163,7 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     ours = native("w4a16", 32)
     settings: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding window"),
+        ({"model_type": "mistral"}, "has no sliding window"),  # transformers' own is of 4096 tokens
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ]
@@ -170,6 +171,8 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
         TARGETS["gguf"].require_model({"model_type": "gemma"})
+    with pytest.raises(QtoolError, match="attention_bias is set"):
+        TARGETS["gguf"].require_model({"model_type": "qwen3", "attention_bias": True})
     (tmp_path / "there").mkdir()
     with pytest.raises(QtoolError, match="exists already"):
         export(ours, "gguf", tmp_path / "there")

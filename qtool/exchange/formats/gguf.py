@@ -53,8 +53,10 @@ class Gguf(Target):
             raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(ROPE_TYPES)}")
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise QtoolError(f"gguf: hidden_act is {act!r}; llama.cpp's {kind} computes 'silu'")
+        if kind == "qwen3" and config.get("attention_bias"):
+            raise QtoolError("gguf: attention_bias is set; llama.cpp's qwen3 has no such biases")
         sliding = config.get("use_sliding_window", kind == "mistral")
-        if sliding and config.get("sliding_window"):
+        if sliding and config.get("sliding_window", True):  # where it is not given, 4096 tokens
             raise QtoolError(f"gguf: llama.cpp's {kind} has no sliding window, this model has")
 
     def refuses_experts(self, found: LinearFormat) -> str:
