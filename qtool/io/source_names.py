@@ -83,8 +83,12 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
     if found.adapter:
         entries, family = found.entries, family_of(found.config)
 
+        prefix = family.embedding.partition(".")[0]
+
         def stored_name(name: str) -> str:
-            return name if name in entries else _renamed(name, family.disk_names)
+            stored = (name, name.removeprefix(f"{prefix}."))  # or of the bare decoder
+            found = next((one for one in stored if one in entries), None)
+            return found or _renamed(name, family.disk_names)
 
         found.adapter.merge(entries, stored_name, set(map(stored_name, family.transposed)))
     return found

@@ -130,7 +130,7 @@ def test_the_module_says_which_way_a_weight_lies(
     setting: bool, model: Path, tmp_path: Path
 ) -> None:
     """Of Conv1D it is ``[K, N]`` in the file, of a linear ``[N, K]``, also if it is a square."""
-    gpt2 = save_tiny("gpt2", tmp_path / "gpt2")
+    gpt2 = save_tiny("gpt2", tmp_path / "gpt2", dtype="bfloat16")
     linear, conv1d = Checkpoint(model), Checkpoint(gpt2)
     shapes = {"attn.c_proj": (128, 128), "attn.c_attn": (384, 128), "mlp.c_proj": (128, 256)}
     for module, shape in shapes.items():
@@ -146,6 +146,20 @@ def test_the_module_says_which_way_a_weight_lies(
     adapter = save_adapter(tmp_path / "adapter", q, fan_in_fan_out=setting)
     expected = merged(linear.read(f"{Q}.weight"), q, 2)
     assert torch.equal(read(model, adapter)[f"{Q}.weight"], expected)
+
+
+def test_a_bare_decoders_names(tmp_path: Path) -> None:
+    """As those of GPT-2's own checkpoint; its model is loaded with the adapter too."""
+    gpt2, prefix = save_tiny("gpt2", tmp_path / "gpt2", dtype="bfloat16"), "transformer."
+    file, name = gpt2 / "model.safetensors", "h.0.attn.c_proj"
+    bare = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, file, {"format": "pt"})
+    of = factors(prefix + name, 128, 128)
+    adapter = save_adapter(tmp_path / "adapter", of)
+    expected = merged(bare[f"{name}.weight"].T, of, 2)
+    assert torch.equal(read(gpt2, adapter)[f"{prefix}{name}.weight"], expected)
+    on_disk = as_on_disk(Checkpoint(gpt2, Adapter(str(adapter))))
+    assert torch.equal(on_disk.read(f"{name}.weight"), expected.T)
 
 
 def test_an_embedding_that_is_the_head_too_is_refused(tmp_path: Path) -> None:
