@@ -17,7 +17,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe
 from qtool.distributed import ranks
-from qtool.models.experts import SeparateExperts
+from qtool.models.experts import SeparateExperts, is_routed
 
 #: the note of a block: tokens of each expert, routed and added
 NOTE = "expert tokens"
@@ -29,6 +29,8 @@ def add_tokens(
 ) -> None:
     """Set ``more`` of ``batches`` so that each expert of ``block`` observes ``least`` tokens.
 
+    Experts that are told no routing get all tokens, and none beside them.
+
     Args:
         block: still in full precision.
         float_batches: what enters it in the float model, for the tokens of each of ``batches``.
@@ -36,7 +38,9 @@ def add_tokens(
     for batch in batches:
         batch.more = None
     for stack, experts in block.module.named_modules():
-        if isinstance(experts, SeparateExperts) and (router := router_of(block, stack)):
+        if not isinstance(experts, SeparateExperts) or not is_routed(experts.stacked):
+            continue
+        if router := router_of(block, stack):
             seen = [candidates(block, batch, stack, router, least) for batch in float_batches]
             of_all = ranks.all_gather_batches([(routed, best) for routed, best, _ in seen])
             routed = torch.stack([counts for counts, _ in of_all]).sum(0)  # [E]

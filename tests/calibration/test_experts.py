@@ -2,12 +2,14 @@
 their weights.
 """
 
+import json
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
+import qtool
 from qtool.calibration.expert_tokens import NOTE, add_tokens
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
@@ -18,8 +20,10 @@ from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of
 from qtool.models.experts import SeparateExperts, separate_experts
 from tests.calibration.conftest import CONFIGS, make_model
+from tests.models.tiny import save_tiny
 
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
+CALIBRATED = {"layers": [{"match": ".*", "scheme": "w4a16"}], "rounding": "gptq"}
 ALONE = "rounded by weight alone, tokens seen"
 
 
@@ -177,6 +181,18 @@ def test_with_added_tokens_no_expert_is_rounded_by_its_weights(starved, blocks):
     assert ALONE not in block.notes and set(block.notes["gptq"]) == set(block.schemes)
     assert block.notes[NOTE]["block_sparse_moe.experts.2"] == {"routed": 0, "added": 32}
     assert block.notes["gptq"]["block_sparse_moe.experts.2.w2"]["tokens"] == 32
+
+
+def test_experts_that_are_told_no_routing_are_given_no_tokens(tmp_path):
+    """Llama 4 gives each expert all tokens, scaled by its router."""
+    model = save_tiny("llama4_text", tmp_path / "model")
+    ids = torch.arange(3, 67).view(2, 32)
+    done = qtool.quantize(
+        model, "w4a16", recipe=CALIBRATED, out=tmp_path / "out", calibration=ids, samples=2
+    )
+    for notes in json.loads((done.directory / "qtool.json").read_text())["blocks"]:
+        assert NOTE not in notes and ALONE not in notes
+        assert any(".experts.3." in name for name in notes["gptq"])
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
