@@ -74,7 +74,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _token_ids(given)
     if hasattr(given, "column_names"):
         return _data_set(given)
-    if not isinstance(given, Sequence) or not len(given):
+    if not isinstance(given, Sequence) or isinstance(given, bytes) or not len(given):
         raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
     if all(isinstance(text, str) for text in given):
         return _documents("texts", list(given))  # type: ignore[arg-type]

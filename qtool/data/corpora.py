@@ -131,10 +131,8 @@ def joined(documents: Iterable[str]) -> str:
 
 def is_corpus(source: str) -> bool:
     """Whether ``source`` means text (a corpus or a file), not a zero-shot task."""
-    path = Path(source)
-    return (
-        source in SOURCES or path.is_file() or path.suffix in text_files.ENDINGS or os.sep in source
-    )
+    named = source in SOURCES or Path(source).suffix in text_files.ENDINGS or os.sep in source
+    return named or os.path.isfile(source)  # which a name of any length may be asked
 
 
 def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corpus:

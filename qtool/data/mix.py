@@ -13,6 +13,7 @@ Without numbers (``"wikitext2,c4"``, or None in their place) all windows are sha
 text that is a corpus or an existing file is that one part, whatever it contains.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +55,11 @@ def parse_mix(
     """
     found = _split(given)
     data = [parse(one, data_dir=data_dir) for one, _ in found]
-    for i, one in enumerate(data):
-        if (one.name, one.sha256) in [(other.name, other.sha256) for other in data[:i]]:
+    seen: set[str] = set()
+    for one in data:
+        if (content := one.sha256 or one.name) in seen:
             raise QtoolError(f"calibration data: {one.name} is a part of the mix twice")
+        seen.add(content)
     return tuple(map(Part, data, _shares(found, samples)))
 
 
@@ -123,7 +126,7 @@ def _names(text: str) -> _Numbered:
 
 
 def _is_one(name: str) -> bool:
-    return name in corpora.SOURCES or Path(name).is_file()
+    return name in corpora.SOURCES or os.path.isfile(name)
 
 
 def _shares(parts: _Numbered, samples: int | None) -> list[int]:

@@ -81,6 +81,7 @@ def test_one_part_is_recorded_as_it_always_was() -> None:
         ("c4:2,pile:2,c4:3", None, "c4 is a part of the mix twice"),
         ([(IDS, 2), (IDS, 3)], None, "token ids is a part of the mix twice"),
         ([(IDS, 2.5), (OTHER, 3)], None, "calibration data Tensor: windows 2.5"),
+        (b"c4:2", None, "found a bytes of int"),
         ({}, None, "found <class 'dict'>"),
         (datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})}), None, "split"),
     ],
@@ -88,6 +89,23 @@ def test_one_part_is_recorded_as_it_always_was() -> None:
 def test_what_is_no_mix(given: Any, samples: int | None, message: str) -> None:
     with pytest.raises(QtoolError, match=message):
         parse_mix(given, samples)
+
+
+def test_a_mix_may_be_longer_than_a_file_name(here: Path) -> None:
+    names = [f"{letter * 100}.txt" for letter in "abc"]
+    for name in names:
+        (here / name).write_text(name)
+    assert mixed(",".join(names), 3) == [(name, 1) for name in names]
+    with pytest.raises(QtoolError, match="no such file"):
+        parse_mix("a" * 300, None)
+
+
+@pytest.mark.parametrize("twin", ["./a.txt", "copy.txt"])
+def test_a_file_under_two_names_is_there_twice(twin: str, here: Path) -> None:
+    """Both parts would give the same windows."""
+    (here / "copy.txt").write_text("a.txt")
+    with pytest.raises(QtoolError, match=f"{twin} is a part of the mix twice"):
+        parse_mix(f"a.txt:1,{twin}:2", None)
 
 
 def test_every_stretch_holds_its_share_of_each_part() -> None:
