@@ -241,8 +241,9 @@ def sensitivity(
         choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``), and ``none``
             for 16 bits.
         budget_bits: most stored bits a weight, over all that may be quantized.
-        out: a YAML file for :func:`quantize`.
-        recipe: ``fast``, ``paper`` or ``best``: whose methods of the first choice the recipe has.
+        out: a new YAML file for :func:`quantize`.
+        recipe: ``fast``, ``paper`` or ``best``: whose methods of the first choice that quantizes
+            the recipe has.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
         data_dir: of local copies of corpora.
         samples: windows. seqlen: tokens of each. seed: of their choice.
@@ -250,7 +251,8 @@ def sensitivity(
         progress: called after each group with ``(done, total, notes)``.
 
     Raises:
-        QtoolError: anything wrong with the input, or a budget below the smallest choice.
+        QtoolError: anything wrong with the input, a budget below the smallest choice, or a file
+            that exists.
 
     Example::
 
@@ -269,10 +271,17 @@ def sensitivity(
     from qtool.pipeline.quantize import job_of
     from qtool.pipeline.run import directory_of
 
-    first = next(iter(measure.rules_of(choices))).partition(":")[0]
+    facts_file = Path(out).with_suffix(".json")
+    for path in (Path(out), facts_file):  # what takes long is measured first, and written last
+        if path.exists():
+            raise QtoolError(f"{path} exists already; choose another --out or remove it")
+    if facts_file == Path(out) or not facts_file.parent.is_dir():
+        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
+    rules = measure.rules_of(choices)
+    scheme = next(choice.partition(":")[0] for choice, rule in rules.items() if rule.scheme)
     directory = directory_of(model)
     source = Checkpoint(directory)
-    job, plain = (job_of(source, recipes.load(first, name)) for name in (recipe, "fast"))
+    job, plain = (job_of(source, recipes.load(scheme, name)) for name in (recipe, "fast"))
     given = ("demo" if directory == DEMO else "wikitext2") if calibration is None else calibration
     cut: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed}
     windows = windows_of(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
@@ -283,7 +292,7 @@ def sensitivity(
     Path(out).write_text(recipes.as_yaml(found.recipe))
     facts = {"calibration": windows.facts, **asdict(found)}
     del facts["recipe"]
-    Path(out).with_suffix(".json").write_text(json.dumps(facts, indent=1))
+    facts_file.write_text(json.dumps(facts, indent=1))
     return found
 
 

@@ -186,13 +186,17 @@ def sensitivity(model: str, choices: str, **options: Any) -> None:
     What a scheme costs a layer is measured on the model's output; the recipe stays under a size.
     """
     from qtool import api
+    from qtool.pipeline.sensitivity import Point
 
     with progress.Shown("measure", "group") as shown:
         found = api.sensitivity(model, comma_separated([choices]), progress=shown, **options)
-    points = {point: "chosen" if point == found.chosen else "" for point in found.curve}
-    points |= {point: f"all {choice}" for choice, point in found.uniform.items()}
+    every = [*found.curve, *found.uniform.values()]
+    points: dict[Point, list[str]] = {point: [] for point in every}
+    for choice, point in found.uniform.items():
+        points[point].append(f"all {choice}")
+    points[found.chosen].append("chosen")
     rows = [
-        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
+        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", ", ".join(what))
         for point, what in sorted(points.items(), key=lambda row: row[0].bits)
         if point.measured is not None
     ]

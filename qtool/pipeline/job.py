@@ -275,9 +275,8 @@ class Job(Architecture):
         shapes = self.block_shapes(block)
         stored = 0
         for name, (n, k) in self.linears(block).items():
-            if linear_format := self.format.of(self.full(block, name)):
-                permutation = 4 * k if self.format.is_permuted(self.full(block, name)) else 0
-                stored += linear_format.nbytes(n, k) + permutation
+            if self.format.of(full := self.full(block, name)):
+                stored += self.packed_bytes(full, n, k)
                 del shapes[f"{name}.weight"]
         scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
         stored += sum(t.numel() * t.dtype.itemsize for t in scales)
@@ -285,6 +284,12 @@ class Job(Architecture):
             prod(shape) * self.stored_dtype(self.full(block, name)).itemsize
             for name, shape in shapes.items()
         )
+
+    def packed_bytes(self, name: str, n: int, k: int) -> int:
+        """The bytes of the quantized linear ``[n, k]`` of this full name."""
+        linear_format = self.format.of(name)
+        assert linear_format is not None
+        return linear_format.nbytes(n, k) + (4 * k if self.format.is_permuted(name) else 0)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which tensor ``name`` (by full name) is stored if it is not packed."""

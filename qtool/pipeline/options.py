@@ -199,6 +199,6 @@ def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] 
 def _group_size(value: int | str) -> int | None:
     if value == WHOLE_CHANNEL:
         return None
-    if str(value).isdigit() and int(value) > 0:
+    if str(value).isdecimal() and int(value) > 0:
         return int(value)
     raise QtoolError(f"--group-size {value!r}: a number of input channels or 'channel' is expected")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import TypeAlias
 
 import torch
@@ -70,16 +71,17 @@ def rules_of(choices: Sequence[str]) -> dict[str, LayerRule]:
     """The layer rule of each choice: ``w4a16``, ``w4a16:64`` (a group size), or ``none``: 16 bit.
 
     Raises:
-        QtoolError: fewer than two, an unknown scheme, or one whose recipe mixes schemes.
+        QtoolError: fewer than two, none that quantizes, an unknown scheme, or one whose recipe
+            mixes schemes.
     """
     found = {}
     for choice in choices:
         scheme, _, size = choice.partition(":")
         layers = (LayerRule(".*", None),) if scheme == SIXTEEN else recipes.load(scheme).layers
-        if len(layers) > 1 or not (size or "1").isdigit():
+        if len(layers) > 1 or not (size or "1").isdecimal():
             raise QtoolError(f"--choices {choice}: one scheme is expected, as w4a16 or w4a16:64")
         found[choice] = replace(layers[0], group_size=int(size)) if size else layers[0]
-    if len(found) < 2:
+    if len(found) < 2 or not any(rule.scheme for rule in found.values()):
         raise QtoolError(f"--choices {', '.join(choices)}: two or more are expected")
     return found
 
@@ -92,7 +94,11 @@ class Probe:
         self.expected = list(map(self._log_probabilities, self.windows))
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
-        """KL in nats a token with the linears of these full names rounded to nearest."""
+        """KL in nats a token with the linears of these full names rounded to nearest.
+
+        Raises:
+            QtoolError: the model's output has NaN or Inf.
+        """
         total = 0.0
         with ExitStack() as stack:
             for name, linear_format in formats.items():
@@ -101,6 +107,8 @@ class Probe:
             for ids, expected in zip(self.windows, self.expected, strict=True):
                 lost = expected - self._log_probabilities(ids)
                 total += float((expected.exp() * lost).sum(dtype=torch.float64))
+        if not isfinite(total):
+            raise QtoolError("the model's output on the calibration windows has NaN or Inf")
         return total / sum(ids.numel() for ids in self.windows)
 
     @torch.no_grad()
@@ -129,7 +137,9 @@ def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
 
 def allocations(options: Mapping[Group, Sequence[Option]]) -> Iterator[dict[Group, Option]]:
     """From the smallest option of every group on, each time the change that saves most a bit."""
-    chosen = {group: min(of, key=lambda option: option.bits) for group, of in options.items()}
+    chosen = {
+        group: min(of, key=lambda option: (option.bits, option.kl)) for group, of in options.items()
+    }
     while True:
         yield dict(chosen)
         changes = [
@@ -185,8 +195,8 @@ def sensitivity(
         for choice in rules:
             of = formats({(block, linears): choice})
             bits = sum(
-                8 * linear_format.nbytes(n, k) if linear_format else 16 * n * k
-                for linear_format, (n, k) in zip(of.values(), shapes, strict=True)
+                8 * jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
+                for (name, linear_format), (n, k) in zip(of.items(), shapes, strict=True)
             )
             found = Option(choice, bits, probe.divergence(of))
             options.setdefault((block, linears), []).append(found)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ def test_each_step_saves_most_for_its_bits() -> None:
     assert path == [(4, 4, 4), (5, 4, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)]
 
 
+def test_of_equally_small_choices_the_better_one_is_taken() -> None:
+    options = {(0, ("a",)): [Option("worse", 4, 3.0), Option("better", 4, 1.0)]}
+    assert [of[0, ("a",)].choice for of in allocations(options)] == ["better"]
+
+
+def test_input_orders_count_as_bits(make_model: MakeModel, tmp_path: Path) -> None:
+    """What gathers a linear's input at run time is stored beside its weight."""
+    model, out = make_model(), tmp_path / "mixed.yaml"
+    choices = ["none", "w4ax-fmpq", "w8a8"]
+    found = qtool.sensitivity(model, choices, 7.0, out, **{**GIVEN, "recipe": "best"})
+    assert found.recipe.step("gather-outliers")  # of the first choice that quantizes
+    stored, weights = 0, 0
+    for kind in qtool.plan(model, recipe=out).kinds:
+        stored += len(kind.blocks) * sum(linear.nbytes for linear in kind.linears)
+        weights += len(kind.blocks) * sum(prod(linear.shape) for linear in kind.linears)
+    assert found.chosen.bits == 8 * stored / weights
+
+
 def test_the_recipe_stays_under_the_budget(make_model: MakeModel, tmp_path: Path) -> None:
     """And it is one that quantize reads; what it predicts falls along the curve."""
     model, out = make_model(), tmp_path / "mixed.yaml"
@@ -99,6 +118,8 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
         (["w4a16:32"], 6.0, "--choices w4a16:32: two or more"),
         (["w4a16:32", "w9"], 6.0, "unknown scheme 'w9'"),
         (["w4a16:x", "w8a8"], 6.0, "--choices w4a16:x: one scheme"),
+        (["w4a16:²", "w8a8"], 6.0, "--choices w4a16:²: one scheme"),
+        (["none", "none:64"], 6.0, "--choices none, none:64: two or more"),
         (["w4a4-mix", "w8a8"], 6.0, "--choices w4a4-mix: one scheme"),
         (["w4a16:32", "w8a8"], 4.0, r"--budget-bits 4.0: at least 5.000 are needed"),
     ],
@@ -109,6 +130,31 @@ def test_what_cannot_be_chosen(
     with pytest.raises(QtoolError, match=message):
         qtool.sensitivity(make_model(), choices, budget, tmp_path / "a.yaml", **GIVEN)
     assert not list(tmp_path.glob("a.*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.json", "--out .*a.json: a YAML file in a directory that exists"),
+        ("absent/a.yaml", "--out .*a.yaml: a YAML file in a directory that exists"),
+        ("kept.yaml", "kept.json exists already; choose another --out"),
+        ("kept.json", "kept.json exists already; choose another --out"),
+    ],
+)
+def test_files_are_refused_before_anything_is_measured(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "kept.json").write_text("{}")
+    with pytest.raises(QtoolError, match=message):
+        qtool.sensitivity(tmp_path / "no-model", CHOICES, 6.0, tmp_path / name, **GIVEN)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+
+
+def test_a_model_whose_output_is_not_finite_is_refused(make_model: MakeModel) -> None:
+    float_model = qtool.load(make_model(), dtype=torch.float32)
+    float_model.get_output_embeddings().weight.data[0] = float("inf")
+    with pytest.raises(QtoolError, match=r"the model's output .* has NaN or Inf"):
+        Probe(float_model, [IDS]).divergence({})
 
 
 def test_sixteen_bits_are_a_choice() -> None:

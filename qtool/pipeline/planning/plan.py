@@ -213,7 +213,7 @@ def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedL
     if linear_format is None:
         nbytes = n * k * job.dtype.itemsize
         return PlannedLinear(name, dtype_name(job.dtype), None, "", (n, k), nbytes)
-    nbytes = linear_format.nbytes(n, k) + (4 * k if job.format.is_permuted(full) else 0)
+    nbytes = job.packed_bytes(full, n, k)
     return PlannedLinear(
         name, linear_format.scheme, linear_format.group_size, linear_format.layout, (n, k), nbytes
     )
