@@ -76,6 +76,15 @@ def test_a_forward_may_look_at_numbers() -> None:
         assert not family.streamed_only
 
 
+@pytest.mark.parametrize("model_type", ["mamba2", "granitemoehybrid"])
+def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
+    """A chunk of 65536 tokens squared, by heads, is more than any machine holds."""
+    sizes = {"chunk_size": 1 << 16, "mamba_chunk_size": 1 << 16}
+    small, large = (derive(tiny_config(model_type, **own).to_dict()) for own in ({}, sizes))
+    assert small.groups and small.groups == large.groups
+    assert small.tensors == large.tensors and small.kept == large.kept
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
 def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
     with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):

@@ -1,7 +1,7 @@
 """One forward of transformers' model of a config, recorded (:mod:`.recorder`)."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +80,7 @@ def record(model: Any) -> Recorded:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_hooks(found, recorder, names))
+            stack.enter_context(_short_chunks(names))
             stack.enter_context(RandomNumbers())
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
@@ -96,6 +97,22 @@ def record(model: Any) -> Recorded:
             f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
+
+
+@contextmanager
+def _short_chunks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Scans pad their tokens to few more than there are while open, and not to hundreds.
+
+    A Mamba-2 scan multiplies matrices of a chunk's tokens squared, by heads and states.
+    """
+    kept = [(m, m.chunk_size) for m in modules if type(getattr(m, "chunk_size", None)) is int]
+    for module, _ in kept:
+        module.chunk_size = 2 * SHAPE[1]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, size in kept:
+            module.chunk_size = size
 
 
 def _uses(trace: Trace, producer: str) -> bool:
