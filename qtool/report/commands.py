@@ -82,6 +82,8 @@ def recipe_file(report: Report) -> str:
     recipe["rounding"] = steps[-1]
     if quantization.get("kv"):
         recipe["kv"] = quantization["kv"]
+    if (least := report.provenance["recipe"].get("min_expert_tokens")) is not None:
+        recipe["min_expert_tokens"] = least
     return yaml.safe_dump(recipe, sort_keys=False)
 
 

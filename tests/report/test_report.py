@@ -222,6 +222,9 @@ def test_the_written_recipe_makes_the_same_format(quantized):
     config = {k: v for k, v in found.config.items() if k != "quantization_config"}
     assert Job.of(config, again).format.to_dict() == found.config["quantization_config"]
     assert f"--recipe {report_commands.RECIPE}" in report_commands.commands(found)[0]
+    found.provenance["recipe"]["min_expert_tokens"] = 20  # which a mixture's has
+    again = recipes.parse(yaml.safe_load(report_commands.recipe_file(found)), "again")
+    assert again.min_expert_tokens == 20
 
 
 def test_a_built_in_recipe_needs_no_file(base, tmp_path):
