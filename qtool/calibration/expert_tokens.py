@@ -29,7 +29,7 @@ def add_tokens(
 ) -> None:
     """Set ``more`` of ``batches`` so that each expert of ``block`` observes ``least`` tokens.
 
-    Experts that are told no routing get all tokens, and none beside them.
+    Experts that are told no routing get tokens that are scaled by it, and none beside them.
 
     Args:
         block: still in full precision.

@@ -212,12 +212,15 @@ class SeparateExperts(nn.ModuleList):
 
         Args:
             routing: which experts, and their weights, ``[T, k]`` each. Without them ``hidden`` is
-                ``[E T, H]``, the tokens of each expert, and so is the result.
+                ``[E T, H]``, all tokens for each expert, 0 where one does not go to it, and so is
+                the result.
         """
         if not routing:
-            counts = [len(hidden) // len(self)] * len(self)
-            turns = self.turns(hidden, counts)
-            return torch.cat([self.of_some(hidden[rows], some, e) for rows, some, e in turns])
+            out, given = torch.zeros_like(hidden), hidden.any(1)
+            x, counts = hidden[given], given.view(len(self), -1).sum(1).tolist()
+            parts = [self.of_some(x[rows], some, e) for rows, some, e in self.turns(x, counts)]
+            out[given] = torch.cat([x[:0], *parts]).to(out.dtype)
+            return out
         index, weights = routing
         token = torch.arange(index.numel(), device=index.device) // index.shape[1]
         expert = index.flatten()

@@ -18,9 +18,10 @@ from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of
+from qtool.models.auto import auto_class
 from qtool.models.experts import SeparateExperts, separate_experts
-from tests.calibration.conftest import CONFIGS, make_model
-from tests.models.tiny import save_tiny
+from tests.calibration.conftest import CONFIGS, TOKENS, make_model
+from tests.models.tiny import save_tiny, tiny_config
 
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
 CALIBRATED = {"layers": [{"match": ".*", "scheme": "w4a16"}], "rounding": "gptq"}
@@ -183,8 +184,21 @@ def test_with_added_tokens_no_expert_is_rounded_by_its_weights(starved, blocks):
     assert block.notes["gptq"]["block_sparse_moe.experts.2.w2"]["tokens"] == 32
 
 
+def test_experts_that_are_told_no_routing_observe_what_goes_to_them():
+    """Llama 4 gives each expert all tokens, and 0 for one that does not go to it."""
+    model = auto_class(config := tiny_config("llama4_text")).from_config(config).eval()
+    ids, seen = TOKENS + 1, []  # 0 pads: its embedding is 0
+    before = model(ids).logits
+    separate_experts(model)
+    experts = model.model.layers[0].feed_forward.experts
+    experts.observers["gate_proj"] = lambda x, counts: seen.append((x, counts))
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-5, atol=1e-5)
+    ((x, counts),) = seen
+    assert len(x) == sum(counts) == TOKENS.numel() * config.num_experts_per_tok
+    assert x.any(1).all() and len(counts) == len(experts)
+
+
 def test_experts_that_are_told_no_routing_are_given_no_tokens(tmp_path):
-    """Llama 4 gives each expert all tokens, scaled by its router."""
     model = save_tiny("llama4_text", tmp_path / "model")
     ids = torch.arange(3, 67).view(2, 32)
     done = qtool.quantize(
