@@ -224,7 +224,7 @@ def sensitivity(
         job.recipe,
         scheme=f"{job.recipe.scheme}-{curve[best].bits:.2f}",
         about=f"schemes by sensitivity: {curve[best].bits:.3f} bits a weight",
-        layers=tuple(_rules(job, path[best], rules)),
+        layers=tuple(_rules(job, {g: formats({g: of.choice}) for g, of in path[best].items()})),
         variant="custom",
         departures=(),
     )
@@ -245,13 +245,18 @@ def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
 
 
 def _rules(
-    job: Job, allocation: Mapping[Group, Option], rules: Mapping[str, LayerRule]
+    job: Job, formats: Mapping[Group, Mapping[str, LinearFormat | None]]
 ) -> Iterator[LayerRule]:
-    """One rule for all blocks that have the same choice for a group."""
-    blocks: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for (block, linears), option in allocation.items():
-        blocks.setdefault((linears, option.choice), []).append(str(block))
-    for (linears, choice), numbers in blocks.items():
+    """One rule for all blocks whose linears have the same format."""
+    blocks: dict[tuple[tuple[str, ...], LinearFormat | None], list[str]] = {}
+    for (block, linears), of in formats.items():
+        for linear_format in dict.fromkeys(of.values()):
+            alike = tuple(n for n in linears if of[job.full(block, n)] == linear_format)
+            blocks.setdefault((alike, linear_format), []).append(str(block))
+    for (linears, found), numbers in blocks.items():
         within = "|".join(map(re.escape, linears))
         match = rf"^{re.escape(job.family.blocks)}\.({'|'.join(numbers)})\.({within})$"
-        yield replace(rules[choice], match=match)
+        if found is None:
+            yield LayerRule(match, None)
+        else:
+            yield LayerRule(match, found.scheme, found.group_size, found.layout)

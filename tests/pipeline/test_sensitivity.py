@@ -19,6 +19,7 @@ from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
 from qtool.pipeline.sensitivity import Group, Option, Probe, allocations, rules_of
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny
 
 CHOICES = ["w4a16:32", "w8a8", "none"]
 IDS = torch.arange(96).view(3, 32)
@@ -94,6 +95,21 @@ def test_the_recipe_stays_under_the_budget(make_model: MakeModel, tmp_path: Path
     assert stored["chosen"]["bits"] == found.chosen.bits and stored["calibration"]["samples"] == 3
     for name, options in stored["options"].items():
         assert [option["choice"] for option in options] == CHOICES, name
+
+
+def test_linears_that_a_choice_does_not_fit_are_written_as_they_were_measured(
+    tmp_path: Path,
+) -> None:
+    """Marlin's tile does not divide Falcon-H1's fused rows, which are then row-major."""
+    model, out = save_tiny("falcon_h1", tmp_path / "model"), tmp_path / "mixed.yaml"
+    found = qtool.sensitivity(model, ["w4a16:32", "w8a8"], 5.0, out, **GIVEN)
+    assert {(rule.scheme, rule.layout) for rule in found.recipe.layers} == {
+        ("w4a16", "marlin"),
+        ("w4a16", "row-major"),
+    }
+    done = qtool.quantize(model, recipe=out, out=tmp_path / "out")
+    stored = total("", (row for row in qtool.inspect(done.directory) if row.layout))
+    assert stored.bits == found.chosen.bits
 
 
 def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> None:
