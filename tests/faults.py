@@ -632,8 +632,8 @@ FAULTS = [
             "tests/pipeline/test_family_recipe.py",
         ),
         (
-            "qtool/pipeline/planning/plan.py",
-            "(4 * k if job.format.is_permuted(full) else 0)",
+            "qtool/pipeline/job.py",
+            "(4 * k if self.format.is_permuted(name) else 0)",
             "0",
             "tests/pipeline/test_plan.py",
         ),
