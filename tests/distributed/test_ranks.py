@@ -149,7 +149,8 @@ def test_two_machines_meet(readable: Path, tmp_path: Path) -> None:
     assert not CliRunner().invoke(cli, quantize(readable, alone, *CALIBRATED)).exception
     torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
     meet = ("--rdzv-backend", "c10d", "--rdzv-id", "q", "--rdzv-endpoint", str(tmp_path / "store"))
-    launcher = (*torchrun, *meet, "--rdzv-conf", "store_type=file")  # which needs no port
+    where = ("--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1")  # no port, no name
+    launcher = (*torchrun, *meet, *where)
     arguments = quantize(readable, together, *CALIBRATED)
     with ThreadPoolExecutor() as machines:
         started = [machines.submit(launch, launcher, "qtool", *arguments) for _ in range(2)]
