@@ -259,41 +259,23 @@ def sensitivity(
         found = qtool.sensitivity("demo", ["w4a16", "w8a8"], 5.0, "mixed.yaml")
         qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
     """
-    import json
-    from dataclasses import asdict
-
-    import torch
-
-    from qtool import recipes
-    from qtool.io.source import DEMO, Checkpoint
-    from qtool.pipeline import sensitivity as measure
-    from qtool.pipeline.calibration_windows import calibration as windows_of
-    from qtool.pipeline.quantize import job_of
     from qtool.pipeline.run import directory_of
+    from qtool.pipeline.sensitivity import write_recipe
 
-    facts_file = Path(out).with_suffix(".json")
-    for path in (Path(out), facts_file):  # what takes long is measured first, and written last
-        if path.exists():
-            raise QtoolError(f"{path} exists already; choose another --out or remove it")
-    if facts_file == Path(out) or not facts_file.parent.is_dir():
-        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
-    rules = measure.rules_of(choices)
-    scheme = next(choice.partition(":")[0] for choice, rule in rules.items() if rule.scheme)
-    directory = directory_of(model)
-    source = Checkpoint(directory)
-    job, plain = (job_of(source, recipes.load(scheme, name)) for name in (recipe, "fast"))
-    given = ("demo" if directory == DEMO else "wikitext2") if calibration is None else calibration
-    cut: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed}
-    windows = windows_of(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
-    loaded = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
-    found = measure.sensitivity(
-        job, loaded, windows.tokens, choices, budget_bits, progress=progress
+    return write_recipe(
+        directory_of(model),
+        choices,
+        budget_bits,
+        Path(out),
+        recipe=recipe,
+        text=calibration,
+        data_dir=data_dir,
+        samples=samples,
+        seqlen=seqlen,
+        seed=seed,
+        device=device,
+        progress=progress,
     )
-    Path(out).write_text(recipes.as_yaml(found.recipe))
-    facts = {"calibration": windows.facts, **asdict(found)}
-    del facts["recipe"]
-    facts_file.write_text(json.dumps(facts, indent=1))
-    return found
 
 
 def _config_of(model: Model) -> dict[str, Any]:

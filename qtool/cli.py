@@ -186,19 +186,12 @@ def sensitivity(model: str, choices: str, **options: Any) -> None:
     What a scheme costs a layer is measured on the model's output; the recipe stays under a size.
     """
     from qtool import api
-    from qtool.pipeline.sensitivity import Point
 
     with progress.Shown("measure", "group") as shown:
         found = api.sensitivity(model, comma_separated([choices]), progress=shown, **options)
-    every = [*found.curve, *found.uniform.values()]
-    points: dict[Point, list[str]] = {point: [] for point in every}
-    for choice, point in found.uniform.items():
-        points[point].append(f"all {choice}")
-    points[found.chosen].append("chosen")
     rows = [
-        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", ", ".join(what))
-        for point, what in sorted(points.items(), key=lambda row: row[0].bits)
-        if point.measured is not None
+        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
+        for point, what in found.measured()
     ]
     click.echo(render(("bits a weight", "KL predicted", "measured", ""), rows))
 

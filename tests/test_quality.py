@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data import corpora
-from qtool.data.windows import windows
+from qtool.data.windows import cut, token_ids
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.recipes import Recipe
@@ -25,8 +25,9 @@ from qtool.runtime.load import load, load_tokenizer
 @cache
 def tokens(split: str, samples: int) -> torch.Tensor:
     """``[samples, 512]`` of the demo's own text; calibration and evaluation never share any."""
-    documents = corpora.load("demo", split=split).documents
-    return windows(documents, load_tokenizer(DEMO), samples=samples, seqlen=512, vocabulary=4096)
+    text = corpora.load("demo", split=split).text
+    ids = token_ids(text, load_tokenizer(DEMO), 4096)
+    return cut(ids, samples=samples, seqlen=512, vocabulary=4096)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qtool
 from qtool.data import corpora
-from qtool.data.windows import windows
+from qtool.data.windows import cut, token_ids
 from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
 from qtool.runtime.load import load
@@ -96,12 +96,15 @@ def stored(directory: Path, base: PreTrainedModel) -> PreTrainedModel:
 def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
     """The windows that qtool draws with its seed 0, as batches of one."""
     source = Checkpoint(resolve(arguments.model))
-    ids = windows(
-        corpora.load(arguments.calib, split="train").documents,
-        AutoTokenizer.from_pretrained(source.directory),
+    text, vocabulary = (
+        corpora.load(arguments.calib, split="train").text,
+        source.config["vocab_size"],
+    )
+    ids = cut(
+        token_ids(text, AutoTokenizer.from_pretrained(source.directory), vocabulary),
         samples=arguments.samples,
         seqlen=arguments.seqlen,
-        vocabulary=source.config["vocab_size"],
+        vocabulary=vocabulary,
         seed=SEED,
     )
     return [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]

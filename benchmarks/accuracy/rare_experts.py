@@ -39,6 +39,7 @@ def recipe_of(scheme: str, least: int) -> recipes.Recipe:
 
 
 def stacks(model: PreTrainedModel) -> dict[str, SeparateExperts]:
+    """All experts of each block, by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, SeparateExperts)}
 
 
@@ -67,6 +68,7 @@ def inputs(model: PreTrainedModel, windows: Tensor) -> dict[str, list[Tensor]]:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, windows: Tensor) -> float:
+    """Of all ``windows [B, S]``, eight at a time."""
     losses = [model(w, labels=w).loss for w in windows.split(8)]
     return math.exp(float(torch.stack(losses).mean()))
 

@@ -7,9 +7,7 @@
 """
 
 import argparse
-import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
-from qtool.serving.bench import LONG, SHORT
+from qtool.serving.bench import LONG, SHORT, timed
 from qtool.table import render
 
 EPSILON = 1e-5
@@ -35,6 +33,7 @@ def residual_norm(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Te
 
 
 def silu_up(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of both in one tensor, which vLLM compiles."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -94,7 +93,7 @@ def kernels() -> None:
 def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
     """Milliseconds of a decode step at each batch size."""
     from qtool.serving.vllm import fusion
-    from qtool.serving.vllm.engine import answers, engine, greedy
+    from qtool.serving.vllm.engine import engine
 
     counts: Counter[str] = Counter()
     fuse = fusion.fuse
@@ -114,15 +113,7 @@ def steps(directory: Path, batches: list[int], *, unfused: bool) -> None:
         max_num_batched_tokens=8192,
         max_num_seqs=max(batches),
     )
-    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
-    random = torch.Generator().manual_seed(0)
-
-    def seconds(batch: int, tokens: int) -> float:
-        prompts = torch.randint(3, vocabulary, (batch, INPUT_TOKENS), generator=random).tolist()
-        start = time.perf_counter()
-        answers(llm, prompts, greedy(tokens))
-        return time.perf_counter() - start
-
+    seconds = timed(llm, INPUT_TOKENS)
     how = "unfused" if unfused else "fused"
     for batch in batches:
         seconds(batch, 4)

@@ -12,7 +12,6 @@ alone.
 import argparse
 import json
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from qtool.bench.cuda_graphs import BANDWIDTH, HALF_OPERATIONS, OPERATIONS, floo
 from qtool.bench.stored import store
 from qtool.format import native_format
 from qtool.models import Heads, family_of
+from qtool.serving.bench import timed
 from qtool.table import render
 
 #: kinds of kernels by a regex on their names; the first that matches holds
@@ -102,7 +102,7 @@ def profiled(run: Callable[[int], object]) -> dict[str, dict[str, tuple[float, f
 
 def measure(directory: Path, batches: list[int], tokens: int) -> dict[int, dict[str, Any]]:
     """By batch size: ``ms`` of a step, and its ``kernels`` as :func:`profiled` has them."""
-    from qtool.serving.vllm.engine import answers, engine, greedy
+    from qtool.serving.vllm.engine import engine
 
     llm = engine(
         directory,
@@ -110,15 +110,7 @@ def measure(directory: Path, batches: list[int], tokens: int) -> dict[int, dict[
         max_num_batched_tokens=8192,
         max_num_seqs=max(batches),
     )
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    random = torch.Generator().manual_seed(0)
-
-    def seconds(batch: int, generated: int) -> float:
-        prompts = torch.randint(3, vocabulary, (batch, tokens), generator=random).tolist()
-        start = time.perf_counter()
-        answers(llm, prompts, greedy(generated))
-        return time.perf_counter() - start
-
+    seconds = timed(llm, tokens)
     found = {}
     for batch in batches:
         seconds(batch, 4)

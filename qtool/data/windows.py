@@ -5,38 +5,26 @@ The documents are joined by blank lines, tokenized at once and cut into consecut
 tokenizer and seed give the same tokens.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qtool.data.corpora import joined
 from qtool.errors import QtoolError
 
 
-def windows(
-    documents: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    samples: int,
-    seqlen: int,
-    vocabulary: int,
-    seed: int = 0,
-    name: str = "the text",
-) -> Tensor:
-    """Token ids ``[at most samples, seqlen]`` of ``documents``, which a user calls ``name``.
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor:
+    """Token ids ``[tokens]`` of ``text``.
 
     Raises:
-        QtoolError: the text is shorter than one window, or the tokenizer is not the model's.
+        QtoolError: the tokenizer is not that of a model with ``vocabulary`` tokens.
     """
-    ids = tokenizer(joined(documents), return_tensors="pt", verbose=False)["input_ids"][0]
+    ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
     if len(ids) and int(ids.max()) >= vocabulary:
         raise QtoolError(
             f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "
             f"{vocabulary - 1}"
         )
-    return cut(ids, samples=samples, seqlen=seqlen, vocabulary=vocabulary, seed=seed, name=name)
+    return ids
 
 
 def cut(

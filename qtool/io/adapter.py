@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.io.finite import finite
-from qtool.io.safetensors import Computed, Entry, Within, read, read_header
+from qtool.io.safetensors import Computed, Entry, read, read_header
 from qtool.io.source import provenance, read_json, resolve
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -172,7 +172,7 @@ class Adapter:
         if isinstance(before.computed, Cast):
             return before
         if before.within and before.within.transposed:  # of Conv1D
-            entry = _transposed(entry)
+            entry = entry.turned()
         if before.shape != entry.shape:
             raise QtoolError(
                 f"{self.directory}: {name} is {list(entry.shape)}, and the model's is "
@@ -196,7 +196,7 @@ class Adapter:
                 f"{self.directory}: {module} has A {list(a.shape)} and B {list(b.shape)}; of rank "
                 f"{rank} for a weight {list(weight.shape)} they are expected"
             )
-        left, right = (_transposed(a), _transposed(b)) if turned else (b, a)
+        left, right = (a.turned(), b.turned()) if turned else (b, a)
         computed = Merged((weight, left, right), scaling)
         return Entry(weight.path, weight.dtype, weight.shape, weight.start, computed=computed)
 
@@ -214,11 +214,6 @@ class Adapter:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         return default
-
-
-def _transposed(entry: Entry) -> Entry:
-    within = Within(entry.shape, transposed=True)
-    return Entry(entry.path, entry.dtype, entry.shape[::-1], entry.start, within)
 
 
 def _convert(path: Path) -> str:

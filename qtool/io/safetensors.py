@@ -102,6 +102,10 @@ class Entry:
             return replace(one, computed=self.computed.matrix(number))
         return replace(one, start=self.start + number * one.nbytes)
 
+    def turned(self) -> "Entry":
+        """The transpose of a matrix."""
+        return replace(self, shape=self.shape[::-1], within=Within(self.shape, transposed=True))
+
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a file, after checking that header and length agree.

@@ -282,6 +282,11 @@ def provenance(directory: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        QtoolError: it cannot be read, or holds something else.
+    """
     try:
         value = json.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:

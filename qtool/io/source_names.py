@@ -61,7 +61,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     for name in family.transposed & entries.keys():
         stored = entries[name]
         if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # adopted once
-            entries[name] = _transposed(stored)
+            entries[name] = stored.turned()
     if names := family.experts:
         for block in range(model.blocks):
             _adopt_experts(
@@ -102,10 +102,6 @@ def _rows_of(stored: Entry, part: RowsOf) -> Entry:
         raise QtoolError(f"{part.name} has {stored.shape[0]} rows, of which {part.count} are read")
     shape = (part.count, *stored.shape[1:])
     return replace(stored, shape=shape, within=Within(stored.shape, order=part.rows))
-
-
-def _transposed(stored: Entry) -> Entry:
-    return replace(stored, shape=stored.shape[::-1], within=Within(stored.shape, transposed=True))
 
 
 def _joined(parts: list[Entry]) -> Entry:

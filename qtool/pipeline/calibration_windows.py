@@ -22,8 +22,7 @@ from qtool.data.calibration_input import TokenIds
 from qtool.data.chat import render
 from qtool.data.continuation import Journal, continued
 from qtool.data.mix import CalibrationMix, Part, facts, interleave, parse_mix
-from qtool.data.windows import cut
-from qtool.data.windows import windows as cut_text
+from qtool.data.windows import cut, token_ids
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.output import Output
@@ -162,9 +161,9 @@ class Windows(Calibration):
         if isinstance(part.data, TokenIds):
             return cut(part.data.ids, **how), part.data.sha256
         tokenizer = load_tokenizer(self.source.directory)
-        documents = render(part.data.read(), tokenizer, part.data.name)
-        text = corpora.joined(documents)
-        return cut_text(documents, tokenizer, **how), hashlib.sha256(text.encode()).hexdigest()
+        text = corpora.joined(render(part.data.read(), tokenizer, part.data.name))
+        ids = token_ids(text, tokenizer, how["vocabulary"])
+        return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
 
     def _continued(self, ids: Tensor) -> Tensor:
         """The windows ``ids``, continued by the float model after their first tokens.

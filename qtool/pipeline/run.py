@@ -62,8 +62,8 @@ def run(
         exported_formats(targets.get(export_format), job.format, source.config | untied)
     calibration = None
     if job.needs_data:
-        text = ("demo" if directory == DEMO else "wikitext2") if text is None else text
-        calibration = _calibration(source, job, text, options, device)
+        given = default_text(directory) if text is None else text
+        calibration = _calibration(source, job, given, options, device)
     quantize(
         source,
         recipe,
@@ -112,6 +112,11 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
         named = Path(abspath(local))  # a link is named, not what it leads to
         return named.with_name(f"{named.name}-{scheme}")
     return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
+
+
+def default_text(directory: Path) -> str:
+    """The calibration text of a model where none is given."""
+    return "demo" if directory == DEMO else "wikitext2"
 
 
 def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:

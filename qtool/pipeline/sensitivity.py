@@ -7,24 +7,32 @@ scheme everywhere, the change that saves most divergence a bit is made until the
 the greedy solution of the multiple-choice knapsack (Sinha and Zoltners, 1979).
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool import recipes
+from qtool.data.mix import CalibrationMix
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.quantize import job_of
+from qtool.pipeline.run import default_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.recipes.schema import LayerRule
+from qtool.runtime.load import load
 
 SIXTEEN = "none"
 #: points of the curve whose divergence is measured
@@ -65,6 +73,18 @@ class Sensitivity:
     curve: list[Point]
     uniform: dict[str, Point]
     options: dict[str, list[Option]]
+
+    def measured(self) -> list[tuple[Point, str]]:
+        """The points whose divergence was measured, by bits, and what each of them is."""
+        points: dict[Point, list[str]] = {
+            point: []
+            for point in (*self.curve, *self.uniform.values())
+            if point.measured is not None
+        }
+        for choice, point in self.uniform.items():
+            points[point].append(f"all {choice}")
+        points[self.chosen].append("chosen")
+        return [(p, ", ".join(points[p])) for p in sorted(points, key=lambda point: point.bits)]
 
 
 def rules_of(choices: Sequence[str]) -> dict[str, LayerRule]:
@@ -232,6 +252,52 @@ def sensitivity(
         f"{job.full(block, ', '.join(linears))}": of for (block, linears), of in options.items()
     }
     return Sensitivity(recipe, curve[best], curve, uniform, named)
+
+
+def write_recipe(
+    directory: Path,
+    choices: Sequence[str],
+    budget_bits: float,
+    out: Path,
+    *,
+    recipe: str,
+    text: "CalibrationMix | None",
+    data_dir: Path | None,
+    samples: int | None,
+    seqlen: int,
+    seed: int,
+    device: str,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """:func:`sensitivity` of the model in ``directory``, and its two files: see the public API.
+
+    Args:
+        recipe: the variant whose methods, of the first choice that quantizes, are taken.
+        text: the calibration text, by default as of :func:`qtool.pipeline.run.run`.
+
+    Raises:
+        QtoolError: anything wrong with the input, or a file that exists.
+    """
+    facts_file = out.with_suffix(".json")
+    for path in (out, facts_file):  # what takes long is measured first, and written last
+        if path.exists():
+            raise QtoolError(f"{path} exists already; choose another --out or remove it")
+    if facts_file == out or not out.parent.is_dir():
+        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
+    rules = rules_of(choices)
+    scheme = next(choice.partition(":")[0] for choice, rule in rules.items() if rule.scheme)
+    source = Checkpoint(directory)
+    job, plain = (job_of(source, recipes.load(scheme, name)) for name in (recipe, "fast"))
+    given = default_text(directory) if text is None else text
+    cut: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed}
+    windows = calibration(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
+    model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
+    found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
+    out.write_text(recipes.as_yaml(found.recipe))
+    facts = {"calibration": windows.facts, **asdict(found)}
+    del facts["recipe"]
+    facts_file.write_text(json.dumps(facts, indent=1))
+    return found
 
 
 def _groups(job: Job, model: PreTrainedModel) -> list[Group]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,28 @@ def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any
     return rows
 
 
+def timed(llm: Any, input_tokens: int) -> Callable[[int, int], float]:
+    """A function of sequences and tokens: the seconds that ``llm`` takes to generate these tokens.
+
+    Each sequence has a prompt of ``input_tokens`` random ids, another one at each call.
+    """
+    import torch
+
+    from qtool.serving.vllm.engine import answers, greedy
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    random = torch.Generator().manual_seed(0)
+
+    def seconds(sequences: int, tokens: int) -> float:
+        shape = sequences, input_tokens
+        prompts = torch.randint(3, vocabulary, shape, generator=random).tolist()
+        start = time.perf_counter()
+        answers(llm, prompts, greedy(tokens))
+        return time.perf_counter() - start
+
+    return seconds
+
+
 def measure(
     model: str,
     options: dict[str, Any],
@@ -180,9 +202,8 @@ def measure(
     """In a process with vLLM: the figures of one engine at each batch size that fits."""
     import torch
 
-    from qtool.serving.vllm.engine import answers, engine, greedy
+    from qtool.serving.vllm.engine import engine
 
-    vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     length = input_tokens + max(LONG, output_tokens) + 1
     settings: dict[str, Any] = {
         "max_model_len": length,
@@ -194,14 +215,7 @@ def measure(
     llm = engine(model, **(settings | options))
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size // length
-    random = torch.Generator().manual_seed(0)
-
-    def seconds(batch: int, tokens: int) -> float:
-        prompts = torch.randint(3, vocabulary, (batch, input_tokens), generator=random).tolist()
-        start = time.perf_counter()
-        answers(llm, prompts, greedy(tokens))
-        return time.perf_counter() - start
-
+    seconds = timed(llm, input_tokens)
     rows = []
     for batch in batches:
         if batch > room:

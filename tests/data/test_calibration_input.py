@@ -13,7 +13,7 @@ from pyarrow import parquet
 from qtool.data import corpora
 from qtool.data.calibration_input import Documents, TokenIds, parse
 from qtool.data.chat import render
-from qtool.data.windows import cut, windows
+from qtool.data.windows import cut, token_ids
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO
 from qtool.runtime.load import load_tokenizer
@@ -78,7 +78,7 @@ def test_windows_are_those_of_the_text(tokenizer: Any) -> None:
     """Text, its token ids, and the windows themselves give the same."""
     text = corpora.load("demo", split="train").documents[0][:9000]
     asked = {"samples": 5, "seqlen": 32, "vocabulary": len(tokenizer), "seed": 1}
-    found = windows([text], tokenizer, **asked)
+    found = cut(token_ids(text, tokenizer, len(tokenizer)), **asked)
     assert found.shape == (5, 32)
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     assert torch.equal(cut(ids, **asked), found)
