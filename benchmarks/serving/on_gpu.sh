@@ -251,7 +251,7 @@ requests) # random requests, all at once and one at a time, and a model that is 
     for kv in kv4 kv8; do
         { step "random-$kv" 120 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq "$DATA/random-$kv" \
             --kv $kv --layers 8 &&
-            step "requests-$kv" 170 python3 benchmarks/serving/requests_vllm.py "$DATA/random-$kv" --requests ${2:-2000} \
+            step "requests-$kv" ${LIMIT:-170} python3 benchmarks/serving/requests_vllm.py "$DATA/random-$kv" --requests ${2:-2000} \
                 --alone 100; } &
     done
     memorize

@@ -38,6 +38,24 @@ def test_one_launch_multiplies_as_each_linear_does(linears, transposed, monkeypa
         assert linears[0].weight.data_ptr() == whole.data_ptr()
 
 
+@torch.no_grad()
+@pytest.mark.cuda
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gpu_multiplies_all_experts_in_one_launch(linears, transposed):
+    linears = [linear.cuda() for linear in linears]
+    if transposed:
+        whole = torch.stack([linear.weight.mT.contiguous() for linear in linears])
+        for linear, own in zip(linears, whole, strict=True):
+            linear.weight = nn.Parameter(own.mT)
+    for counts in (COUNTS, [0, 0, 9, 0], [300, 1, 0, 77]):
+        x = torch.randn(sum(counts), 16, dtype=torch.bfloat16, device="cuda")
+        assert grouped.runs_grouped(x, linears[0].weight)
+        parts = segments(x, counts)
+        expected = torch.cat([own(part) for own, part in zip(linears, parts, strict=True)])
+        found = grouped_linear(linears, x, parts)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_weights_become_parts_of_one_tensor_once(linears):
     expected = torch.stack([linear.weight.detach() for linear in linears])
     stack = stacked(linears)
