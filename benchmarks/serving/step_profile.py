@@ -4,16 +4,18 @@
     [--json FILE]
 
 The floor is what an H200 needs to move the bytes once, or for the arithmetic. A kind without one
-does work that a perfect step would hide in another kernel. What a step takes beyond the sum of its
-kernels is `idle`: the GPU waits, for a launch or for the host. Without a GPU the floors are printed
-alone.
+does work that a perfect step would hide in another kernel. Kernels overlap, since the next one of
+the stream is let in while one drains: a kernel's time begins where those before it have ended. What
+a step takes beyond the sum is `idle`: the GPU waits, for a launch or for the host. Without a GPU
+the floors are printed alone.
 """
 
 import argparse
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +90,9 @@ def profiled(run: Callable[[int], object]) -> dict[str, dict[str, tuple[float, f
     for tokens in (SHORT, LONG):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run(tokens)
-        events: Any = profile.key_averages()
-        totals.append({event.key: (event.count, event.device_time_total) for event in events})
+        events: Any = profile.events()
+        ran = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
+        totals.append(apart((e.name, e.time_range.start, e.time_range.end) for e in ran))
     short, long = totals
     found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for name, (count, us) in long.items():
@@ -97,6 +100,20 @@ def profiled(run: Callable[[int], object]) -> dict[str, dict[str, tuple[float, f
         launches, spent = count - count_before, us - us_before
         if spent > 0:
             found[kind_of(name)][name] = launches / (LONG - SHORT), spent / (LONG - SHORT)
+    return dict(found)
+
+
+def apart(kernels: Iterable[tuple[str, float, float]]) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds by name of kernels, given with their start and end.
+
+    What two of them share is the earlier one's: the later one waits for it.
+    """
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    done = -math.inf
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1:]):
+        count, us = found[name]
+        found[name] = count + 1, us + max(0.0, end - max(start, done))
+        done = max(done, end)
     return dict(found)
 
 
