@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
-from qtool.kernels.build import ARCHS, Build, cubin
+from qtool.kernels.build import ARCHS, CAPABILITIES, Build, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -31,6 +31,8 @@ FUSIONS = ("none", "rms-norm", "silu-up")
 ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_CHANNELS = 32768
+#: a row of more channels is shared by the blocks of a cluster, on Hopper
+WIDE, CLUSTER = 8192, 8
 #: of the kernels in csrc/activation: x, residual, their sum, what else is read, the outputs, M, K,
 #: epsilon
 PARAMETERS = struct.Struct("<8Q2if4x")
@@ -91,7 +93,8 @@ class QuantizeActivation(NamedTuple):
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
         x, order = self.x, self.order
-        source = definition(self.k, x.dtype, self.fusion, order is not None)
+        capability = compute_capability(x.device)
+        source = definition(self.k, x.dtype, self.fusion, order is not None, capability)
         plan = RowPlan(source, (order, self.norm), self.k, self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *out))
 
@@ -149,6 +152,7 @@ class RowPlan:
             raise QtoolError(f"{_entry(name)}: needs sm_80 or newer, {device} is sm_{major}{minor}")
         self.kernel = _kernel(name, tuple(defines.items()), f"sm_{major}{minor}", device.index)
         self.device, self.overlap, self.threads = device, major >= 9, defines["THREADS"]
+        self.blocks = defines["CLUSTER"]  # of a row
         self.tensors = tensors  # whose addresses are in the parameters
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
@@ -160,7 +164,15 @@ class RowPlan:
         if m:
             numbers = (m, self.k, self.epsilon)
             parameters = PARAMETERS.pack(x, *residual, *self.addresses, *out, *numbers)
-            launch(self.kernel, m, self.threads, 0, parameters, self.device, overlap=self.overlap)
+            launch(
+                self.kernel,
+                m * self.blocks,
+                self.threads,
+                0,
+                parameters,
+                self.device,
+                overlap=self.overlap,
+            )
 
 
 def _entry(source: str) -> str:
@@ -173,24 +185,30 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...], arch: str, device
     return load(cubin(source, "", dict(defines), arch), _entry(source), 0, device)
 
 
-def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> Source:
-    """Source name, prologue and macros of one kernel."""
-    return "activation/quantize_activation", "", row_definition(k, dtype, fusion, gather)
+def definition(
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, capability: tuple[int, int]
+) -> Source:
+    """Source name, prologue and macros of one kernel for GPUs of ``capability``."""
+    cluster = CLUSTER if k > WIDE and capability == (9, 0) else 1
+    return "activation/quantize_activation", "", row_definition(k, dtype, fusion, gather, cluster)
 
 
-def row_definition(k: int, dtype: torch.dtype, fusion: str, gather: bool) -> dict[str, int]:
-    """Macros of csrc/activation/activation_row.cuh for rows held in registers."""
+def row_definition(
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, cluster: int = 1
+) -> dict[str, int]:
+    """Macros of csrc/activation/activation_row.cuh: ``cluster`` blocks hold a row in registers."""
     # a few rows take as long as one thread's values, many want several blocks a multiprocessor
-    threads = next((t for t in (128, 256, 512) if k <= 8 * t), 512 if k <= 32 * 512 else 1024)
-    pieces = -(-k // (8 * threads))
+    part = -(-k // cluster)
+    threads = next((t for t in (128, 256, 512) if part <= 8 * t), 512 if part <= 32 * 512 else 1024)
+    pieces = -(-part // (8 * threads))
     defines = {"DTYPE": DTYPES[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": int(gather)}
-    return defines | {"THREADS": threads, "PIECES": pieces}
+    return defines | {"THREADS": threads, "PIECES": pieces, "CLUSTER": cluster}
 
 
 def builds() -> Iterator[Build]:
     """Each fusion at a short and a long row, on each architecture."""
     for arch, fusion, k in product(ARCHS, FUSIONS, (64, 4096, MOST_CHANNELS)):
-        source = definition(k, torch.bfloat16, fusion, gather=True)
+        source = definition(k, torch.bfloat16, fusion, True, CAPABILITIES[arch])
         yield Build(
             f"quantize_activation {fusion} K={k}", arch, source, source[2]["THREADS"], calls=True
         )

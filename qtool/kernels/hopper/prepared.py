@@ -15,6 +15,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import RowPlan, definition
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
+from qtool.kernels.launch import compute_capability
 
 #: shapes of inputs whose plans are kept; a server's batches and a prompt's lengths fit
 MOST_PLANS = 256
@@ -64,7 +65,8 @@ class PreparedLinear:
         (self.n, self.k), self.device = shape, weight.scale1.device
         weight_of_norm, epsilon = norm
         fusion = "none" if weight_of_norm is None else "rms-norm"
-        source = definition(self.k, dtype, fusion, order is not None)
+        capability = compute_capability(self.device)
+        source = definition(self.k, dtype, fusion, order is not None, capability)
         self.rows = RowPlan(source, (order, weight_of_norm), self.k, epsilon, self.device)
         self.plans: dict[torch.Size, Buffers] = {}
         # what Inductor's code allocates with: half the time of torch.empty, on the current device

@@ -1,4 +1,4 @@
-// Per-token s8 quantization of one row a block: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
+// Per-token s8 quantization of one row a cluster of blocks: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
 #include "activation/activation_row.cuh"
 
 struct Params {
@@ -10,11 +10,16 @@ struct Params {
     float epsilon;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER)
+#endif
+        quantize_activation(const __grid_constant__ Params p) {
     __shared__ float scratch[THREADS / 32];
+    open_exchange();
     grid_wait();
     grid_release();
-    const u64 row = blockIdx.x;
+    const u64 row = row_of_block();
     float y[PIECES][8];
     load_row(y, p.in, row, p.k, p.epsilon, scratch);
 
@@ -23,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation(const 
     for (int i = 0; i < PIECES; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = fmaxf(top, fabsf(y[i][j]));
-    top = reduce<kMax>(top, scratch);
+    top = reduce<kTop>(top, scratch);
     const float scale = top > 0.f ? top / 127.f : 1.f;
 
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
-        const int column = (i * THREADS + threadIdx.x) * 8;
+        const int column = column_of(i);
         if (column >= p.k) continue;
         u32 packed[2] = {0, 0};
 #pragma unroll
@@ -41,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activation(const 
         *reinterpret_cast<uint2*>(p.codes + row * p.k + column) = make_uint2(packed[0], packed[1]);
     }
     if (p.sum) {
-        sum = reduce<kSum>(sum, reinterpret_cast<int*>(scratch));
-        if (threadIdx.x == 0) p.sum[row] = sum;
+        sum = reduce<kSumOfCodes>(sum, reinterpret_cast<int*>(scratch));
+        if (threadIdx.x == 0) p.sum[row] = sum;  // all blocks of a row write the same
     }
     if (threadIdx.x == 0) p.scale[row] = scale;
 }

@@ -30,7 +30,7 @@ __device__ __forceinline__ void group_tops(float (&top)[PIECES], const float (&y
         float all = top[0];
 #pragma unroll
         for (int i = 1; i < PIECES; ++i) all = fmaxf(all, top[i]);
-        all = reduce<kMax>(all, scratch);
+        all = reduce<kTop>(all, scratch);
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) top[i] = all;
     }

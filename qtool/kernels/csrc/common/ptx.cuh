@@ -137,6 +137,11 @@ __device__ __forceinline__ void send(u32 there, u32 bar_there, const T* v) {
                  : "memory");
 }
 
+template <class T>
+__device__ __forceinline__ void send_word(u32 there, u32 bar_there, T v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %2, [%1];" ::"r"(there), "r"(bar_there), "r"(bits(v)) : "memory");
+}
+
 // ---- grids that overlap (programmatic dependent launch); no effect on a plain launch, none before Hopper ----
 //
 // A kernel of this project calls grid_release after grid_wait, and none writes weights. So when a GEMM runs, all but the
