@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from qtool.calibration.expert_tokens import NOTE
 from qtool.eval.channel_range import ChannelRange, role
 from qtool.eval.compare import Delta, compare
 from qtool.eval.kv_error import KVError
@@ -85,6 +86,21 @@ class Gain:
     least: float
     median: float
     greatest: float
+
+
+@dataclass(frozen=True)
+class Expert:
+    """An expert of a mixture: the calibration tokens that it observed, and its largest error.
+
+    ``routed`` tokens were its own, ``added`` ones others' (``min_expert_tokens``). ``error`` is the
+    largest of its linears'; None where none is recorded.
+    """
+
+    block: int
+    name: str
+    routed: int
+    added: int
+    error: float | None
 
 
 @dataclass(frozen=True)
@@ -189,6 +205,21 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
         if "distill" in notes
     }
     return LayerErrors("block output", "distill", {"whole block": losses}) if losses else None
+
+
+def experts(blocks: Sequence[Mapping[str, Any]]) -> list[Expert]:
+    """All experts whose calibration tokens are recorded, in the order of the blocks."""
+    found = []
+    for block, notes in enumerate(blocks):
+        errors = [
+            (linear, note[key])
+            for method, (_, key) in NOTED.items()
+            for linear, note in notes.get(method, {}).items()
+        ]
+        for name, tokens in notes.get(NOTE, {}).items():
+            own = [error for linear, error in errors if linear.startswith(f"{name}.")]
+            found.append(Expert(block, name, **tokens, error=max(own, default=None)))
+    return found
 
 
 def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:

@@ -16,7 +16,7 @@ import qtool
 from qtool.eval.channel_range import ChannelRange, outlier
 from qtool.eval.results import INTERVAL
 from qtool.report import commands, glossary, plots
-from qtool.report.data import Quality, Report, Size, gains
+from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
 
 #: bytes a second that a decode step of one token can read at most, on an NVIDIA H200
@@ -64,6 +64,7 @@ def view(report: Report) -> dict[str, Any]:
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",
         "gains": gains(record.get("blocks", [])),
+        "experts": experts(record.get("blocks", [])),
         "ranges": [ranges(one) for one in report.ranges],
         "cache": cache(report),
         "commands": commands.commands(report),

@@ -30,7 +30,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.report import build, glossary
 from qtool.report import commands as report_commands
 from qtool.report.build import collect, report, weight_errors
-from qtool.report.data import gains, quality, recorded_errors
+from qtool.report.data import Expert, experts, gains, quality, recorded_errors
 from qtool.report.page import render
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
@@ -225,6 +225,23 @@ def test_the_written_recipe_makes_the_same_format(quantized):
     found.provenance["recipe"]["min_expert_tokens"] = 20  # which a mixture's has
     again = recipes.parse(yaml.safe_load(report_commands.recipe_file(found)), "again")
     assert again.min_expert_tokens == 20
+
+
+def test_every_expert_has_its_tokens_and_its_error(made):
+    found = collect(made, None, "cpu")
+    tokens = {"moe.1": {"routed": 0, "added": 8}, "moe.10": {"routed": 1234, "added": 0}}
+    linears = {"moe.1.up": 0.25, "moe.1.down": 0.5, "moe.10.up": 0.125, "q": 0.75}
+    errors = {name: {"error": error} for name, error in linears.items()}
+    found.provenance["blocks"] = [{}, {"expert tokens": tokens, "gptq": errors}]
+    assert experts(found.provenance["blocks"]) == [
+        Expert(1, "moe.1", 0, 8, 0.5),
+        Expert(1, "moe.10", 1234, 0, 0.125),
+    ]
+    page = Page(render(found))
+    assert not page.open
+    assert "Calibration routed tokens to 1 of 2 experts. 1 of them had few, or none" in page.words
+    for shown in ("moe.10", "1,234", "0.5000", "0.1250"):
+        assert shown in page.words
 
 
 def test_a_built_in_recipe_needs_no_file(base, tmp_path):
