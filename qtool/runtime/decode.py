@@ -6,8 +6,9 @@ tensors stay where they are, unless a call says otherwise, and a ``forward`` tha
 step over such a cache and replays it from then on. Nothing is compiled, and a replay launches what
 the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
 
-Attention of one token reads a range of each sequence's tokens, in a kernel that splits long ranges
-over the GPU: transformers' own path repeats the keys of grouped queries in memory.
+Attention of one token reads a range of each sequence's tokens, all of them or a sliding window, in
+a kernel that splits long ranges over the GPU: transformers' own path repeats the keys of grouped
+queries in memory.
 
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
 """
@@ -22,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
@@ -42,8 +43,11 @@ OWN_CACHE = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
 )
-#: attention options beside the softmax over a range
-UNKNOWN_TO_RANGES = ("softcap", "s_aux", "position_bias")
+#: attention options that change nothing for one query over a range of keys; a layer's window is in
+#: its ranges
+KNOWN_TO_RANGES = {"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"}
+#: kinds of layers whose queries see a range of tokens
+RANGED = {"full_attention", "sliding_attention"}
 
 #: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
 Ranges = tuple[Tensor, Tensor, Tensor]
@@ -52,9 +56,13 @@ Ranges = tuple[Tensor, Tensor, Tensor]
 class StaticTokens(StaticLayer):
     """A layer of a static cache with memory ``[B, C, H, D]``, as attention over ranges reads it.
 
-    To everyone else the tensors are ``[B, H, C, D]``, as of any layer. A sliding window is in the
-    mask.
+    To everyone else the tensors are ``[B, H, C, D]``, as of any layer. It keeps all tokens, also
+    those before its sliding ``window``, which the mask hides.
     """
+
+    def __init__(self, max_cache_len: int, window: int | None = None) -> None:
+        super().__init__(max_cache_len)
+        self.window = window if window and window < max_cache_len else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -77,26 +85,41 @@ def _tokens_first(x: Any) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def keep_tokens(cache: StaticCache, window: int | None) -> None:
+    """Make the layers of a cache that nothing was written to :class:`StaticTokens`, if all can be.
+
+    Where all layers slide, those of transformers are no longer than their ``window``, and the
+    cache's own length is known only below that.
+    """
+    layers: Any = cache.layers
+    lengths = [layer.max_cache_len for layer in layers]
+    windows = [layer.max_cache_len if layer.is_sliding else None for layer in layers]
+    known = None in windows or max(lengths) < (window or 0)
+    if known and {type(layer) for layer in layers} <= {StaticLayer, StaticSlidingWindowLayer}:
+        cache.layers = [StaticTokens(max(lengths), window) for window in windows]
+
+
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    key_ranges: Ranges | None = None,
+    key_ranges: list[Ranges] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: output ``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]``.
 
-    Without ``key_ranges`` it is the one of torch's SDPA, for any number of queries.
+    Without ``key_ranges``, those of each layer, it is torch's SDPA for any number of queries.
     """
-    if key_ranges is None or any(kwargs.get(name) is not None for name in UNKNOWN_TO_RANGES):
-        return sdpa_attention_forward(  # type: ignore[return-value]
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    return attention_over_ranges(query, key, value, key_ranges, scaling), None
+    unknown = {name for name, given in kwargs.items() if given is not None} - KNOWN_TO_RANGES
+    if key_ranges is not None and not unknown and key.shape == value.shape:
+        return attention_over_ranges(query, key, value, key_ranges[module.layer_idx], scaling), None
+    return sdpa_attention_forward(  # type: ignore[return-value]
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
 
 
 def attention_over_ranges(
@@ -129,6 +152,23 @@ def ranges_of(mask: Tensor) -> Ranges:
     return numbers, starts, shown.sum(-1, dtype=torch.int32)
 
 
+def last_of(ranges: Ranges, window: int | None) -> Ranges:
+    """The last ``window`` tokens of each of ``ranges``; all without a window."""
+    if window is None:
+        return ranges
+    numbers, starts, used = ranges
+    hidden = nn.functional.pad((used - window).clamp_min(0), (0, 1))
+    return numbers, starts + hidden, used.clamp_max(window)
+
+
+def mask_of(ranges: Ranges, capacity: int) -> Tensor:
+    """The mask, bool ``[B, 1, 1, C]``, that shows ``ranges``."""
+    numbers, starts, used = ranges
+    first = (starts - numbers * capacity)[:-1, None]  # [B, 1]
+    at = torch.arange(capacity, device=first.device)
+    return ((at >= first) & (at < first + used[:, None]))[:, None, None]
+
+
 def are_ranges(mask: Tensor) -> Tensor:
     """Whether ``mask``, bool ``[B, 1, 1, C]``, shows one range of each sequence: bool ``[B]``."""
     shown = mask[:, 0, 0]
@@ -138,19 +178,23 @@ def are_ranges(mask: Tensor) -> Tensor:
 def graph_decoding(model: PreTrainedModel) -> bool:
     """Let ``model``, on a CUDA device, decode by graphs; whether its architecture can.
 
-    Not if a step does something that depends on data (mixtures of experts), attends to more than a
-    range of tokens or otherwise than by a plain softmax, or keeps its KV cache quantized.
+    Not if a step does something that depends on data (mixtures of experts), attends otherwise than
+    by a plain softmax, or keeps its KV cache quantized.
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    own, window = type(model).forward, getattr(config, "sliding_window", None)
+    taken = inspect.signature(own).parameters.values()
     plain = (
-        (family := family_of(model.config)).experts is None
-        and not family.derived
+        family_of(model.config).experts is None
         and getattr(model, "_can_compile_fullgraph", False)
         and getattr(decoder, "_supports_attention_backend", False)
         and decoder.config._attn_implementation == "sdpa"
         and not hasattr(decoder, "kv_quantizer")
-        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and set(getattr(config, "layer_types", None) or ()) <= RANGED
         and not getattr(config, "attn_logit_softcapping", None)
+        and not getattr(config, "num_kv_shared_layers", None)
+        and not getattr(config, "attention_chunk_size", None)
+        and any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
         and Heads.of(config).dim % 8 == 0
         and Heads.of(config).dim <= 256
         and model.dtype in HALF
@@ -161,17 +205,17 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     decoder.config._attn_implementation = NAME
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
     masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    model.create_masks_for_generate = partial(_step_mask, masks)  # type: ignore[assignment]
-    own = type(model).forward
+    model.create_masks_for_generate = partial(_step_mask, masks, window)  # type: ignore[assignment]
 
     @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache: Any = kwargs.get("past_key_values")
-        if args or type(cache) is not StaticCache or torch.compiler.is_compiling():
+        if type(cache) is not StaticCache or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
         if not cache.is_initialized:
-            layers: Any = cache.layers
-            cache.layers = [StaticTokens(layer.max_cache_len) for layer in layers]
+            keep_tokens(cache, window)
+        if args:
+            return own(self, *args, **kwargs)
         return self.decode_graphs(MethodType(own, self), cache, kwargs)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # asked each step
@@ -210,17 +254,19 @@ def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
 
 
-def _step_mask(masks: Any, **kwargs: Any) -> Any:
+def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
     """What ``masks``, transformers' own, gives ``generate``; a step's in two launches, not twenty.
 
     The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
     """
     padding, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if type(cache) is StaticCache and not cache.is_initialized:
+        keep_tokens(cache, window)
     layers = getattr(cache, "layers", None)
     if (
         kwargs["inputs_embeds"].shape[1] > 1
         or not layers
-        or type(layers[0]) is not StaticTokens
+        or any(type(layer) is not StaticTokens or layer.window for layer in layers)
         or not isinstance(padding, Tensor)
         or any(kwargs.get(name) is not None for name in ("block_sequence_ids", "token_type_ids"))
     ):
@@ -240,15 +286,15 @@ class DecodeGraphs:
 
     def __call__(self, forward: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
         """``forward(**kwargs)``, replayed where that can be."""
-        masks = kwargs.get("attention_mask")
-        if isinstance(masks, dict) and list(masks) == ["full_attention"]:  # by kind of layer
+        masks, own = kwargs.get("attention_mask"), kwargs
+        if isinstance(masks, dict) and "full_attention" in masks:  # by kind of layer
             kwargs = kwargs | {"attention_mask": masks["full_attention"]}
         if not _is_step(cache, kwargs):
-            return forward(**kwargs)
+            return forward(**own)
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
             if not are_ranges(kwargs["attention_mask"]).all():
-                return forward(**kwargs)
+                return forward(**own)
             step = self.steps[cache] = Step(cache, kwargs)
             return step.run(forward, cache)
         if step.graph is None:
@@ -278,8 +324,16 @@ class Step:
         """The forward of :attr:`inputs`; NaN for a sequence whose mask has got holes since."""
         mask, settings = self.inputs["attention_mask"], dict(self.settings)
         ranges = ranges_of(mask)
+        layers: Any = cache.layers
+        windows = {layer.window: last_of(ranges, layer.window) for layer in layers}
+        settings["key_ranges"] = [windows[layer.window] for layer in layers]
+        inputs: dict[str, Any] = self.inputs
+        for window in windows.keys() - {None}:
+            sliding = mask_of(windows[window], mask.shape[-1])
+            kinds = {"full_attention": mask, "sliding_attention": sliding}
+            inputs = inputs | {"attention_mask": kinds}
         with norms_taken_along():
-            out = forward(**self.inputs, **settings, past_key_values=cache, key_ranges=ranges)
+            out = forward(**inputs, **settings, past_key_values=cache)
         holes = ~are_ranges(mask)[:, None, None]
         out.logits = out.logits.masked_fill(holes, math.nan)
         return out
@@ -305,6 +359,7 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     return (
         cache.is_initialized
+        and type(cache.layers[0]) is StaticTokens
         and isinstance(ids, Tensor)
         and _has_graphs(ids.device)
         and ids.shape[1] == 1

@@ -13,11 +13,34 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from qtool.runtime import decode
-from qtool.runtime.decode import Step, are_ranges, graph_decoding, one_kernel_norms, ranges_of
+from qtool.runtime.decode import (
+    Step,
+    are_ranges,
+    graph_decoding,
+    last_of,
+    mask_of,
+    one_kernel_norms,
+    ranges_of,
+)
 from qtool.runtime.merge import merge_linears
 from tests.runtime.test_merge import llama, with_kernels  # noqa: F401  (a fixture)
 
@@ -32,14 +55,6 @@ SIZES = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-
-
-def mask_of(ranges: decode.Ranges, capacity: int) -> Tensor:
-    """Bool ``[B, 1, 1, C]``: the inverse of ``ranges_of``."""
-    _, starts, used = ranges
-    first = starts[:-1] - torch.arange(len(used)) * capacity
-    at = torch.arange(capacity)
-    return ((at >= first[:, None]) & (at < (first + used)[:, None]))[:, None, None]
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, ranges: Any, scaling: float | None) -> Tensor:
@@ -79,7 +94,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def model_of(config: type, **more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    settings = config(**SIZES, **more)
+    settings = config(**SIZES | more)
     return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
 
 
@@ -103,6 +118,47 @@ def test_recorded_steps_write_the_models_tokens(config: type, recorded: list[str
     assert torch.equal(greedy(model), expected)
     assert torch.equal(greedy(model, cache_implementation="dynamic"), expected)
     assert recorded == (["run", "record"] + ["replay"] * 6) * 2
+
+
+SLIDING = {"sliding_window": 6, "num_hidden_layers": 2}
+HYBRID = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "is_recorded"),
+    [
+        (Gemma3TextConfig, HYBRID, True),
+        (Cohere2Config, HYBRID, True),
+        (Olmo3Config, HYBRID, True),
+        (Qwen3Config, HYBRID | {"use_sliding_window": True}, True),
+        (MistralConfig, SLIDING | {"sliding_window": 64}, True),
+        (MistralConfig, SLIDING, False),  # how long its cache is cannot be known
+        (Phi3Config, SLIDING | {"sliding_window": 64}, True),
+        (GraniteConfig, {"attention_multiplier": 0.2}, True),
+        (Olmo2Config, {}, True),
+        (SmolLM3Config, {"num_hidden_layers": 4}, True),
+        (Glm4Config, {}, True),
+    ],
+    ids=str,
+)
+def test_sliding_windows_and_derived_families(
+    config: Any,
+    more: dict[str, Any],
+    is_recorded: bool,
+    recorded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts and continuations that are longer than the window, beside the dynamic cache's."""
+    monkeypatch.setattr(decode, "HALF", (torch.float32,))
+    model = model_of(config, **{"pad_token_id": 0} | more).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    expected = greedy(model, tokens=12)
+    assert graph_decoding(model)
+    assert torch.equal(greedy(model, tokens=12), expected)
+    assert recorded == (["run", "record"] + ["replay"] * 10 if is_recorded else [])
+    hidden = greedy(model, tokens=12, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(hidden.sequences, expected)  # launch by launch
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -162,9 +218,9 @@ def test_a_copy_of_the_model_is_on_its_own(recorded: list[str]) -> None:
 
 
 def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> None:
-    windowed = model_of(Qwen3Config, layer_types=["sliding_attention", "full_attention"])
-    assert not graph_decoding(windowed) and "forward" not in vars(windowed)
-    assert "generate" not in vars(windowed)
+    capped = model_of(Gemma2Config)
+    assert not graph_decoding(capped) and "forward" not in vars(capped)
+    assert "generate" not in vars(capped)
     wide = model_of(LlamaConfig).float()
     assert not graph_decoding(wide)
 
@@ -179,6 +235,10 @@ def test_masks_and_ranges() -> None:
     holes = mask.clone().index_fill_(3, torch.tensor([3]), False)
     assert are_ranges(holes).tolist() == [False, False, True]
     assert not are_ranges(torch.zeros(1, 1, 1, 6, dtype=torch.bool))
+    ranges = numbers, starts, used
+    assert last_of(ranges, None) is ranges
+    last = mask_of(last_of(ranges, 2), 6)[:, 0, 0]
+    assert last.tolist() == [[at in seen for at in range(6)] for seen in ((3, 4), (4, 5), (0,))]
 
 
 def test_a_hole_in_the_mask_of_a_recorded_step_is_not_overlooked(recorded: list[str]) -> None:
