@@ -275,7 +275,7 @@ tasks) # zero-shot: by qtool eval in vLLM and in our runtime, and by lm-eval's o
     step eval-vllm 240 python3 -m qtool eval demo_choice --model "$model" --engine vllm --json &
     step eval-ours 240 python3 -m qtool eval demo_choice --model "$model" --device cuda --json &
     step lm-eval 240 python3 -m lm_eval run --model vllm --tasks demo_questions --include_path "$DATA/tasks" \
-        --model_args "pretrained=$model,gpu_memory_utilization=0.2,max_model_len=512" &
+        --model_args "pretrained=$model,gpu_memory_utilization=0.05,max_model_len=512" &
     wait
     tail -n 30 "$OUT"/{eval-vllm,eval-ours,lm-eval}.log
     ;;
