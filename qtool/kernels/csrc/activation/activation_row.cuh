@@ -89,11 +89,15 @@ __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in,
             for (int j = 0; j < 8; ++j) y[i][j] = widen(here.v[j]);
         }
         if constexpr (FUSION == kSiluUp) {
+            Eight up;
+            if constexpr (GATHER) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float up = widen(x[k + (GATHER ? in.order[column + j] : column + j)]);
-                y[i][j] = rounded(rounded(y[i][j] / (1.f + expf(-y[i][j]))) * up);
+                for (int j = 0; j < 8; ++j) up.v[j] = x[k + in.order[column + j]];
+            } else {
+                up = *reinterpret_cast<const Eight*>(x + k + column);
             }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) y[i][j] = rounded(rounded(y[i][j] / (1.f + expf(-y[i][j]))) * widen(up.v[j]));
         }
         if constexpr (FUSION == kResidualNorm) {
             const Element* residual = static_cast<const Element*>(in.residual) + row * k;
