@@ -31,15 +31,8 @@ ARCHITECTURES = {
     (12, 0): ("sm_120", 99),
     (12, 1): ("sm_120", 99),
 }
-#: those that kernels are compiled for in the tests (sm_86 is sm_89 there), a capability of each
-CAPABILITIES = {
-    "sm_80": (8, 0),
-    "sm_89": (8, 9),
-    "sm_90a": (9, 0),
-    "sm_100": (10, 0),
-    "sm_120": (12, 0),
-}
-ARCHS = tuple(CAPABILITIES)
+#: those that a kernel is compiled for in the tests; sm_86 is sm_89 there
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)

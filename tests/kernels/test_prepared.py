@@ -134,6 +134,21 @@ def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     assert len(launches) == 10
 
 
+def test_few_wide_rows_are_shared_by_the_blocks_of_a_cluster(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.kernels.activation.quantize_activation.WIDE", 128)
+    call = case(*FORMATS[0], 200)
+    prepared = KERNELS[FORMATS[0]][0].prepare
+    assert prepared is not None
+    linear = prepared(call)
+    for m in (1, 32, 33, 128, 129, 200):
+        linear(call.x[:m])
+    kernels, blocks = zip(*(launch[:2] for launch in launches[::2]), strict=True)
+    assert blocks == (8, 8 * 32, 2 * 33, 2 * 128, 129, 200)
+    assert [kernels.index(kernel) for kernel in kernels] == [0, 0, 2, 2, 4, 4]
+
+
 def test_inputs_of_another_width_or_device_are_refused(launches: list[Launch]) -> None:
     call = case(*FORMATS[0], 4)
     assert KERNELS[FORMATS[0]][0].prepare is not None

@@ -9,9 +9,10 @@ model rounds it.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
-from qtool.kernels.build import ARCHS, CAPABILITIES, Build, cubin
+from qtool.kernels.build import ARCHS, Build, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -31,8 +32,10 @@ FUSIONS = ("none", "rms-norm", "silu-up")
 ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST_CHANNELS = 32768
-#: a row of more channels is shared by the blocks of a cluster, on Hopper
-WIDE, CLUSTER = 8192, 8
+#: on Hopper the blocks of a cluster share a row of more channels: up to so many tokens, how many
+#: blocks (measured on an H200)
+WIDE = 4096
+CLUSTERS = ((32, 8), (128, 2))
 #: of the kernels in csrc/activation: x, residual, their sum, what else is read, the outputs, M, K,
 #: epsilon
 PARAMETERS = struct.Struct("<8Q2if4x")
@@ -93,9 +96,8 @@ class QuantizeActivation(NamedTuple):
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
         x, order = self.x, self.order
-        capability = compute_capability(x.device)
-        source = definition(self.k, x.dtype, self.fusion, order is not None, capability)
-        plan = RowPlan(source, (order, self.norm), self.k, self.epsilon, x.device)
+        sources = definitions(self.k, x.dtype, self.fusion, order is not None, x.device)
+        plan = RowPlan(sources, (order, self.norm), self.k, self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *out))
 
 
@@ -134,25 +136,29 @@ class RowPlan:
     """The launch for the inputs of one linear, ready but for the tokens and their addresses.
 
     Args:
-        source: the kernel, with a block for each token.
+        sources: the kernel for up to so many tokens, and for any number at last.
         tensors: what it reads beside the tokens: order and norm, then 8-bit groups if it has such.
     """
 
     def __init__(
         self,
-        source: Source,
+        sources: Sequence[tuple[float, Source]],
         tensors: tuple[Tensor | None, ...],
         k: int,
         epsilon: float,
         device: torch.device,
     ) -> None:
         major, minor = compute_capability(device)
-        name, _, defines = source
-        if major < 8:
-            raise QtoolError(f"{_entry(name)}: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        self.kernel = _kernel(name, tuple(defines.items()), f"sm_{major}{minor}", device.index)
-        self.device, self.overlap, self.threads = device, major >= 9, defines["THREADS"]
-        self.blocks = defines["CLUSTER"]  # of a row
+        self.device, self.overlap = device, major >= 9
+        #: most tokens, handle, blocks of a row, threads of a block
+        self.kernels: list[tuple[float, int, int, int]] = []
+        for most, (name, _, defines) in sources:
+            if major < 8:
+                raise QtoolError(
+                    f"{_entry(name)}: needs sm_80 or newer, {device} is sm_{major}{minor}"
+                )
+            kernel = _kernel(name, tuple(defines.items()), f"sm_{major}{minor}", device.index)
+            self.kernels.append((most, kernel, defines["CLUSTER"], defines["THREADS"]))
         self.tensors = tensors  # whose addresses are in the parameters
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
@@ -164,15 +170,8 @@ class RowPlan:
         if m:
             numbers = (m, self.k, self.epsilon)
             parameters = PARAMETERS.pack(x, *residual, *self.addresses, *out, *numbers)
-            launch(
-                self.kernel,
-                m * self.blocks,
-                self.threads,
-                0,
-                parameters,
-                self.device,
-                overlap=self.overlap,
-            )
+            kernel, blocks, threads = next(own for most, *own in self.kernels if m <= most)
+            launch(kernel, m * blocks, threads, 0, parameters, self.device, overlap=self.overlap)
 
 
 def _entry(source: str) -> str:
@@ -185,11 +184,17 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...], arch: str, device
     return load(cubin(source, "", dict(defines), arch), _entry(source), 0, device)
 
 
-def definition(
-    k: int, dtype: torch.dtype, fusion: str, gather: bool, capability: tuple[int, int]
-) -> Source:
-    """Source name, prologue and macros of one kernel for GPUs of ``capability``."""
-    cluster = CLUSTER if k > WIDE and capability == (9, 0) else 1
+def definitions(
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, device: torch.device
+) -> list[tuple[float, Source]]:
+    """The kernels for ``device``, each up to so many tokens."""
+    shared = CLUSTERS if k > WIDE and compute_capability(device) == (9, 0) else ()
+    clusters = (*shared, (inf, 1))
+    return [(most, definition(k, dtype, fusion, gather, cluster)) for most, cluster in clusters]
+
+
+def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool, cluster: int = 1) -> Source:
+    """Source name, prologue and macros of one kernel."""
     return "activation/quantize_activation", "", row_definition(k, dtype, fusion, gather, cluster)
 
 
@@ -206,9 +211,11 @@ def row_definition(
 
 
 def builds() -> Iterator[Build]:
-    """Each fusion at a short and a long row, on each architecture."""
-    for arch, fusion, k in product(ARCHS, FUSIONS, (64, 4096, MOST_CHANNELS)):
-        source = definition(k, torch.bfloat16, fusion, True, CAPABILITIES[arch])
-        yield Build(
-            f"quantize_activation {fusion} K={k}", arch, source, source[2]["THREADS"], calls=True
-        )
+    """Each fusion at a short and a long row, on each architecture; on Hopper by clusters too."""
+    cases = [(*case, 1) for case in product(ARCHS, FUSIONS, (64, 4096, MOST_CHANNELS))]
+    sizes = [cluster for _, cluster in CLUSTERS]
+    cases += product(("sm_90a",), FUSIONS, (WIDE + 8, MOST_CHANNELS), sizes)
+    for arch, fusion, k, cluster in cases:
+        source = definition(k, torch.bfloat16, fusion, True, cluster)
+        name = f"quantize_activation {fusion} K={k}" + f" cluster={cluster}" * (cluster > 1)
+        yield Build(name, arch, source, source[2]["THREADS"], calls=True)

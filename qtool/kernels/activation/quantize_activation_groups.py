@@ -10,6 +10,7 @@ what :mod:`~qtool.kernels.activation.quantize_activation` makes of x: fused, the
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -121,7 +122,7 @@ class QuantizeActivationGroups(NamedTuple):
         x, how = self.x, (self.group_size, self.arrangement, packed)
         source = definition(self.k, x.dtype, self.fusion, self.order is not None, *how)
         tensors = (self.order, self.norm, self.eight_bit)
-        plan = RowPlan(source, tensors, self.k, self.epsilon, x.device)
+        plan = RowPlan([(inf, source)], tensors, self.k, self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *out))
 
 

@@ -17,12 +17,13 @@ from qtool.kernels.activation.quantize_activation import (
     QuantizeActivation,
     RowPlan,
     definition,
+    definitions,
     quantize_activation,
     rms_norm,
 )
-from qtool.kernels.build import CAPABILITIES, Build
+from qtool.kernels.build import Build
 from qtool.kernels.checks import require_tensors
-from qtool.kernels.launch import compute_capability, pointers
+from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 
 OP, FUSION = "quantize_residual_norm", "residual-norm"
@@ -66,9 +67,8 @@ class QuantizeResidualNorm(NamedTuple):
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
         x, order, (*quantized, added) = self.x, self.order, out
-        capability = compute_capability(x.device)
-        source = definition(x.shape[1], x.dtype, FUSION, order is not None, capability)
-        plan = RowPlan(source, (order, self.norm), x.shape[1], self.epsilon, x.device)
+        sources = definitions(x.shape[1], x.dtype, FUSION, order is not None, x.device)
+        plan = RowPlan(sources, (order, self.norm), x.shape[1], self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *quantized), residual=pointers(self.residual, added))
 
 
@@ -84,5 +84,5 @@ def builds() -> Iterator[Build]:
         ("sm_90a", 4096, False),
         ("sm_90a", MOST_CHANNELS, False),
     ):
-        source = definition(k, torch.bfloat16, FUSION, gather, CAPABILITIES[arch])
+        source = definition(k, torch.bfloat16, FUSION, gather)
         yield Build(f"{OP} K={k}", arch, source, source[2]["THREADS"], calls=True)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.activation.quantize_activation import RowPlan, definition
+from qtool.kernels.activation.quantize_activation import RowPlan, definitions
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
-from qtool.kernels.launch import compute_capability
 
 #: shapes of inputs whose plans are kept; a server's batches and a prompt's lengths fit
 MOST_PLANS = 256
@@ -65,9 +64,8 @@ class PreparedLinear:
         (self.n, self.k), self.device = shape, weight.scale1.device
         weight_of_norm, epsilon = norm
         fusion = "none" if weight_of_norm is None else "rms-norm"
-        capability = compute_capability(self.device)
-        source = definition(self.k, dtype, fusion, order is not None, capability)
-        self.rows = RowPlan(source, (order, weight_of_norm), self.k, epsilon, self.device)
+        sources = definitions(self.k, dtype, fusion, order is not None, self.device)
+        self.rows = RowPlan(sources, (order, weight_of_norm), self.k, epsilon, self.device)
         self.plans: dict[torch.Size, Buffers] = {}
         # what Inductor's code allocates with: half the time of torch.empty, on the current device
         allocators: Any = torch._C._dynamo.guards
