@@ -60,6 +60,7 @@ def test_every_implementation_refuses(device: str) -> None:
 def test_every_kernel_is_an_operator_on_each_device() -> None:
     names = {op._schema.name.removeprefix("qtool::") for op in OPERATORS}
     assert names - {"scaled_for_tests"} == {
+        "combine_experts",
         "kv_append",
         "kv_append_paged",
         "kv_attention",
@@ -67,14 +68,18 @@ def test_every_kernel_is_an_operator_on_each_device() -> None:
         "kv_gather",
         "quantize_activation",
         "quantize_activation_groups",
+        "quantize_expert_rows",
         "quantize_packed_groups",
         "quantize_residual_norm",
+        "route_experts",
         "w4a16_24_gemm",
         "w4a16_gemm",
+        "w4a8_experts_gemm",
         "w4a8_gemm",
         "w4a8_mma_gemm",
         "w4ax_gemm",
         "w4ax_mma_gemm",
+        "w8a8_experts_gemm",
         "w8a8_gemm",
     }
     for op in OPERATORS:

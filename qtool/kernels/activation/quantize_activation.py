@@ -66,8 +66,8 @@ class QuantizeActivation(NamedTuple):
         """Input channels of the linear."""
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
-    def require(self) -> None:
-        op, x, fusion = "quantize_activation", self.x, self.fusion
+    def require(self, op: str = "quantize_activation") -> None:
+        x, fusion = self.x, self.fusion
         if fusion not in FUSIONS:
             raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
         if x.dim() != 2:
@@ -162,14 +162,17 @@ class RowPlan:
         self.tensors = tensors  # whose addresses are in the parameters
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
-    def launch(self, m: int, x: int, *out: int, residual: tuple[int, ...] = (0, 0)) -> None:
+    def launch(
+        self, m: int, x: int, *out: int, residual: tuple[int, ...] = (0, 0), more: bytes = b""
+    ) -> None:
         """Start it for ``m`` tokens at ``x``, with the outputs at ``out``.
 
         ``residual``: the addresses of a residual stream and of its sum with x, or zeros.
+        ``more``: what the kernel's parameters have beyond those of all.
         """
         if m:
             numbers = (m, self.k, self.epsilon)
-            parameters = PARAMETERS.pack(x, *residual, *self.addresses, *out, *numbers)
+            parameters = PARAMETERS.pack(x, *residual, *self.addresses, *out, *numbers) + more
             kernel, blocks, threads = next(own for most, *own in self.kernels if m <= most)
             launch(kernel, m * blocks, threads, 0, parameters, self.device, overlap=self.overlap)
 

@@ -29,7 +29,7 @@ from qtool.kernels.launch import (
 THREADS = 384  # two consumer warpgroups and the producer's
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
 #: csrc/hopper/params.cuh
-PARAMETERS = struct.Struct("<128s128s9Q7i28x")
+PARAMETERS = struct.Struct("<128s128s9Q7i4xQ2i8x")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Operand:
     """The weight operand of a kernel: source file, macros, bytes of a stage of 128 rows.
 
     ``token_bytes`` is what a stage holds of each token beside its 128 codes: scales of groups.
+    ``table_bytes`` is what a block knows of the experts.
     """
 
     source: str
     defines: tuple[tuple[str, int], ...]
     stage_bytes: int
     token_bytes: int = 0
+    table_bytes: int = 0
 
     def stage(self, tile: Tile) -> int:
         """Bytes of a stage beside the tokens' codes."""
@@ -68,11 +70,12 @@ def definition(
     operand: Operand, tile: Tile, out_dtype: torch.dtype
 ) -> tuple[str, str, dict[str, int]]:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
+    beside = staging_bytes(tile, out_dtype) + operand.table_bytes
     defines = dict(operand.defines) | {
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
         "SPLIT": tile.split,
-        "STAGES": tile.stages(operand.stage(tile), staging_bytes(tile, out_dtype)),
+        "STAGES": tile.stages(operand.stage(tile), beside),
         "BLOCKS_PER_SM": tile.blocks_per_sm,
         "OUT": KINDS[out_dtype],
         "SHARED_BYTES": SHARED_PER_BLOCK[tile.blocks_per_sm],
@@ -119,6 +122,10 @@ class Plan:
     """The launch of ``Y = X W^T`` for one weight ``[N, K]`` and M tokens, epilogue fused.
 
     Whatever is the same for every call is computed here once. Checks are the op's.
+
+    Args:
+        shape: M, N and K. experts: of how many weights ``[N, K]`` the rows lie in ``weight`` one
+            after another, each for its own tokens; None: it is one.
     """
 
     def __init__(
@@ -131,13 +138,14 @@ class Plan:
         out_dtype: torch.dtype,
         *,
         overlap: bool = True,
+        experts: int | None = None,
     ) -> None:
         m, n, self.k = shape
         self.tensors = (weight, bias)  # whose addresses are in the parameters
         self.device, self.overlap, self.tile = weight.scale1.device, overlap, tile
         require_hopper(self.device)
         self.kernel = _kernel(operand, tile, out_dtype, self.device.index)
-        token_tiles = -(-m // tile.tokens)
+        token_tiles = most_token_tiles(m, experts or 1, tile.tokens)
         tiles = token_tiles * -(-n // tile.rows)
         resident = multiprocessors(self.device) * tile.blocks_per_sm
         # clusters of more than two blocks have one tile each
@@ -148,13 +156,18 @@ class Plan:
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
-        self.numbers = (m, n, self.k, *kinds, token_tiles, tiles)
+        self.numbers = (m, n * (experts or 1), self.k, *kinds, token_tiles, tiles)
+        self.experts = (experts or 0, n)
 
-    def launch(self, x: int, sx: int, token_sum: int, out: int) -> None:
-        """Start it for the tokens, their scales and sums, and the output at these addresses."""
+    def launch(self, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
+        """Start it for the tokens, their scales and sums, and the output at these addresses.
+
+        ``offsets``: of the first token of each expert.
+        """
         tokens = byte_map(x, self.numbers[0], self.k, self.tile.tokens)
         addresses = (*self.weight, sx, token_sum, out)
-        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *self.numbers)
+        numbers = (*self.numbers, offsets, *self.experts)
+        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *numbers)
         launch(
             self.kernel,
             self.grid,
@@ -176,12 +189,22 @@ def run(
     *,
     token_sum: Tensor | None = None,
     bias: Tensor | None = None,
+    offsets: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
-    """Launch ``out [M, N] = x [M, K] W^T`` once."""
-    shape = (*out.shape, x.shape[1])
-    plan = Plan(operand, tile, weight, bias, shape, out.dtype, overlap=overlap)
-    plan.launch(*pointers(x, sx, token_sum, out))
+    """Launch ``out [M, N] = x [M, K] W^T`` once.
+
+    ``offsets``: int32 ``[E + 1]``, the first token of each of E experts, and the end of the last.
+    """
+    shape, experts = (*out.shape, x.shape[1]), None if offsets is None else len(offsets) - 1
+    plan = Plan(operand, tile, weight, bias, shape, out.dtype, overlap=overlap, experts=experts)
+    plan.launch(*pointers(x, sx, token_sum, out, offsets))
+
+
+def most_token_tiles(m: int, experts: int, tokens: int) -> int:
+    """The most tiles of ``tokens`` that M tokens of ``experts`` need, however many each has."""
+    begun = min(m, experts)
+    return begun + (m - begun) // tokens
 
 
 def require_hopper(device: torch.device) -> None:

@@ -99,7 +99,7 @@ def _choose(m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float]) ->
     row_tiles, steps = -(-n // 128), -(-k // 128)
     if m <= 64:
         tokens = next(size for size in (8, 16, 32, 64) if m <= size)
-        split, per_sm = _small(tokens, row_tiles, steps)
+        split, per_sm = small(tokens, row_tiles, steps)
         return (
             Tile(tokens, split=split, blocks_per_sm=per_sm)
             if split <= steps
@@ -124,7 +124,8 @@ def _choose(m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float]) ->
     )
 
 
-def _small(tokens: int, row_tiles: int, steps: int) -> tuple[int, int]:
+def small(tokens: int, row_tiles: int, steps: int) -> tuple[int, int]:
+    """The split and the blocks an SM of blocks of up to 64 tokens by 128 rows."""
     for most, long, short, wide in SMALL:
         if row_tiles <= most:
             return wide if tokens == 64 else long if steps >= LONG else short

@@ -94,8 +94,8 @@ class W4A8Gemm(NamedTuple):
     group_size: int | None
     out_dtype: torch.dtype
 
-    def require(self) -> None:
-        op, scheme, group_size = "w4a8_gemm", self.scheme, self.group_size
+    def require(self, op: str = "w4a8_gemm") -> None:
+        scheme, group_size = self.scheme, self.group_size
         require_scheme(op, scheme, group_size, self.out_dtype)
         if self.x.dim() != 2 or self.qweight.dim() != 3:
             raise QtoolError(

@@ -47,8 +47,7 @@ class W8A8Gemm(NamedTuple):
     bias: Tensor | None
     out_dtype: torch.dtype
 
-    def require(self) -> None:
-        op = "w8a8_gemm"
+    def require(self, op: str = "w8a8_gemm") -> None:
         if self.out_dtype not in KINDS:
             raise QtoolError(
                 f"{op}: out_dtype is {self.out_dtype}; accepted: {', '.join(map(str, KINDS))}"

@@ -1,4 +1,5 @@
 // Per-token s8 quantization of one row a cluster of blocks: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
+// The host defines SORTED where the codes go to rows that are sorted by expert.
 #include "activation/activation_row.cuh"
 
 struct Params {
@@ -8,6 +9,11 @@ struct Params {
     int* sum;
     int m, k;
     float epsilon;
+#ifdef SORTED
+    const int* place;  // [M, top] rows of the output, -1 for none; or null: its own
+    const int* end;    // how many rows there are
+    int top;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -20,6 +26,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     grid_wait();
     grid_release();
     const u64 row = row_of_block();
+#ifdef SORTED
+    if (!p.place && row >= *p.end) return;
+#endif
     float y[PIECES][8];
     load_row(y, p.in, row, p.k, p.epsilon, scratch);
 
@@ -43,11 +52,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             sum += code;
             packed[j / 4] |= (code & 0xFFu) << (8 * (j % 4));
         }
-        *reinterpret_cast<uint2*>(p.codes + row * p.k + column) = make_uint2(packed[0], packed[1]);
+        const uint2 codes = make_uint2(packed[0], packed[1]);
+#ifdef SORTED
+        for (int i = 0; i < p.top; ++i)
+            if (const int to = p.place ? p.place[row * p.top + i] : row; to >= 0)
+                *reinterpret_cast<uint2*>(p.codes + static_cast<u64>(to) * p.k + column) = codes;
+#else
+        *reinterpret_cast<uint2*>(p.codes + row * p.k + column) = codes;
+#endif
     }
+#ifdef SORTED
+    sum = reduce<kSumOfCodes>(sum, reinterpret_cast<int*>(scratch));
+    for (int i = threadIdx.x; i < p.top; i += THREADS)
+        if (const int to = p.place ? p.place[row * p.top + i] : row; to >= 0) p.sum[to] = sum, p.scale[to] = scale;
+#else
     if (p.sum) {
         sum = reduce<kSumOfCodes>(sum, reinterpret_cast<int*>(scratch));
         if (threadIdx.x == 0) p.sum[row] = sum;  // all blocks of a row write the same
     }
     if (threadIdx.x == 0) p.scale[row] = scale;
+#endif
 }

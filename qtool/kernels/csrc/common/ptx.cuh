@@ -145,7 +145,8 @@ __device__ __forceinline__ void send_word(u32 there, u32 bar_there, T v) {
 // ---- grids that overlap (programmatic dependent launch); no effect on a plain launch, none before Hopper ----
 //
 // A kernel of this project calls grid_release after grid_wait, and none writes weights. So when a GEMM runs, all but the
-// kernel just before it are done, and what it reads before its own grid_wait, weights only, is what the stream's order says.
+// kernel just before it are done, and what it reads before its own grid_wait is what the stream's order says: weights, and how
+// many tokens each expert of a mixture has, which experts/route.cu writes, that never calls grid_release.
 
 __device__ __forceinline__ void grid_wait() {
 #if __CUDA_ARCH__ >= 900

@@ -37,6 +37,8 @@ struct Epilogue {
     const float* scales;  // of the tile's tokens
     const int* token_sums;
     int wg, t;
+    int columns;  // of the output
+    int end = 0;  // of the tokens whose rows may be written
     int turn = 0;
 
     // Blocks of 8 tokens by 64 rows, from `first_token` of the tile at (m, n).
@@ -47,8 +49,8 @@ struct Epilogue {
 #pragma unroll
         for (int h = 0; h < 2; ++h) scale[h] = as_float(rows.scale[h], p.scale1_kind), bias[h] = as_float(rows.bias[h], p.bias_kind);
         const int token = t / kPieces, piece = t % kPieces * 16;  // that this thread writes
-        const int left = n < p.n ? min(min(8 * kBlocks, kTokens - first_token), p.m - m - first_token) - token : 0;
-        const u64 pitch = static_cast<u64>(p.n) * kItem;
+        const int left = n < columns ? min(min(8 * kBlocks, kTokens - first_token), end - m - first_token) - token : 0;
+        const u64 pitch = static_cast<u64>(columns) * kItem;
         u8* to = static_cast<u8*>(p.out) + (m + first_token + token) * pitch + n * kItem + piece;
 #pragma unroll
         for (int base = 0; base < kBlocks; base += kStep) {

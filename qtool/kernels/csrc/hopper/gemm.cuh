@@ -17,7 +17,7 @@
 #include "hopper/ring.cuh"
 #include "hopper/work.cuh"
 
-template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages>
+template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages, template <int, int> class Tiling = OneWeight>
 struct Gemm {
     static constexpr int kConsumers = 256, kThreads = kConsumers + 128, kRows = 128 * kPanels;
     // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to the consumers.
@@ -41,7 +41,9 @@ struct Gemm {
     using Tiles = Work<kSplit, !kOverRing>;  // an inbox over the ring has to wait until the ring is done
     static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
     static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
-    static constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 8 + 1024;  // 1024 to align the ring by hand
+    using Areas = Tiling<kTokens, kRows>;
+    static constexpr int kAreasAt = kBarriersAt + 16 * kStages + 8;
+    static constexpr int kSharedBytes = kAreasAt + Areas::kBytes + 1024;  // 1024 to align the ring by hand
     static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
 
     // Barriers: of each stage that it is full and that it is empty, then that the inbox is full.
@@ -51,15 +53,13 @@ struct Gemm {
             : full(base + kBarriersAt), empty(full + 8 * kStages), inbox(empty + 8 * kStages) {}
     };
 
-    static __device__ __forceinline__ int token_of(const Params& p, int tile) { return tile % p.token_tiles * kTokens; }
-    static __device__ __forceinline__ int row_of(const Params& p, int tile) { return tile / p.token_tiles * kRows; }
-
     static __device__ __forceinline__ void run(const Params& p) {
         extern __shared__ u8 raw[];
         u8* shared = raw + (1024 - smem_address(raw) % 1024) % 1024;
         const u32 base = smem_address(shared), split_rank = kSplit > 1 ? cluster_rank() : 0;
         const Barriers bars(base);
-        const bool shares = kSplit > 1 && Tiles(p, split_rank).shares();
+        const Areas areas(p, shared + kAreasAt);
+        areas.prepare();
         if (threadIdx.x == 0) {
             prefetch_map(&p.tokens);
             for (int i = 0; i < kStages; ++i) {
@@ -74,19 +74,20 @@ struct Gemm {
             mbar_init_fence();
         }
         __syncthreads();
+        const bool shares = kSplit > 1 && Tiles(p, areas.tiles(), split_rank).shares();
         if (shares && !kOverRing) cluster_arrive();
 
         if (threadIdx.x >= kConsumers) {
             give_registers<kProducerRegisters>();
             const int warp = uniform(threadIdx.x / 32 - kConsumers / 32);
-            if (warp < 2) produce_weights(p, split_rank, warp, base + kStages * kTokenBytes, bars);
-            if (warp == 2) produce_tokens(p, split_rank, base, bars);
+            if (warp < 2) produce_weights(p, areas, split_rank, warp, base + kStages * kTokenBytes, bars);
+            if (warp == 2) produce_tokens(p, areas, split_rank, base, bars);
             __syncwarp();
             if (shares) meet();
         } else {
             take_registers<kConsumerRegisters>();
             grid_wait();
-            consume(p, split_rank, shared, bars);
+            consume(p, areas, split_rank, shared, bars);
         }
     }
 
@@ -98,11 +99,12 @@ struct Gemm {
 
     // One warp copies 64 of a panel's rows, another the other 64, a third the tokens: a single thread that issues all
     // seven copies of a stage cannot keep up with the memory. The weights fill the ring while the kernel before drains.
-    static __device__ __forceinline__ void produce_weights(const Params& p, u32 split_rank, int half, u32 weights, const Barriers& bars) {
-        Tiles work(p, split_rank);
+    static __device__ __forceinline__ void produce_weights(const Params& p, const Areas& areas, u32 split_rank, int half, u32 weights,
+                                                           const Barriers& bars) {
+        Tiles work(p, areas.tiles(), split_rank);
         Place<kStages> place;
         for (Segment s; work.next(s);) {
-            const int row = row_of(p, s.tile) + 64 * half;
+            const int row = areas.area(s.tile).row + 64 * half;
             typename Weights::Source first(p, row, s.from), second(p, row + 128, s.from);
             int ahead = 0;
             for (int step = s.from; step < s.to; ++step) {
@@ -130,12 +132,12 @@ struct Gemm {
         }
     }
 
-    static __device__ __forceinline__ void produce_tokens(const Params& p, u32 split_rank, u32 tokens, const Barriers& bars) {
-        Tiles work(p, split_rank);
+    static __device__ __forceinline__ void produce_tokens(const Params& p, const Areas& areas, u32 split_rank, u32 tokens, const Barriers& bars) {
+        Tiles work(p, areas.tiles(), split_rank);
         Place<kStages> place;
         grid_wait();
         for (Segment s; work.next(s);) {
-            const int m = token_of(p, s.tile);
+            const int m = areas.area(s.tile).token;
             for (int step = s.from; step < s.to; ++step) {
                 mbar_wait(bars.empty + 8 * place.slot, place.parity ^ 1);
                 if (elect_one()) {
@@ -156,18 +158,20 @@ struct Gemm {
         }
     }
 
-    static __device__ __forceinline__ void consume(const Params& p, u32 split_rank, u8* shared, const Barriers& bars) {
+    static __device__ __forceinline__ void consume(const Params& p, const Areas& areas, u32 split_rank, u8* shared, const Barriers& bars) {
         // By a shuffle: what follows from it then stays in registers, and is not computed again in each step.
         const int wg = uniform(threadIdx.x / 128), t = threadIdx.x % 128;
         float* scales = reinterpret_cast<float*>(shared + kScalesAt) + wg * 2 * kTokens;
         int* token_sums = reinterpret_cast<int*>(scales + kTokens);
-        Epilogue epilogue{p, shared + kStagingAt + wg * Epilogue::kBytes, scales, token_sums, wg, t};
+        Epilogue epilogue{p, shared + kStagingAt + wg * Epilogue::kBytes, scales, token_sums, wg, t, areas.columns()};
         Ring<kWeightBytes, kTokenBytes, kStages> ring{
             shared + kStages * kTokenBytes, swizzled_operand(smem_address(shared)), bars.full, bars.empty};
 
-        Tiles work(p, split_rank);
+        Tiles work(p, areas.tiles(), split_rank);
         for (Segment s; work.next(s);) {
-            const int first_token = token_of(p, s.tile), n = row_of(p, s.tile) + wg * 64;
+            const Area area = areas.area(s.tile);
+            const int first_token = area.token, n = area.row + wg * 64, column = area.column + wg * 64;
+            epilogue.end = area.end;
             Rows rows[kPanels];  // of this thread
 #pragma unroll
             for (int i = 0; i < kPanels; ++i) rows[i].read(p, n + 128 * i + t / 32 * 16 + t % 32 / 4);
@@ -177,7 +181,7 @@ struct Gemm {
 #pragma unroll
             for (int i = 0; i < kFetched; ++i) {
                 const int token = t + 128 * i, m = first_token + token;
-                const bool valid = token < kTokens && m < p.m;
+                const bool valid = token < kTokens && m < area.end;
                 scale[i] = valid ? p.token_scale[m] : 0.f;
                 token_sum[i] = valid && p.token_sum ? p.token_sum[m] : 0;
             }
@@ -192,9 +196,9 @@ struct Gemm {
             if (kSplit > 1 && s.shared) {
                 Sum share[kPanels][4 * kShare] = {};
                 add_over_cluster(share, acc, shared, bars.inbox, split_rank);
-                store<kShare>(epilogue, share, rows, first_token, n, 8 * kShare * split_rank);
+                store<kShare>(epilogue, share, rows, first_token, column, 8 * kShare * split_rank);
             } else {
-                store<kBlocks>(epilogue, acc, rows, first_token, n, 0);
+                store<kBlocks>(epilogue, acc, rows, first_token, column, 0);
             }
         }
     }

@@ -17,4 +17,7 @@ struct Params {
     int m, n, k;
     int scale1_kind, bias_kind;
     int token_tiles, tiles;  // tiles = token_tiles * ceil(n / rows of a block)
+    // Several weights in one, for the experts of a mixture; else unused.
+    const int* offsets;    // [E + 1] first token of each expert, then the end of the last
+    int experts, columns;  // E, and the output channels of each: n = experts * columns
 };

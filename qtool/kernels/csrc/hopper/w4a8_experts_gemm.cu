@@ -1,0 +1,14 @@
+// Y = X W^T for the three W4A8 schemes, each expert's tokens by its own weight. The host defines the upper-case names
+// (qtool/kernels/experts/gemm.py, qtool/kernels/hopper/gemm.py).
+#include "hopper/gemm.cuh"
+#include "hopper/weights_w4.cuh"
+
+using Kernel = Gemm<Weights4<SCHEME, GROUP>, Epilogue<OUT, true, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES, EachExpert>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT)
+#endif
+        qtool_gemm(const __grid_constant__ Params p) {
+    Kernel::run(p);
+}

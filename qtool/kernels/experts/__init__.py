@@ -1,0 +1,1 @@
+"""The experts of a mixture: tokens sorted by expert, grouped GEMMs, weighted sums."""

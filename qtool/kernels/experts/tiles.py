@@ -1,0 +1,77 @@
+"""The tile of a grouped GEMM, chosen without knowing how many tokens each expert has.
+
+The constants were measured on an H200 with random routing (benchmarks/journal/kernels.md).
+"""
+
+from functools import cache
+from math import ceil, erfc, expm1, sqrt
+
+from qtool.kernels.hopper.gemm import most_token_tiles
+from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, small
+
+#: microseconds of a step (128 channels), where the weight's bytes are not the bound
+STEP = {
+    Tile(8, split=2, blocks_per_sm=2): 0.18,
+    Tile(16, split=2, blocks_per_sm=2): 0.21,
+    Tile(32, split=2, blocks_per_sm=2): 0.216,
+    Tile(48, blocks_per_sm=2): 0.228,
+    Tile(64, blocks_per_sm=2): 0.272,
+    Tile(80, 256): 0.573,
+    Tile(96, 256): 0.605,
+    Tile(128): 0.37,
+    Tile(128, 256): 0.69,
+    Tile(256): 0.64,
+}
+#: tokens of the tiles that more than two blocks may share
+SPLIT_SIZES = (8, 16, 32, 64)
+#: bytes of weights that an SM takes from memory in a microsecond, all at work
+BYTES_PER_US = 33.3e3
+
+
+@cache
+def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) -> Tile:
+    """The tile for ``rows`` tokens of ``experts``, each of whose weights is ``[n, k]``.
+
+    ``stage_bytes`` are those of 128 channels of 128 of its rows.
+    """
+    steps = -(-k // 128)
+    if tokens := next((size for size in SPLIT_SIZES if rows <= size), None):
+        tiles = most_token_tiles(rows, experts, tokens) * -(-n // 128)
+        if tiles <= RESIDENT[2]:  # too few to fill the GPU: blocks share the sum over K
+            split, per_sm = small(tokens, tiles, steps)
+            if split <= steps:
+                return Tile(tokens, split=split, blocks_per_sm=per_sm)
+
+    bytes_each = min(rows, experts) * -(-n // 128) * steps * stage_bytes / RESIDENT[1]
+
+    def cost(tile: Tile) -> float:
+        unit = tile.blocks_per_sm / tile.split  # of tiles that an SM has at once
+        tiles = token_tiles(rows, experts, tile.tokens) * -(-n // tile.rows)
+        waves = unit * max(1, ceil(tiles / RESIDENT[1] / unit))
+        us = waves * (steps * STEP[tile] + FINISH * tile.tokens * tile.rows / 128**2)
+        return (us**8 + (bytes_each / BYTES_PER_US) ** 8) ** (1 / 8)  # a maximum, but smooth
+
+    return min((tile for tile in STEP if tile.split <= steps), key=cost)
+
+
+def token_tiles(rows: int, experts: int, tokens: int) -> float:
+    """How many tiles of ``tokens`` random routing is expected to need.
+
+    An expert's rows are about Poisson's, it needs another tile for each multiple of ``tokens`` that
+    they exceed, and beyond the first these are about normal.
+    """
+    mean = rows / experts
+    ends = range(tokens, int(mean + 6 * sqrt(mean)) + 1, tokens)
+    more = (erfc((end + 0.5 - mean) / sqrt(2 * mean)) / 2 for end in ends)
+    return experts * (sum(more) - expm1(-mean))
+
+
+#: every tile that :func:`choose_experts` may return
+TABLE = tuple(STEP) + tuple(
+    Tile(tokens, split=split, blocks_per_sm=per_sm)
+    for tokens in SPLIT_SIZES
+    for split, per_sm in sorted(
+        {choice for row in SMALL for choice in (row[3:] if tokens == 64 else row[1:3])}
+    )
+    if Tile(tokens, split=split, blocks_per_sm=per_sm) not in STEP
+)
