@@ -42,6 +42,23 @@ class Call:
 
 
 @dataclass(frozen=True)
+class ExpertsCall:
+    """One multiplication by the packed linears of E experts, each of its own rows.
+
+    Codes ``x [P, K]``, their ``scale`` and ``token_sum [P]`` are sorted by expert, of which
+    ``expert_offsets [E + 1]`` are the first rows; each of ``stored`` is a stack ``[E, ...]``.
+    """
+
+    x: Tensor
+    scale: Tensor
+    token_sum: Tensor
+    expert_offsets: Tensor
+    stored: Mapping[str, Tensor]
+    format: LinearFormat
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A GEMM on a packed weight, its activation quantization included.
 
@@ -51,6 +68,8 @@ class Kernel:
         multiply: gives ``[M, N]`` of ``out_dtype`` by the ops, for any tensors, traced ones too.
         prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
             call's ``x`` stands for its dtype and device. None: only the ops do it.
+        experts: gives ``[P, N]`` for the experts of a mixture in one launch, by the ops. None: it
+            multiplies one expert at a time.
         n, k: what N and K must be multiples of.
         dtypes: of x that it takes; all of :data:`ANY` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
@@ -68,6 +87,7 @@ class Kernel:
     exact: bool = True
     tolerance: float = 1e-5
     prepare: "Callable[[Call], PreparedLinear] | None" = None
+    experts: Callable[[ExpertsCall], Tensor] | None = None
 
     def accepts(self, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
         """Whether a weight ``[n, k]`` and inputs of ``dtype`` can run on ``capability``."""
@@ -97,7 +117,17 @@ def _w4a8(call: Call) -> Tensor:
     return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, *how)
 
 
-def _w4a8_tensors(call: Call) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _w4a8_experts(call: ExpertsCall) -> Tensor:
+    from qtool.kernels.experts.w4a8 import w4a8_experts_gemm
+
+    codes, scale, offsets = call.x, call.scale, call.expert_offsets
+    how = (call.format.scheme, call.format.group_size, call.out_dtype)
+    return w4a8_experts_gemm(codes, scale, offsets, *_w4a8_tensors(call), call.token_sum, *how)
+
+
+def _w4a8_tensors(
+    call: Call | ExpertsCall,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """qweight, s1, s2, offset and zero."""
     s2, offset, zero = (call.stored.get(name) for name in ("s2", "offset", "zero"))
     return call.stored["qweight"], call.stored["s1"], s2, offset, zero
@@ -117,6 +147,14 @@ def _w8a8(call: Call) -> Tensor:
     codes, scale, _ = _quantized(call)
     qweight = call.stored["qweight"].view(torch.int8)
     return w8a8_gemm(codes, scale, qweight, call.stored["scale"][:, 0], call.bias, call.out_dtype)
+
+
+def _w8a8_experts(call: ExpertsCall) -> Tensor:
+    from qtool.kernels.experts.w8a8 import w8a8_experts_gemm
+
+    weight, scale = call.stored["qweight"].view(torch.int8), call.stored["scale"][..., 0]
+    tokens = (call.x, call.scale, call.expert_offsets)
+    return w8a8_experts_gemm(*tokens, weight, scale, call.out_dtype)
 
 
 def _w8a8_prepared(call: Call) -> "PreparedLinear":
@@ -181,8 +219,8 @@ AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
 BLACKWELL = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})
 ALL_GPUS = AMPERE_AND_ADA | HOPPER | BLACKWELL
 S8 = "int8 x int8 wgmma, int32 sums"
-W4A8 = Kernel("w4a8_gemm", S8, HOPPER, _w4a8, prepare=_w4a8_prepared)
-W8A8 = Kernel("w8a8_gemm", S8, HOPPER, _w8a8, prepare=_w8a8_prepared)
+W4A8 = Kernel("w4a8_gemm", S8, HOPPER, _w4a8, prepare=_w4a8_prepared, experts=_w4a8_experts)
+W8A8 = Kernel("w8a8_gemm", S8, HOPPER, _w8a8, prepare=_w8a8_prepared, experts=_w8a8_experts)
 W4AX = Kernel("w4ax_gemm", "int4 as int8 x int8 wgmma, int32 sums by group", HOPPER, _w4ax)
 W4A8_MMA = Kernel("w4a8_mma_gemm", "int8 x int8 mma, int32 sums", ALL_GPUS, _w4a8, 32, 32)
 W4AX_MMA = Kernel(

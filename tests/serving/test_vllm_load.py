@@ -154,11 +154,45 @@ def test_experts_compute_what_our_runtime_does(native: Native, variant: str) -> 
     assert not [row for row in rows if row.problem]
 
 
+def experts_of(model: nn.Module) -> Any:
+    """The one layer of experts."""
+    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts"))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [("w4a8-lqq", "dual-mma"), ("w4a8-qoq", "dual-mma"), ("w8a8", "row-major-8")],
+)
+@torch.no_grad()
+def test_grouped_experts_compute_what_a_loop_over_them_does(
+    native: Native, scheme: str, layout: str
+) -> None:
+    """Each token's choices in its own order, whatever is another rank's."""
+    layer = experts_of(loaded(native(scheme, layout, "mixtral")))
+    method: Any = layer.quant_method
+    assert method.grouped and sum(gemm.launches for gemm in method.gemms(layer)) == 2
+    x = torch.randn(20, 512).bfloat16()
+    weights, ids = torch.rand(20, 4).softmax(-1).topk(2)
+    each = torch.stack([method._expert(layer, expert, x) for expert in range(4)])
+    for expert_map in (None, torch.tensor([1, -1, 0, 3], dtype=torch.int32)):
+        layer._expert_map = expert_map
+        y = method.apply(layer, x, weights, ids, None, None)
+        expected = torch.zeros(20, 512)
+        for token, (pair, chosen) in enumerate(zip(weights, ids, strict=True)):
+            for weight, expert in zip(pair, chosen, strict=True):
+                own = int(expert) if expert_map is None else int(expert_map[expert])
+                if own >= 0:
+                    expected[token] += weight * each[own, token].float()
+        assert torch.equal(y, expected.bfloat16())
+
+
 @torch.no_grad()
 def test_few_tokens_go_through_all_experts_many_through_their_own(native: Native) -> None:
-    model = loaded(native(variant="mixtral"))
-    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts"))
+    """Of a scheme without grouped kernels."""
+    layer = experts_of(loaded(native("w4a16", "marlin", "mixtral")))
     method: Any = layer.quant_method
+    assert not method.grouped
     x = torch.randn(600, 512).bfloat16()
     weights, ids = torch.rand(600, 4).softmax(-1).topk(2)
 

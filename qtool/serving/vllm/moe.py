@@ -1,9 +1,10 @@
-"""Packed experts in vLLM: each expert's tensors as they are stored, and a loop over experts.
+"""Packed experts in vLLM: each expert's tensors as they are stored, in stacks.
 
-vLLM runs the experts of a layer as one opaque operation. In a captured graph nothing may depend on
-what the router chose, so a small batch goes through every expert, weighted by zero where it was not
-chosen: a decode step reads nearly all experts anyway. A large one is never captured; there each
-expert gets its own tokens.
+vLLM runs the experts of a layer as one opaque operation, and in a captured graph nothing may depend
+on what the router chose. Where a kernel has a grouped form the tokens are sorted on the device and
+each stack is one launch (:mod:`qtool.runtime.experts`). Elsewhere it is a loop over experts: a
+small batch goes through every expert, weighted by zero where it was not chosen; a large one is
+never captured, and each expert gets its own tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,14 +21,18 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
+from qtool.kernels.experts.route import MOST_EXPERTS
 from qtool.runtime.dispatch import Call, Kernel
+from qtool.runtime.experts import ExpertStack, grouped_experts
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import axes, require_shares
 
-#: up to so many tokens every expert sees all of them: what vLLM captures by default
+#: up to so many tokens every expert of a loop sees all of them: what vLLM captures by default
 CAPTURED = 512
 #: of the two stacks, the shards in the order of their rows
 STACKS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+#: shapes whose kernels are compiled already
+_COMPILED: set[tuple[Any, ...]] = set()
 
 
 class QtoolExpertsMethod(FusedMoEMethodBase):
@@ -174,13 +179,48 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                         )
                     tensor = tensor[:, 0].contiguous()
                 setattr(layer, f"{stack}_{part}", nn.Parameter(tensor, requires_grad=False))
-            compile_kernels(partial(self._multiply, layer, stack, 0), k, tensor.device, self.dtype)
+        self._compile(layer, tensor.device)
+
+    def _compile(self, layer: Any, device: torch.device) -> None:
+        """Run what every batch size may need once; a layer like one before needs nothing else."""
+        hidden, top = self.sizes["w13"][1], self.moe.experts_per_token
+        formats, sizes = (tuple(each.values()) for each in (self.formats, self.sizes))
+        key = (formats, sizes, self.experts, top, self.dtype, device)
+        if key in _COMPILED:
+            return
+        if self.grouped:
+            compile_kernels(partial(self._to_first, layer), hidden, device, self.dtype)
+        else:
+            for stack in STACKS:
+                multiply = partial(self._multiply, layer, stack, 0)
+                compile_kernels(multiply, self.sizes[stack][1], device, self.dtype)
+        _COMPILED.add(key)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether both stacks' kernels multiply all experts in one launch."""
+        have = all(kernel.experts is not None for kernel in self.kernels.values())
+        return have and self.experts <= MOST_EXPERTS
+
+    def _stack(self, layer: Any, stack: str) -> ExpertStack:
+        stored = {part: getattr(layer, f"{stack}_{part}") for part in self.parts[stack]}
+        return ExpertStack(self.kernels[stack], self.formats[stack], stored)
+
+    def _grouped(self, layer: Any, x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+        gate_up, down = (self._stack(layer, stack) for stack in STACKS)
+        return grouped_experts(x, weights, ids, own, gate_up, down)
+
+    def _to_first(self, layer: Any, x: Tensor) -> Tensor:
+        """All tokens through the first expert."""
+        ids = torch.zeros(len(x), self.moe.experts_per_token, dtype=torch.int32, device=x.device)
+        return self._grouped(layer, x, ids.float(), ids, None)
 
     def gemms(self, layer: Any) -> Iterator[Gemm]:
         """What each multiplication of an expert is, for who wants to check it."""
         for expert, (stack, names) in product(range(self.experts), self.names.items()):
             each = names[expert * len(STACKS[stack]) :][: len(STACKS[stack])]
-            multiply = partial(self._multiply, layer, stack, expert)
+            how = self._multiply_grouped if self.grouped else self._multiply
+            multiply = partial(how, layer, stack, expert)
             yield Gemm(
                 f"{self.name}.{expert}.{stack}",
                 each,
@@ -188,6 +228,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                 self.dtype,
                 multiply,
                 self.kernels[stack],
+                int(expert == 0 or not self.grouped),
             )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -203,6 +244,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """``[M, hidden]``: the chosen experts' outputs, weighted and summed in float32."""
+        if self.grouped:
+            return self._grouped(layer, x, topk_weights, topk_ids, layer.expert_map)
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         weights = topk_weights.float()
@@ -220,6 +263,12 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
     def _expert(self, layer: RoutedExperts, expert: int, x: Tensor) -> Tensor:
         gate, up = self._multiply(layer, "w13", expert, x).chunk(2, -1)
         return self._multiply(layer, "w2", expert, silu(gate) * up)
+
+    def _multiply_grouped(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
+        """The grouped product, of which one expert gets all rows."""
+        rows = torch.where(torch.arange(self.experts + 1) > expert, len(x), 0)
+        offsets = rows.to(x.device, torch.int32)
+        return self._stack(layer, stack).multiply(x, None, offsets)
 
     def _multiply(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
         stored = {part: getattr(layer, f"{stack}_{part}")[expert] for part in self.parts[stack]}
