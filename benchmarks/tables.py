@@ -131,6 +131,21 @@ def kernels(name: str = "kernels", others: Sequence[str] = ("bf16", "fp8", "int8
     return markdown(head, rows) + made_by(found)
 
 
+def experts() -> str:
+    """Microseconds of a layer's experts by model and tokens, beside the floor and vLLM's FP8."""
+    found = results("experts")
+    names = list(found["rows"][0]["us"])
+    theirs = [name for name in names if name.startswith("vLLM")]
+    head = ["model", "tokens", "floor", *names, f"best of vLLM over {names[0]}"]
+    rows = []
+    for row in found["rows"]:
+        us = row["us"]
+        gain = min(us[name] for name in theirs) / us[names[0]]
+        cells = [f"{row['floor_us']:.0f}", *(f"{us[name]:.0f}" for name in names)]
+        rows.append([row["model"], str(row["tokens"]), *cells, f"{gain:.2f}"])
+    return markdown(head, rows) + made_by(found)
+
+
 def serving() -> str:
     """Decode steps and prefill in vLLM, by run, batch and engine: rows of ``qtool bench serve``."""
     found = results("serving")
@@ -251,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "kernels": kernels,
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
+    "experts": experts,
     "serving": serving,
     "serving-steps": serving_steps,
     "runtime": runtime,

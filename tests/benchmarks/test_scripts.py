@@ -146,6 +146,7 @@ SCRIPTS: dict[str, Case] = {
     ),
     "demo/train.py": gpu("--tokens {tmp} --out {tmp}/out"),
     "kernels/bench.py": gpu(),
+    "kernels/bench_experts.py": gpu(),
     "kernels/bench_kv.py": gpu(),
     "kernels/bench_kv_paged.py": gpu(),
     "kernels/chance.py": Case("{native} --draws 1 --limit 2", r"draw 1: .* by chance"),
