@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from qtool.bench.cuda_graphs import (
-    HALF_OPERATIONS,
-    OPERATIONS,
     copies,
     floor_us,
     graph_us,
@@ -20,7 +18,6 @@ from qtool.bench.cuda_graphs import (
 from qtool.bench.gemm_columns import (
     COLUMNS,
     DEFAULT_COLUMNS,
-    HalfColumn,
     quantize_call,
 )
 
@@ -99,8 +96,8 @@ class Measurement:
 
     def floor(self, column: str) -> float:
         """Least microseconds of a column of :data:`COLUMNS`."""
-        operations = HALF_OPERATIONS if isinstance(COLUMNS[column], HalfColumn) else OPERATIONS
-        return floor_us(self.m, self.n, self.k, COLUMNS[column].bits, operations)
+        of = COLUMNS[column]
+        return floor_us(self.m, self.n, self.k, of.bits, of.operations)
 
 
 def gemm_table(
@@ -123,12 +120,8 @@ def gemm_table(
                 }
                 for kind in REFERENCES:
                     us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
-                first = COLUMNS[columns[0]]
-                quantize_us = (
-                    graph_us([quantize_call(first, m, k)] * 16)
-                    if not isinstance(first, HalfColumn)
-                    else 0.0
-                )
+                quantize = quantize_call(COLUMNS[columns[0]], m, k)
+                quantize_us = graph_us([quantize] * 16) if quantize else 0.0
                 results.append(Measurement(model, layer, m, n, k, us, quantize_us))
     return results
 

@@ -2,22 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from qtool.bench.cuda_graphs import copies
+from qtool.bench.cuda_graphs import HALF_OPERATIONS, OPERATIONS, copies
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.hopper import gemm, w4a8, w4ax, w8a8
+from qtool.kernels.hopper import gemm, w4a8, w4a16, w4ax, w8a8
 from qtool.kernels.hopper.gemm import Operand, Weight, run
-from qtool.kernels.hopper.tiles import Tile, choose, choose_s4
+from qtool.kernels.hopper.tiles import Tile, choose, choose_half, choose_s4
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma import half_gemm
 from qtool.kernels.mma import w4a8 as w4a8_mma
+from qtool.kernels.mma import w4a16 as half
 from qtool.kernels.mma.gemm import MmaWeight
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant
-from qtool.kernels.mma.half_tiles import choose as choose_half
+from qtool.kernels.mma.half_tiles import choose as choose_mma
 
 #: the stored layout of schemes with s4 weights and s4 tokens
 S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
@@ -84,6 +87,7 @@ class Column:
     scheme: str
     group_size: int | None
     bits: float
+    operations: ClassVar[float] = OPERATIONS
 
     def operand(self) -> Operand:
         """The operand that the kernel is compiled for."""
@@ -117,11 +121,15 @@ class HalfColumn:
     sparse: bool
     group_size: int | None
     bits: float
+    operations: ClassVar[float] = HALF_OPERATIONS
 
     def source(self, m: int, n: int, k: int) -> Source:
-        bf16 = torch.bfloat16
-        variant = Variant(self.sparse, self.group_size or 0, bf16, bf16, bf16)
-        return half_gemm.definition(variant, choose_half(m, n), (9, 0), hopper=True)
+        bf16, group = torch.bfloat16, self.group_size or 0
+        if half.by_wgmma(m, sparse=self.sparse, capability=half.HOPPER):
+            tile = choose_half(m, n, k)
+            return gemm.definition(w4a16.operand(group, bf16, bf16, tile.tokens), tile, bf16)
+        variant = Variant(self.sparse, group, bf16, bf16, bf16)
+        return half_gemm.definition(variant, choose_mma(m, n), half.HOPPER, hopper=True)
 
     def weights(self, n: int, k: int) -> list[HalfWeight]:
         inputs = 32 if self.sparse else 16
@@ -143,11 +151,7 @@ class HalfColumn:
     ) -> list[Callable[[], object]]:
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-
-        def call(weight: HalfWeight) -> Callable[[], object]:
-            return lambda: half_gemm.run(choose_half(m, n), x, weight, out, None)
-
-        return [call(weight) for weight in weights]
+        return [partial(half.multiply, x, weight, None, out) for weight in weights]
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ class MmaColumn:
     scheme: str
     group_size: int | None
     bits: float
+    operations: ClassVar[float] = OPERATIONS
 
     def source(self, m: int, n: int, k: int) -> Source:
         tile = mma.choose(
@@ -219,8 +224,12 @@ COLUMNS: dict[str, Column | HalfColumn | MmaColumn] = {
 DEFAULT_COLUMNS = ("w4a8-lqq-g64", "w4a8-qoq-g128", "w4a8-qoq", "w8a8")
 
 
-def quantize_call(column: Column | MmaColumn, m: int, k: int) -> Callable[[], object]:
-    """The quantization of a random input for a column."""
+def quantize_call(
+    column: Column | HalfColumn | MmaColumn, m: int, k: int
+) -> Callable[[], object] | None:
+    """The quantization of a random input for a column; None under 16-bit activations."""
+    if isinstance(column, HalfColumn):
+        return None
     x = torch.randn(m, k, device="cuda").bfloat16()
     if column.scheme not in S4_LAYOUTS:
         return lambda: quantize_activation(x, None, None, "none", 0.0)

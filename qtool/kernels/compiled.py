@@ -17,6 +17,7 @@ from qtool.kernels.experts import combine, quantize, route
 from qtool.kernels.experts import w4a8 as w4a8_experts
 from qtool.kernels.experts import w8a8 as w8a8_experts
 from qtool.kernels.hopper import w4a8, w4ax, w8a8
+from qtool.kernels.hopper import w4a16 as w4a16_wgmma
 from qtool.kernels.mma import w4a8 as w4a8_mma
 from qtool.kernels.mma import w4a16
 from qtool.kernels.mma import w4ax as w4ax_mma
@@ -37,6 +38,7 @@ MODULES = (
     w4a8_experts,
     w4a8_mma,
     w4a16,
+    w4a16_wgmma,
     w4ax,
     w4ax_mma,
     w8a8,

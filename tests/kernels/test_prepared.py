@@ -19,6 +19,8 @@ from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
+from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
+from qtool.kernels.mma.w4a16 import w4a16_gemm
 from qtool.kernels.op import launched
 from qtool.runtime.dispatch import KERNELS, Call
 from tests.runtime.test_linear import quantized
@@ -195,3 +197,30 @@ def test_group_formats_have_no_direct_launch() -> None:
     """Their ops are called; the table says so."""
     linear_format = LinearFormat("w4a4", 128, "apex4")
     assert KERNELS[linear_format.scheme, linear_format.layout][0].prepare is None
+
+
+@pytest.mark.parametrize(("m", "width", "step"), [(17, 32, 128), (64, 64, 128), (1024, 256, 64)])
+@pytest.mark.parametrize("group", [128, None])
+def test_w4a16_is_launched_with_boxes_of_marlin_tiles(
+    m: int, width: int, step: int, group: int | None, launches: list[Launch]
+) -> None:
+    n, k = 8192, 512
+    x, bias = torch.randn(m, k).bfloat16(), torch.randn(n)
+    qweight = torch.zeros(k // 16, 2 * n, dtype=torch.int32)
+    scale = torch.ones(k // (group or k), n).bfloat16()
+    launched(w4a16_gemm, x, qweight, scale, bias, torch.bfloat16)
+    (launch,) = launches
+    tokens, weights, *numbers = GEMM.unpack(launch[4])
+    # address, rows, columns, bytes of an item, rows and columns of a box, swizzle
+    assert struct.unpack_from("<7q", tokens) == (x.data_ptr(), m, 2 * k, 1, width, 128, 128)
+    box = (qweight.data_ptr(), k // 16, 2 * n, 4, step // 16, 128, 0)
+    assert struct.unpack_from("<7q", weights) == box
+    assert numbers[3] == scale.data_ptr() and numbers[5] == bias.data_ptr()
+    assert numbers[6:8] == [0, 0] and numbers[9:14] == [m, n, k, 2, 0]
+
+
+def test_w4a16_of_few_tokens_is_mma_sync(launches: list[Launch]) -> None:
+    qweight, scale = torch.zeros(16, 256, dtype=torch.int32), torch.ones(2, 128).half()
+    launched(w4a16_gemm, torch.zeros(16, 256).half(), qweight, scale, None, torch.float16)
+    (launch,) = launches
+    assert HALF.unpack(launch[4][-HALF.size :])[7:10] == (16, 128, 256)

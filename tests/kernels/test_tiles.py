@@ -1,18 +1,22 @@
 """The choice of tiles: always one that is compiled in CI, never more ring than shared memory."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.kernels.hopper import w4a8, w8a8
+from qtool.kernels.hopper import w4a8, w4a16, w8a8
 from qtool.kernels.hopper.gemm import staging_bytes
 from qtool.kernels.hopper.tiles import (
     RESIDENT,
     SHARED_PER_BLOCK,
     TABLE,
+    TABLE_HALF,
     TABLE_S4,
     Tile,
     choose,
+    choose_half,
     choose_s4,
 )
 
@@ -47,6 +51,30 @@ def test_choice_for_s4_weights_is_in_its_table(m: int, n: int, k: int, group: in
     assert whole in TABLE_S4 and (whole.split, whole.tokens) == (1, tile.tokens)
 
 
+@given(
+    m=st.integers(1, 9000),
+    n=st.integers(1, 1200),
+    k=st.integers(1, 300),
+    group=st.sampled_from((0, 32, 64, 128)),
+    x=st.sampled_from((torch.float16, torch.bfloat16)),
+    scale=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
+)
+def test_choice_for_16_bit_tokens_is_in_its_table_and_fits(
+    m: int, n: int, k: int, group: int, x: torch.dtype, scale: torch.dtype
+) -> None:
+    scales_sums = group > 0 and scale != x
+    tile = choose_half(m, 64 * n, 128 * k, scales_sums=scales_sums)
+    assert replace(tile, blocks_per_sm=1) in {replace(t, blocks_per_sm=1) for t in TABLE_HALF}
+    assert tile.panels == 1 and tile.tokens >= min(m, 64) and tile.split <= k
+    assert not scales_sums or tile.tokens * tile.blocks_per_sm <= 128 // tile.blocks_per_sm
+    operand = w4a16.operand(group, x, scale, tile.tokens)
+    for dtype in (torch.bfloat16, torch.float32):
+        stage = operand.stage(tile) + 128 * tile.tokens
+        stages = tile.stages(operand.stage(tile), staging_bytes(tile, dtype))
+        assert stages >= 2
+        assert stages * stage <= SHARED_PER_BLOCK[tile.blocks_per_sm]
+
+
 def runs_at_once(tile: Tile, m: int, n: int) -> bool:
     """Clusters of more than two have one tile each, so all of them must be resident."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
@@ -67,3 +95,12 @@ def test_prefers_what_was_measured() -> None:
         (1024, 28672, 4096): Tile(256),
     }
     assert {shape: choose(*shape) for shape in winners} == winners
+    winners_of_half = {
+        (32, 10240, 8192): Tile(32, split=4, blocks_per_sm=2),
+        (64, 4096, 14336): Tile(64, split=3),
+        (128, 6144, 4096): Tile(128, split=2),
+        (256, 4096, 4096): Tile(128, split=2),
+        (1024, 6144, 4096): Tile(256, split=2),
+        (4096, 28672, 4096): Tile(256),
+    }
+    assert {shape: choose_half(*shape) for shape in winners_of_half} == winners_of_half

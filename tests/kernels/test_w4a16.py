@@ -10,7 +10,7 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.kernels.mma.half_gemm import Variant, shared_bytes
 from qtool.kernels.mma.half_tiles import TABLE, choose
-from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.mma.w4a16 import by_wgmma, w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24, compress
 from qtool.schemes.w4a16_24 import keep_largest
@@ -89,6 +89,41 @@ def test_a_marlin_word_is_the_fragment_the_kernel_multiplies() -> None:
                 for k0 in range(2):
                     found[:, :, 16 * j + c + 8 * (r % 2), 2 * q + k0 + 8 * (r // 2)] = pair[k0]
     assert torch.equal(found.permute(1, 2, 0, 3).reshape(N, K).to(torch.uint8), codes)
+
+
+def test_a_warpgroups_words_are_the_fragments_wgmma_multiplies() -> None:
+    """As ``fragments`` of csrc/hopper/weights_marlin.cuh loads them: A of wgmma m64nNk16 is, for
+    thread t, rows 16 (t / 32) + t % 32 / 4 and + 8, inputs 2 (t % 4), the next, and both + 8.
+    """
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
+    scale = torch.rand(N, K // 128)
+    stored = MARLIN.pack(codes)["qweight"].contiguous().view(torch.uint8)  # [K / 16, 8 N]
+    scales = MARLIN.pack_group(scale).flatten()  # [G, N]
+    found = torch.full((N, K), 99)
+    found_scale = torch.zeros(N, K // 128)
+    for row in range(0, N, 64):
+        stage = stored[:, 8 * row :][:, :512].contiguous()  # a box: 16 inputs a line
+        for t in range(128):
+            at = t % 32 * 16 + t // 32 * 4
+            words = stage[:, at : at + 4].contiguous().view(torch.int32).flatten()
+            q = row + t // 32 * 16 + t % 32 // 4
+            for r, pair in registers(words).items():
+                for k0 in range(2):
+                    column = 2 * (t % 4) + k0 + 8 * (r // 2)
+                    found[q + 8 * (r % 2), column::16] = pair[k0]
+            for group, h in itertools.product(range(K // 128), range(2)):
+                place = group * N + row + t % 32 // 4 * 8 + t // 32 * 2 + h
+                found_scale[q + 8 * h, group] = scales[place]
+    assert torch.equal(found.to(torch.uint8), codes)
+    assert torch.equal(found_scale, scale)
+
+
+def test_hoppers_kernels_by_tokens() -> None:
+    """mma.sync up to 16 tokens, then wgmma; 2:4 sparse weights and other GPUs have mma.sync."""
+    chosen = [by_wgmma(m, sparse=False, capability=(9, 0)) for m in (1, 16, 17, 4096)]
+    assert chosen == [False, False, True, True]
+    assert not by_wgmma(4096, sparse=True, capability=(9, 0))
+    assert not by_wgmma(4096, sparse=False, capability=(8, 0))
 
 
 def test_marlin_24_words_are_the_sparse_fragments_the_kernel_multiplies() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 from math import ceil, erfc, expm1, sqrt
 
 from qtool.kernels.hopper.gemm import most_token_tiles
-from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, small
+from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, split_of
 
 #: microseconds of a step (128 channels), where the weight's bytes are not the bound
 STEP = {
@@ -38,7 +38,7 @@ def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) ->
     if tokens := next((size for size in SPLIT_SIZES if rows <= size), None):
         tiles = most_token_tiles(rows, experts, tokens) * -(-n // 128)
         if tiles <= RESIDENT[2]:  # too few to fill the GPU: blocks share the sum over K
-            split, per_sm = small(tokens, tiles, steps)
+            split, per_sm = split_of(fewest, tiles, steps)
             if split <= steps:
                 return Tile(tokens, split=split, blocks_per_sm=per_sm)
 

@@ -36,7 +36,9 @@ PARAMETERS = struct.Struct("<128s128s9Q7i4xQ2i8x")
 class Operand:
     """The weight operand of a kernel: source file, macros, bytes of a stage of 128 rows.
 
-    ``token_bytes`` is what a stage holds of each token beside its 128 codes: scales of groups.
+    ``token_bytes`` is what a stage holds of each token beside 128 bytes: scales of groups, the
+    second half of 16-bit channels. ``token_item`` is the bytes of a token's channel. ``box`` is the
+    rows and bytes of a copy of boxed codes: by default 64 output channels by 128 inputs.
     ``table_bytes`` is what a block knows of the experts.
     """
 
@@ -44,10 +46,12 @@ class Operand:
     defines: tuple[tuple[str, int], ...]
     stage_bytes: int
     token_bytes: int = 0
+    token_item: int = 1
+    box: tuple[int, int] = (64, 128)
     table_bytes: int = 0
 
     def stage(self, tile: Tile) -> int:
-        """Bytes of a stage beside the tokens' codes."""
+        """Bytes of a stage beside 128 of each token."""
         return self.stage_bytes * tile.panels + -(-self.token_bytes * tile.tokens // 512) * 512
 
 
@@ -55,15 +59,12 @@ class Operand:
 class Weight:
     """The tensors behind the operand; absent ones are ``None``."""
 
-    scale1: Tensor  # [N], or [G, N] scales of groups
+    scale1: Tensor  # [N], or [G, N] scales of groups, in the layout's order
     qweight: Tensor | None = None  # dual-MMA tiles
     scale2: Tensor | None = None
     offset2: Tensor | None = None
     zero1: Tensor | None = None
-    boxed: Tensor | None = (
-        None  # codes that are copied by boxes: a matrix of bytes, such as int8 [N, K]
-    )
-    box: tuple[int, int] = (64, 128)  # rows and bytes of a box: 64 output channels by 128 inputs
+    boxed: Tensor | None = None  # codes copied by boxes: a matrix of bytes, such as int8 [N, K]
 
 
 def definition(
@@ -92,10 +93,13 @@ def staging_bytes(tile: Tile, out_dtype: torch.dtype) -> int:
     return 2 * 2 * tokens * (64 * item + 16)
 
 
-def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build]:
+def builds(
+    name: str, operand: Operand, tiles: Iterable[Tile], instruction: str = "IGMMA.64x{}x32."
+) -> Iterator[Build]:
     """The kernel of ``operand`` with the sizes of ``tiles``, split least and most.
 
-    Its machine code must use wgmma and leave registers for its blocks.
+    Its machine code must use wgmma, ``instruction`` for the tokens of a tile, and leave registers
+    for its blocks.
     """
     ordered = sorted(
         tiles, key=lambda tile: (tile.tokens, tile.rows, tile.split / tile.blocks_per_sm)
@@ -103,13 +107,9 @@ def builds(name: str, operand: Operand, tiles: Iterable[Tile]) -> Iterator[Build
     for _, same in groupby(ordered, key=lambda tile: (tile.tokens, tile.rows)):
         width = list(same)
         for tile in dict.fromkeys((width[0], width[-1])):
-            source, threads = (
-                definition(operand, tile, torch.bfloat16),
-                THREADS * tile.blocks_per_sm,
-            )
-            yield Build(
-                f"{name} {tile}", "sm_90a", source, threads, (f"IGMMA.64x{tile.tokens}x32.",)
-            )
+            source = definition(operand, tile, torch.bfloat16)
+            threads, instructions = THREADS * tile.blocks_per_sm, (instruction.format(tile.tokens),)
+            yield Build(f"{name} {tile}", "sm_90a", source, threads, instructions)
 
 
 @cache
@@ -143,6 +143,7 @@ class Plan:
         m, n, self.k = shape
         self.tensors = (weight, bias)  # whose addresses are in the parameters
         self.device, self.overlap, self.tile = weight.scale1.device, overlap, tile
+        self.token_bytes = self.k * operand.token_item
         require_hopper(self.device)
         self.kernel = _kernel(operand, tile, out_dtype, self.device.index)
         token_tiles = most_token_tiles(m, experts or 1, tile.tokens)
@@ -152,7 +153,7 @@ class Plan:
         clusters = tiles if tile.split > 2 else min(tiles, resident // tile.split)
         self.grid, self.shared_bytes = tile.split * clusters, SHARED_PER_BLOCK[tile.blocks_per_sm]
         boxed = weight.boxed
-        self.weight_map = b"" if boxed is None else tensor_map(boxed, *weight.box)
+        self.weight_map = b"" if boxed is None else tensor_map(boxed, *operand.box)
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
@@ -164,7 +165,7 @@ class Plan:
 
         ``offsets``: of the first token of each expert.
         """
-        tokens = byte_map(x, self.numbers[0], self.k, self.tile.tokens)
+        tokens = byte_map(x, self.numbers[0], self.token_bytes, self.tile.tokens)
         addresses = (*self.weight, sx, token_sum, out)
         numbers = (*self.numbers, offsets, *self.experts)
         parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *numbers)
@@ -183,7 +184,7 @@ def run(
     operand: Operand,
     tile: Tile,
     x: Tensor,
-    sx: Tensor,
+    sx: Tensor | None,
     weight: Weight,
     out: Tensor,
     *,

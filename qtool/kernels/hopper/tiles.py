@@ -45,10 +45,12 @@ class Tile:
 #: a GPC of 16 or 18
 RESIDENT = {1: 132, 2: 66, 3: 32, 4: 28, 8: 12}
 
+#: most row tiles, then splits and blocks an SM
+Small = tuple[tuple[float, tuple[int, int], tuple[int, int], tuple[int, int]], ...]
 #: up to 64 tokens the weight's bytes are the bound, and blocks of 128 rows right. For at most so
 #: many row tiles the split and the blocks an SM: of a long K (in steps) and of others up to 32
 #: tokens, of 64
-SMALL = (
+SMALL: Small = (
     (12, (8, 1), (8, 1), (8, 1)),
     (28, (4, 1), (4, 1), (4, 1)),
     (32, (6, 2), (5, 2), (3, 1)),
@@ -75,6 +77,21 @@ STEP_S4 = {
 }
 
 
+#: and of 16-bit tokens: with weights that are rounded or scaled by channel, and with sums of groups
+#: that are scaled in the main loop
+STEP_HALF = {(64, 128): 0.4, (128, 128): 0.6, (256, 128): 1.1}
+STEP_HALF_SUMS = {(64, 128): 0.45, (128, 128): 0.75}
+SMALL_HALF: Small = (
+    (12, (8, 1), (8, 1), (8, 1)),
+    (28, (4, 1), (4, 1), (4, 1)),
+    (32, (6, 2), (6, 2), (3, 1)),
+    (56, (4, 2), (4, 2), (2, 1)),
+    (66, TWO_PAIRS, TWO_PAIRS, PAIR),
+    (99, (4, 2), (4, 2), (4, 2)),
+    (inf, TWO_PAIRS, TWO_PAIRS, TWO_PAIRS),
+)
+
+
 @cache
 def choose(m: int, n: int, k: int) -> Tile:
     """The tile for ``Y [m, n]`` with ``k`` input channels."""
@@ -95,11 +112,23 @@ def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = Fals
     return replace(tile, blocks_per_sm=1) if tile.tokens == 64 else tile
 
 
-def _choose(m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float]) -> Tile:
+@cache
+def choose_half(m: int, n: int, k: int, *, scales_sums: bool = False) -> Tile:
+    """The tile for 16-bit tokens, more than 16.
+
+    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile.
+    """
+    tile = _choose(max(m, 17), n, k, STEP_HALF_SUMS if scales_sums else STEP_HALF, SMALL_HALF)
+    return replace(tile, blocks_per_sm=1) if tile.tokens == 64 and scales_sums else tile
+
+
+def _choose(
+    m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float], small: Small = SMALL
+) -> Tile:
     row_tiles, steps = -(-n // 128), -(-k // 128)
     if m <= 64:
         tokens = next(size for size in (8, 16, 32, 64) if m <= size)
-        split, per_sm = small(tokens, row_tiles, steps)
+        split, per_sm = split_of(tokens, row_tiles, steps, small)
         return (
             Tile(tokens, split=split, blocks_per_sm=per_sm)
             if split <= steps
@@ -124,9 +153,9 @@ def _choose(m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float]) ->
     )
 
 
-def small(tokens: int, row_tiles: int, steps: int) -> tuple[int, int]:
+def split_of(tokens: int, row_tiles: int, steps: int, small: Small = SMALL) -> tuple[int, int]:
     """The split and the blocks an SM of blocks of up to 64 tokens by 128 rows."""
-    for most, long, short, wide in SMALL:
+    for most, long, short, wide in small:
         if row_tiles <= most:
             return wide if tokens == 64 else long if steps >= LONG else short
     if -(-row_tiles // 66) % 2:  # a pair's last tile is split, and the SMs have equal shares
@@ -136,14 +165,24 @@ def small(tokens: int, row_tiles: int, steps: int) -> tuple[int, int]:
     return TWO_PAIRS
 
 
-#: every tile that :func:`choose` may return
-TABLE = LARGE + tuple(
-    Tile(tokens, split=split, blocks_per_sm=per_sm)
-    for tokens in (8, 16, 32, 64)
-    for split, per_sm in sorted(
-        {choice for row in SMALL for choice in (row[3:] if tokens == 64 else row[1:3])}
-        | {PAIR, TWO_PAIRS, MANY}
+def _table(
+    small: Small, widths: tuple[int, ...], steps: Mapping[tuple[int, int], float]
+) -> tuple[Tile, ...]:
+    """The tiles of a table for few tokens, of ``widths``, and those for many."""
+    large = tuple(tile for tile in LARGE if (tile.tokens, tile.rows) in steps)
+    return large + tuple(
+        Tile(tokens, split=split, blocks_per_sm=per_sm)
+        for tokens in widths
+        for split, per_sm in sorted(
+            {choice for row in small for choice in (row[3:] if tokens == 64 else row[1:3])}
+            | {PAIR, TWO_PAIRS, MANY}
+        )
     )
-)
+
+
+#: every tile that :func:`choose` may return
+TABLE = _table(SMALL, (8, 16, 32, 64), STEP)
+#: and :func:`choose_half`
+TABLE_HALF = _table(SMALL_HALF, (32, 64), STEP_HALF)
 #: and :func:`choose_s4`; in groups up to 128 x 128 sums
 TABLE_S4 = tuple(tile for tile in TABLE if tile.tokens != 64 or tile.blocks_per_sm == 1)

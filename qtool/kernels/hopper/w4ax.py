@@ -49,7 +49,8 @@ def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Op
         ("GROUP", group_size or 0),
         ("SCALE", KINDS[scale_dtype] if group_size else 0),
     )
-    return Operand("hopper/w4ax_gemm", defines, 2 * HALF_STAGE + groups * 512, 4 * groups)
+    box = (4, 64 * 16) if layout == "apex4" else (64, 64)  # of 64 rows x 128 columns
+    return Operand("hopper/w4ax_gemm", defines, 2 * HALF_STAGE + groups * 512, 4 * groups, box=box)
 
 
 def builds() -> Iterator[Build]:
@@ -143,10 +144,10 @@ w4ax_gemm = operator("w4ax_gemm", W4AxGemm)
 
 
 def packed_weight(layout: str, qweight: Tensor, scale: Tensor) -> Weight:
-    """The op's tensors as the kernel takes them, unchecked: 64 rows x 128 columns a copy."""
+    """The op's tensors as the kernel takes them, unchecked."""
     if layout == "apex4":
-        return Weight(scale, boxed=qweight.flatten(1), box=(4, 64 * 16))
-    return Weight(scale, boxed=qweight, box=(64, 64))
+        return Weight(scale, boxed=qweight.flatten(1))
+    return Weight(scale, boxed=qweight)
 
 
 def require_layout(

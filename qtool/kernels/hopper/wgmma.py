@@ -2,14 +2,17 @@
 
 ``Wgmma<N>::rs`` multiplies a 64 x 32 u8 fragment in registers, ``Wgmma<N>::ss`` a s8 one in shared
 memory, by N x 32 s8 in shared memory, and adds to 64 x N int32 accumulators (PTX ISA,
-wgmma.mma_async). ``rs_s8`` takes an s8 fragment in registers, and ``rs_s8_first`` overwrites the
-accumulators instead.
+wgmma.mma_async). ``rs_s8`` takes an s8 fragment in registers; ``rs_f16`` and ``rs_bf16`` take
+64 x 16 of 16 bits by N x 16 of the same, and add to float32. The names with ``_first`` overwrite
+the accumulators instead.
 """
+
+FRAGMENT = ("const u32* a", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', 4)
 
 
 def _wrapper(
     name: str,
-    a_type: str,
+    types: str,
     n: int,
     a_operand: str,
     a_parameter: str,
@@ -17,16 +20,18 @@ def _wrapper(
     a_count: int,
     accumulate: bool = True,
 ) -> str:
-    count = n // 2
+    """``types``: of the accumulators, of A and of B."""
+    count, real = n // 2, types.startswith("f32")
     accumulators = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+r"(d[{i}])' for i in range(count))
-    parameters = f"int (&d)[{count}], {a_parameter}, u64 b"
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8"
+    outputs = ", ".join(f'"+{"f" if real else "r"}"(d[{i}])' for i in range(count))
+    parameters = f"{'float' if real else 'int'} (&d)[{count}], {a_parameter}, u64 b"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{16 if real else 32}.{types}"
     set_predicate = f"setp.ne.b32 accumulate, {int(accumulate)}, 0;"
+    signs = ", 1, 1, 0" if real else ""  # of A and B, and B is K-major
     return f"""    static __device__ __forceinline__ void {name}({parameters}) {{
         asm volatile("{{\\n.reg .pred accumulate;\\n{set_predicate}\\n"
             "{instruction} {{{accumulators}}}, {a_operand}, "
-            "%{count + a_count}, accumulate;\\n}}"
+            "%{count + a_count}, accumulate{signs};\\n}}"
             : {outputs}
             : {a_constraints}, "l"(b));
     }}
@@ -37,10 +42,11 @@ def wgmma_source(n: int) -> str:
     """CUDA C++ text of ``Wgmma<n>``."""
     c = n // 2
     registers = f"{{%{c}, %{c + 1}, %{c + 2}, %{c + 3}}}"
-    fragment = (n, registers, "const u32* a", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', 4)
-    rs = _wrapper("rs", "u8", *fragment)
-    signed = _wrapper("rs_s8", "s8", *fragment) + _wrapper(
-        "rs_s8_first", "s8", *fragment, accumulate=False
-    )
-    ss = _wrapper("ss", "s8", n, f"%{c}", "u64 a", '"l"(a)', 1)
-    return f"template <>\nstruct Wgmma<{n}> {{\n{rs}{signed}{ss}}};\n"
+    wrappers = [
+        _wrapper("rs", "s32.u8.s8", n, registers, *FRAGMENT),
+        _wrapper("ss", "s32.s8.s8", n, f"%{c}", "u64 a", '"l"(a)', 1),
+    ]
+    for name, types in (("s8", "s32.s8.s8"), ("f16", "f32.f16.f16"), ("bf16", "f32.bf16.bf16")):
+        wrappers.append(_wrapper(f"rs_{name}", types, n, registers, *FRAGMENT))
+        wrappers.append(_wrapper(f"rs_{name}_first", types, n, registers, *FRAGMENT, False))
+    return f"template <>\nstruct Wgmma<{n}> {{\n{''.join(wrappers)}}};\n"

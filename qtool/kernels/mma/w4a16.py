@@ -4,8 +4,11 @@ MARLIN and Sparse-MARLIN.
 
     y[m, n] = sum_G scale[n, G] * sum_{k in G} x[m, k] * (q[n, k] - 8) + bias[n]
 
-Products are exact and sums float32: a scale multiplies its group's sum, so that no weight is
-rounded to 16 bits as MARLIN rounds it. 2:4 sparse weights skip the products with their zeros.
+Sums are float32. By mma.sync products are exact: a scale multiplies its group's sum, and no weight
+is rounded to 16 bits as MARLIN rounds it. Hopper's wgmma (:mod:`qtool.kernels.hopper.w4a16`) does
+the same for up to 32 tokens, for whole channels, and where scales have another dtype than x. For
+more tokens it multiplies weights of groups that are rounded to x's dtype. The CPU's reference
+rounds none. 2:4 sparse weights skip the products with their zeros.
 
 Shapes: x ``[M, K]``; marlin: qweight int32 ``[K/16, 2 N]``; marlin-24: qweight int32 and metadata
 int16 ``[K/32, 2 N]``; scale ``[G, N]`` (G = K / 32, 64 or 128), or ``[1, N]`` per channel; each in
@@ -23,6 +26,7 @@ from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Build
 from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.hopper import w4a16 as wgmma
 from qtool.kernels.launch import compute_capability
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import TABLE, choose
@@ -31,6 +35,9 @@ from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
 HALF = (torch.float16, torch.bfloat16)
+HOPPER = (9, 0)
+#: tokens that mma.sync multiplies faster than wgmma there
+MOST_BY_MMA = 16
 
 
 class W4A16Gemm(NamedTuple):
@@ -71,7 +78,7 @@ class W4A16Gemm(NamedTuple):
         return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
 
     def launch(self, out: Tensor) -> None:
-        _launch(self.x, self.weight, self.bias, out)
+        multiply(self.x, self.weight, self.bias, out)
 
 
 class W4A16SparseGemm(NamedTuple):
@@ -108,16 +115,27 @@ class W4A16SparseGemm(NamedTuple):
         return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
 
     def launch(self, out: Tensor) -> None:
-        _launch(self.x, self.weight, self.bias, out)
+        multiply(self.x, self.weight, self.bias, out)
 
 
 w4a16_gemm = operator("w4a16_gemm", W4A16Gemm)
 w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm)
 
 
-def _launch(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) -> None:
-    if len(out):
-        run(choose(*out.shape, compute_capability(x.device)), x, weight, out, bias)
+def by_wgmma(m: int, *, sparse: bool, capability: tuple[int, int]) -> bool:
+    """Whether ``m`` tokens are multiplied by Hopper's wgmma."""
+    return capability == HOPPER and not sparse and m > MOST_BY_MMA
+
+
+def multiply(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Launch ``out [M, N] = x [M, K] W^T`` by the kernel for M and the GPU. Checks were made."""
+    m, capability = len(out), compute_capability(x.device)
+    if m == 0:
+        return
+    if by_wgmma(m, sparse=weight.metadata is not None, capability=capability):
+        wgmma.run(x, weight.qweight, weight.scale, out, bias)
+    else:
+        run(choose(*out.shape, capability), x, weight, out, bias)
 
 
 def _require(
@@ -162,7 +180,9 @@ def builds() -> Iterator[Build]:
     """
     bf16 = torch.bfloat16
     for (capability, tiles), sparse in product(TABLE.items(), (False, True)):
-        arch, hopper = ARCHITECTURES[capability][0], capability == (9, 0)
+        arch, hopper = ARCHITECTURES[capability][0], capability == HOPPER
+        if hopper and not sparse:
+            tiles = tuple(tile for tile in tiles if tile.block_tokens <= MOST_BY_MMA)
         variants = [(Variant(sparse, 128, bf16, bf16, bf16), tile) for tile in dict.fromkeys(tiles)]
         for group, (x, scale) in product(
             (0, 32, 64), ((torch.float16, torch.float32), (bf16, torch.float16))

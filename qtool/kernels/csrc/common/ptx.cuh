@@ -94,6 +94,14 @@ __device__ __forceinline__ void tensor_copy(u32 dst, const TensorMap* map, int x
         : "memory");
 }
 
+__device__ __forceinline__ void tensor_copy_once(u32 dst, const TensorMap* map, int x, int y, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+            dst),
+        "l"(map), "r"(x), "r"(y), "r"(bar), "l"(kEvictFirst)
+        : "memory");
+}
+
 __device__ __forceinline__ void tensor_prefetch_l2(const TensorMap* map, int x, int y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
@@ -217,6 +225,11 @@ template <int kCount>
 __device__ __forceinline__ void settle(int (&r)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void settle(float (&r)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
 // Descriptor of a K-major operand in 128-byte rows, swizzled over 128 bytes: 8 rows are 1024 bytes apart.

@@ -1,5 +1,5 @@
-// Accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16 bytes wide. int32 sums
-// are scaled here; the float totals of scaled groups only get the bias.
+// Accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16 bytes wide. Sums of whole
+// channels are scaled here; the float totals of scaled groups only get the bias.
 //
 // A thread holds, for each block of 8 tokens, rows q and q + 8 (q = 16 warp + lane / 4) of tokens
 // 2 (lane % 4) and the next: v[0], v[1] are row q, v[2], v[3] row q + 8.
@@ -11,20 +11,22 @@
 struct Rows {
     u32 scale[2], bias[2];
     int zero[2];
+    template <class Weights>
     __device__ __forceinline__ void read(const Params& p, int n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = n + 8 * h;
             const bool valid = row < p.n;
-            scale[h] = valid ? load_bits(p.scale1, row, p.scale1_kind) : 0;
+            scale[h] = valid ? load_bits(p.scale1, Weights::channel(row), p.scale1_kind) : 0;
             zero[h] = p.zero1 ? (valid ? p.zero1[row] : 0) : 128;
             bias[h] = valid && p.bias ? load_bits(p.bias, row, p.bias_kind) : 0;
         }
     }
 };
 
-// A warpgroup's. kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first. kTokens: of a tile.
-template <int kOut, bool kZero, int kTokens>
+// A warpgroup's. Weights::kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first. kTokens: of
+// a tile.
+template <class Weights, int kOut, int kTokens>
 struct Epilogue {
     static constexpr bool kWide = kOut == kFloat32 || kOut == kInt32;
     static constexpr int kItem = kWide ? 4 : 2, kPieces = 64 * kItem / 16;    // of 16 bytes in a token's 64 rows
@@ -47,7 +49,10 @@ struct Epilogue {
         constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8, kPass = 128 / kPieces;  // blocks; tokens
         float scale[2], bias[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) scale[h] = as_float(rows.scale[h], p.scale1_kind), bias[h] = as_float(rows.bias[h], p.bias_kind);
+        for (int h = 0; h < 2; ++h) {
+            scale[h] = Weights::kGrouped ? 1.f : as_float(rows.scale[h], p.scale1_kind);
+            bias[h] = as_float(rows.bias[h], p.bias_kind);
+        }
         const int token = t / kPieces, piece = t % kPieces * 16;  // that this thread writes
         const int left = n < columns ? min(min(8 * kBlocks, kTokens - first_token), end - m - first_token) - token : 0;
         const u64 pitch = static_cast<u64>(columns) * kItem;
@@ -76,7 +81,7 @@ struct Epilogue {
                                            int token) const {
         const float2 sx = *reinterpret_cast<const float2*>(scales + token);
         int2 sum = {0, 0};
-        if constexpr (kZero) sum = *reinterpret_cast<const int2*>(token_sums + token);
+        if constexpr (Weights::kZero) sum = *reinterpret_cast<const int2*>(token_sums + token);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int exact = v[i] - (i % 2 ? sum.y : sum.x) * zero[i / 2];
@@ -84,10 +89,11 @@ struct Epilogue {
             else y[i] = fmaf(static_cast<float>(exact) * (i % 2 ? sx.y : sx.x), scale[i / 2], bias[i / 2]);
         }
     }
-    __device__ __forceinline__ void finish(float (&y)[4], const float* v, const float (&)[2], const float (&bias)[2], const int (&)[2], int) const {
-        static_assert(kOut != kInt32, "groups have no bare sums");
+    __device__ __forceinline__ void finish(float (&y)[4], const float* v, const float (&scale)[2], const float (&bias)[2], const int (&)[2],
+                                           int) const {
+        static_assert(kOut != kInt32, "floats are no bare sums");
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] = v[i] + bias[i / 2];
+        for (int i = 0; i < 4; ++i) y[i] = fmaf(v[i], scale[i / 2], bias[i / 2]);
     }
 
     // To the rows of 8 tokens.

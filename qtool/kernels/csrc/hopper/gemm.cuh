@@ -1,16 +1,16 @@
-// The integer GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact.
+// The GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact, or in 16 bits x 16 bits -> float32.
 //
 // LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer keeps a
-// ring of stages (kPanels x 128 weight rows and kTokens tokens by 128 input channels) full by bulk copies. Each
+// ring of stages (kPanels x 128 weight rows and kTokens tokens by a step of input channels) full by bulk copies. Each
 // consumer warpgroup owns 64 rows of a panel: it turns its weights into registers and multiplies them itself, so
 // that one's dequantization hides under the other's wgmma.
 //
 // A cluster is kSplit blocks that share the sum over K of one tile, their first or last. A block finishes a share of its
-// tokens: the others push their int32 sums of that share into its shared memory (st.async, counted on an mbarrier) and
-// leave. Exact, in any order. Where groups of K have scales of their own, the sums are floats, scaled inside the main loop
-// and added over the cluster in a fixed order.
+// tokens: the others push their sums of that share into its shared memory (st.async, counted on an mbarrier) and
+// leave. int32 sums are exact in any order; floats are added over the cluster in a fixed one. The scales of groups of K are
+// applied inside the main loop.
 //
-// Legend: a *row* is an output channel n; a *panel* 128 of them; a *stage* one ring slot; a *step* 128 input channels;
+// Legend: a *row* is an output channel n; a *panel* 128 of them; a *stage* one ring slot; a *step* Weights::kInputs input channels;
 // a *block* of sums is 8 tokens by 64 rows, an int4 a thread.
 #pragma once
 #include "hopper/epilogue.cuh"
@@ -31,14 +31,14 @@ struct Gemm {
     static constexpr u32 kPatience = 425;  // clocks without a free slot
 
     using Sum = typename Weights::Sum;
-    static constexpr int kTokenBytes = kTokens * 128, kWeightBytes = kPanels * Weights::kStageBytes;
+    static constexpr int kTokenBytes = kTokens * Weights::kTokenBytes, kWeightBytes = kPanels * Weights::kStageBytes;
     static constexpr int kRing = kStages * (kTokenBytes + kWeightBytes);
     // What the other splits push here. Few tokens: beside the ring, so that nobody has to wait until it is free.
     static constexpr int kBlockBytes = kConsumers * 16, kInbox = (kSplit - 1) * kShare * kPanels * kBlockBytes;
     static constexpr bool kOverRing = kTokens * kPanels > 128;
     static constexpr int kInboxAt = kOverRing ? 0 : kRing, kStagingAt = kRing + (kOverRing ? 0 : kInbox);
     static_assert(!kOverRing || kInbox <= kRing, "the inbox is larger than the ring");
-    using Tiles = Work<kSplit, !kOverRing>;  // an inbox over the ring has to wait until the ring is done
+    using Tiles = Work<kSplit, !kOverRing, Weights::kInputs>;  // an inbox over the ring has to wait until the ring is done
     static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
     static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
     using Areas = Tiling<kTokens, kRows>;
@@ -142,14 +142,16 @@ struct Gemm {
                 mbar_wait(bars.empty + 8 * place.slot, place.parity ^ 1);
                 if (elect_one()) {
                     const u32 bar = bars.full + 8 * place.slot;
-                    if constexpr (Weights::kGrouped) {
+                    if constexpr (Weights::kTokenGroups > 0) {
                         const u32 stage = tokens + kStages * kTokenBytes + place.slot * kWeightBytes;
-                        mbar_expect(bar, kTokenBytes + Weights::kGroups * Weights::token_scale_bytes(p, m));
+                        mbar_expect(bar, kTokenBytes + Weights::kTokenGroups * Weights::token_scale_bytes(p, m));
                         Weights::load_token_scales(p, stage, step, m, bar);
                     } else {
                         mbar_expect(bar, kTokenBytes);
                     }
-                    tensor_copy(tokens + place.slot * kTokenBytes, &p.tokens, step * 128, m, bar);
+#pragma unroll
+                    for (int i = 0; i < Weights::kTokenBytes; i += 128)  // swizzled bytes of each token
+                        tensor_copy(tokens + place.slot * kTokenBytes + i * kTokens, &p.tokens, step * Weights::kTokenBytes + i, m, bar);
                 }
                 place.advance();
                 // The next kernel fills its rings while this one drains; before, its weights would be in the way of these.
@@ -174,7 +176,7 @@ struct Gemm {
             epilogue.end = area.end;
             Rows rows[kPanels];  // of this thread
 #pragma unroll
-            for (int i = 0; i < kPanels; ++i) rows[i].read(p, n + 128 * i + t / 32 * 16 + t % 32 / 4);
+            for (int i = 0; i < kPanels; ++i) rows[i].template read<Weights>(p, n + 128 * i + t / 32 * 16 + t % 32 / 4);
             constexpr int kFetched = (kTokens + 127) / 128;  // token scales of this thread
             float scale[kFetched];
             int token_sum[kFetched];
@@ -182,7 +184,7 @@ struct Gemm {
             for (int i = 0; i < kFetched; ++i) {
                 const int token = t + 128 * i, m = first_token + token;
                 const bool valid = token < kTokens && m < area.end;
-                scale[i] = valid ? p.token_scale[m] : 0.f;
+                scale[i] = Weights::kTokenScales && valid ? p.token_scale[m] : 0.f;
                 token_sum[i] = valid && p.token_sum ? p.token_sum[m] : 0;
             }
 

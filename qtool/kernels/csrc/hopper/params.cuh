@@ -3,15 +3,15 @@
 #include "common/ptx.cuh"
 
 struct Params {
-    TensorMap tokens;   // int8 [M, K]
-    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax)
+    TensorMap tokens;   // [M, K], int8 or 16 bits
+    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax), marlin tiles (W4A16)
     const u8* qweight;  // dual-MMA tiles
     const u8* scale2;   // level 2: [N/64, G, 64]
     const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
-    const void* scale1;  // [N], of `scale1_kind`
+    const void* scale1;  // [N] or [G, N], of `scale1_kind`
     const u8* zero1;     // [N], QoQ per channel, else null
     const void* bias;    // [N] of `bias_kind`, or null
-    const float* token_scale;  // [M]
+    const float* token_scale;  // [M], or null under 16-bit tokens
     const int* token_sum;      // [M] sums of the int8 tokens (4-bit weights)
     void* out;                 // [M, N]
     int m, n, k;

@@ -2,7 +2,8 @@
 #include "hopper/gemm.cuh"
 #include "hopper/weights_w4.cuh"
 
-using Kernel = Gemm<Weights4<SCHEME, GROUP>, Epilogue<OUT, true, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
+using Weights = Weights4<SCHEME, GROUP>;
+using Kernel = Gemm<Weights, Epilogue<Weights, OUT, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
 #if SPLIT > 1

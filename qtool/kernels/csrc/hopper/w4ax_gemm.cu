@@ -3,7 +3,8 @@
 #include "hopper/gemm.cuh"
 #include "hopper/weights_s4.cuh"
 
-using Kernel = Gemm<WeightsS4<LAYOUT, GROUP, SCALE, TOKENS>, Epilogue<OUT, false, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
+using Weights = WeightsS4<LAYOUT, GROUP, SCALE, TOKENS>;
+using Kernel = Gemm<Weights, Epilogue<Weights, OUT, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
 #if SPLIT > 1

@@ -3,7 +3,7 @@
 #include "hopper/gemm.cuh"
 #include "hopper/weights_s8.cuh"
 
-using Kernel = Gemm<Weights8, Epilogue<OUT, false, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES, EachExpert>;
+using Kernel = Gemm<Weights8, Epilogue<Weights8, OUT, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES, EachExpert>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
 #if SPLIT > 1

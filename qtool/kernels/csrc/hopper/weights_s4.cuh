@@ -19,14 +19,18 @@
 // kGroup: 0 is the whole channel. kScale: the kind of the group scales.
 template <int kLayout, int kGroup, int kScale, int kTokens>
 struct WeightsS4 {
-    static constexpr bool kGrouped = kGroup > 0, kReadsAhead = false;
+    static constexpr int kInputs = 128, kTokenBytes = 128;  // of a step; of a token there
+    static constexpr bool kZero = false, kGrouped = kGroup > 0, kReadsAhead = false, kTokenScales = true;
     using Sum = typename SumOf<kGrouped>::Type;
     static constexpr int kHalf = 64 * 64;                              // bytes of 64 rows x 128 columns
     static constexpr int kGroups = !kGrouped ? 0 : kGroup < 128 ? 128 / kGroup : 1;  // scales of a row in a stage
+    static constexpr int kTokenGroups = kGroups;  // and of a token
     static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2, kScalePitch = 64 * 4;  // of 64 rows
     static constexpr int kScalesAt = 2 * kHalf, kTokenScalesAt = kScalesAt + 2 * kGroups * kScalePitch;
     static constexpr int kUsed = kTokenScalesAt + kGroups * kTokens * 4;
     static constexpr int kStageBytes = (kUsed + 511) / 512 * 512;  // the 64-byte swizzle repeats after 512
+
+    static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
     // Which group of all the `j`-th of a step is; beyond the last one the codes are zeros, and any finite scale will do.
     static __device__ __forceinline__ int group_of(const Params& p, int step, int j) {

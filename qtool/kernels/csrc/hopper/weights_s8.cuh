@@ -5,10 +5,13 @@
 
 struct Weights8 {
     using Sum = int;
+    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;  // of a step; of a token there, and its scales
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
-    static constexpr bool kReadsAhead = false;
+    static constexpr bool kZero = false, kReadsAhead = false, kTokenScales = true;
     static constexpr int kHalf = 64 * 128;  // bytes of one warpgroup's rows in a stage
     static constexpr int kStageBytes = 2 * kHalf;
+
+    static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
     // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros.
     struct Source {

@@ -18,14 +18,17 @@
 template <int kScheme, int kGroup>
 struct Weights4 {
     using Sum = int;
+    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;  // of a step; of a token there, and its scales
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
-    static constexpr bool kReadsAhead = true;
+    static constexpr bool kZero = true, kReadsAhead = true, kTokenScales = true;  // of tokens, in the epilogue
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
     static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
     static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
     static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;               // of a row in a stage
     static constexpr int kLevel2 = 2 * kGroups * 64;                            // of a stage, one parameter
     static constexpr int kStageBytes = kCodes + 2 * kLevel2;
+
+    static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
     // The copies of 64 rows, stage after stage, by one warp. `row` may lie beyond the weight: then nothing is copied.
     struct Source {
