@@ -5,7 +5,7 @@ alone.
 
 One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are
 fuzzed. Random sums may be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by
-the rounding of the output.
+the rounding of the output. Where wgmma multiplies rounded weights, those are what it is held to.
 """
 
 import argparse
@@ -15,18 +15,23 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from qtool.kernels.build import ARCHITECTURES, cubin
+from qtool.kernels.hopper import gemm
+from qtool.kernels.hopper.tiles import Tile
+from qtool.kernels.hopper.w4a16 import operand, packed_weight, rounds
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import HalfTile
 from qtool.kernels.mma.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
-#: of sum |x| |w|: tensor cores truncate up to 128 terms, then float32 additions of the groups
+#: of sum |x| |w|: tensor cores truncate up to 128 terms, then float32 additions of the groups;
+#: where wgmma adds all of K, up to 2048 terms, and in proportion beyond
 TOLERANCE = 2.0**-20
 TILES = [
     HalfTile(8, 4, teams=2, split=4, blocks_per_sm=2),
@@ -43,9 +48,20 @@ TILES = [
     HalfTile(16, 1, teams=4, split=2, blocks_per_sm=3),
     HalfTile(16, 1, teams=8, split=2, blocks_per_sm=2),
 ]
+WGMMA_TILES = [
+    Tile(32, split=4, blocks_per_sm=2),
+    Tile(32, split=3),
+    Tile(64, split=2, blocks_per_sm=2),
+    Tile(64, split=3),
+    Tile(128),
+    Tile(128, split=3),
+    Tile(256),
+    Tile(256, split=2),
+]
 GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
+AnyTile: TypeAlias = HalfTile | Tile
 MOST_FUZZED_KERNELS = 120  # of random variants, to compile; their shapes are drawn for each run
 
 
@@ -72,18 +88,30 @@ class Case:
         scale = (torch.rand(n, k // group if group else 1, device="cuda") + 0.1).mul(0.01).to(dtype)
         return cls.make(prune(codes) if sparse else codes, scale, sparse)
 
+    def multiplied(self, tile: AnyTile, dtype: torch.dtype) -> Tensor:
+        """The weight that tokens of ``dtype`` are multiplied by, float64."""
+        weight = self.weight
+        if isinstance(tile, Tile) and rounds(tile.tokens, weight.group, dtype, weight.scale.dtype):
+            return self.exact.to(dtype).double()
+        return self.exact
+
     def run(
-        self, tile: HalfTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, hopper: bool
+        self, tile: AnyTile, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, hopper: bool
     ) -> Tensor:
         out = torch.full((len(x) + 1, len(self.exact)), 77.0, dtype=out_dtype, device="cuda")
         out[:-1] = float("nan")
-        run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
+        if isinstance(tile, Tile):
+            w = self.weight
+            kernel = operand(w.group, x.dtype, w.scale.dtype, tile.tokens)
+            gemm.run(kernel, tile, x, None, packed_weight(w.qweight, w.scale), out[:-1], bias=bias)
+        else:
+            run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
 
     def verify(
         self,
-        tile: HalfTile,
+        tile: AnyTile,
         m: int,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
@@ -95,11 +123,13 @@ class Case:
         x = torch.randn(m, k, device="cuda").to(dtype)
         b = torch.randn(n, device="cuda").to(dtype) if bias else None
         got = self.run(tile, x, b, out_dtype, hopper)
-        want = x.double() @ self.exact.t() + (0 if b is None else b.double())
-        terms = x.double().abs() @ self.exact.abs().t() + (0 if b is None else b.double().abs())
+        weight = self.multiplied(tile, dtype)
+        want = x.double() @ weight.t() + (0 if b is None else b.double())
+        terms = x.double().abs() @ weight.abs().t() + (0 if b is None else b.double().abs())
+        tolerance = TOLERANCE * max(1, k / 2048 if isinstance(tile, Tile) else 1)
         wrong = ~(
             (got.double() - want).abs()
-            <= TOLERANCE * terms + torch.finfo(out_dtype).eps * want.abs()
+            <= tolerance * terms + torch.finfo(out_dtype).eps * want.abs()
         )
         if not torch.equal(got, self.run(tile, x, b, out_dtype, hopper)):
             return "a second run differs"
@@ -121,7 +151,7 @@ def _describe(wrong: Tensor, got: Tensor) -> str | None:
 
 
 def one_hot(
-    sparse: bool, group: int, tile: HalfTile, dtype: torch.dtype, scale_dtype: torch.dtype
+    sparse: bool, group: int, tile: AnyTile, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> str | None:
     """Every code under many scales, read out by one-hot tokens: the output is the weight itself."""
     n, k = 384, 1024
@@ -140,7 +170,16 @@ def one_hot(
         )
     case = Case.make(codes.to(torch.uint8), scale, sparse)
     got = case.run(tile, torch.eye(k, dtype=dtype, device="cuda"), None, torch.float32, True)
-    return _describe(got.double() != case.exact.t(), got)
+    return _describe(got.double() != case.multiplied(tile, dtype).t(), got)
+
+
+def op_over_tokens(m: int, group: int) -> str | None:
+    """The op with the tile that it chooses; each weight may have been rounded to bfloat16."""
+    case = Case.random(False, group, 448, 1280, torch.bfloat16)
+    x = torch.randn(m, 1280, device="cuda").bfloat16()
+    got = w4a16_gemm(x, case.weight.qweight, case.weight.scale, None, torch.float32)
+    want, terms = x.double() @ case.exact.t(), x.double().abs() @ case.exact.abs().t()
+    return _describe(~((got.double() - want).abs() <= 2.0**-8 * terms), got)
 
 
 def op_under_graph_and_compile(sparse: bool) -> str | None:
@@ -172,9 +211,23 @@ def op_under_graph_and_compile(sparse: bool) -> str | None:
     )
 
 
-def _compile(job: tuple[Variant, HalfTile, bool]) -> None:
+def _compile(job: tuple[Variant, AnyTile, bool]) -> None:
     variant, tile, hopper = job
-    cubin(*definition(variant, tile, CAPABILITY, hopper=hopper), ARCHITECTURES[CAPABILITY][0])
+    if isinstance(tile, Tile):
+        kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
+        source = gemm.definition(kernel, tile, variant.out)
+    else:
+        source = definition(variant, tile, CAPABILITY, hopper=hopper)
+    cubin(*source, ARCHITECTURES[CAPABILITY][0])
+
+
+def runs(variant: Variant, tile: AnyTile) -> bool:
+    """Whether the kernel exists: a wgmma tile that scales sums needs registers for two sets."""
+    if not isinstance(tile, Tile):
+        return True
+    rounded = variant.group == 0 or variant.scale == variant.x
+    room = tile.tokens <= 128 and (tile.tokens < 64 or tile.blocks_per_sm == 1)
+    return not variant.sparse and (rounded or room)
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
@@ -194,15 +247,21 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     kernels = []
     for _ in range(min(fuzz, MOST_FUZZED_KERNELS)):
         variant = Variant(
-            rng.random() < 0.5,
+            rng.random() < 0.3,
             rng.choice(GROUPS),
             rng.choice(HALF),
             rng.choice(SCALE_DTYPES),
             rng.choice((*HALF, f32)),
         )
-        kernels.append((variant, rng.choice(TILES), rng.random() < 0.7))
+        tiles = [tile for tile in (*TILES, *WGMMA_TILES) if runs(variant, tile)]
+        kernels.append((variant, rng.choice(tiles), rng.random() < 0.7))
     fuzzed = [rng.choice(kernels) for _ in range(fuzz)]
-    one_hots = list(itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES, TILES[1:6:4]))
+    one_hots = [
+        (sparse, group, x, scale, tile)
+        for sparse, group, x, scale in itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES)
+        for tile in (*TILES[1:6:4], *WGMMA_TILES)
+        if runs(Variant(sparse, group, x, scale, f32), tile)
+    ]
     jobs = [
         (Variant(sparse, group, x, scale, f32), tile, True)
         for sparse, group, x, scale, tile in one_hots
@@ -213,6 +272,7 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         for t in TILES
         for c in (False, True)
     ]
+    jobs += [(Variant(False, 128, bf16, bf16, bf16), tile, True) for tile in WGMMA_TILES]
     with ProcessPoolExecutor() as pool:
         list(pool.map(_compile, dict.fromkeys(jobs + fuzzed), chunksize=8))
     for sparse, group, dtype, scale_dtype, tile in one_hots:
@@ -223,6 +283,12 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         for m in (1, tile.block_tokens, tile.block_tokens + 3):
             wrong = case.verify(tile, m, bf16, bf16, True, hopper)
             yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
+    for tile in WGMMA_TILES:
+        case = Case.random(False, 128, 448, 1280, bf16)
+        for m in (1, tile.tokens, tile.tokens + 3, 300):
+            yield f"sums M={m} {tile}", case.verify(tile, m, bf16, bf16, True, True)
+    for m, group in itertools.product((1, 16, 17, 33, 64, 65, 129, 300, 1100), GROUPS):
+        yield f"op M={m} g{group}", op_over_tokens(m, group)
     for sparse in (False, True):
         yield (
             f"CUDA graph, torch.compile, opcheck sparse={sparse}",
@@ -230,7 +296,8 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         )
     for i, (variant, tile, hopper) in enumerate(fuzzed):
         n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
-        m = rng.choice([rng.randint(1, 2 * tile.block_tokens), rng.randint(1, 300)])
+        width = tile.tokens if isinstance(tile, Tile) else tile.block_tokens
+        m = rng.choice([rng.randint(1, 2 * width), rng.randint(1, 300)])
         case = Case.random(variant.sparse, variant.group, n, k, variant.scale)
         wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, hopper)
         yield f"fuzz {i} M={m} N={n} K={k} hopper={hopper} {variant} {tile}", wrong

@@ -1,5 +1,5 @@
 """Time every tile of the W4A16 kernels on a layer's shapes: the measurement behind
-``qtool/kernels/mma/half_tiles.py``.
+``qtool/kernels/mma/half_tiles.py`` and ``choose_half`` of ``qtool/kernels/hopper/tiles.py``.
 
 python benchmarks/kernels/sweep_half.py [--model llama-3-8b] [--tokens 16,64] [--sparse]
 """
@@ -16,7 +16,10 @@ from qtool.bench.cuda_graphs import floor_us, graph_us
 from qtool.bench.gemm import MODELS
 from qtool.bench.gemm_columns import HalfColumn
 from qtool.kernels.build import cubin
-from qtool.kernels.mma.half_gemm import Variant, definition, run, shared_bytes
+from qtool.kernels.hopper import gemm
+from qtool.kernels.hopper.tiles import Tile
+from qtool.kernels.hopper.w4a16 import operand, packed_weight
+from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run, shared_bytes
 from qtool.kernels.mma.half_tiles import MULTIPROCESSORS, HalfTile
 
 HOPPER = (9, 0)
@@ -42,6 +45,17 @@ def tiles(m: int, variant: Variant) -> list[HalfTile]:
     ]
 
 
+def wgmma_tiles(m: int) -> list[Tile]:
+    """Tiles of the wgmma kernel worth trying for ``m`` tokens."""
+    widths = [size for size in (32, 64, 128, 256) if size < 2 * max(m, 17)]
+    few = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (4, 2), (6, 2)]
+    return [
+        Tile(width, split=split, blocks_per_sm=per_sm)
+        for width in widths[-3:]
+        for split, per_sm in (few if width <= 64 else few[:3])
+    ]
+
+
 def fills(tile: HalfTile, m: int, n: int) -> bool:
     """Whether the tile's blocks fill half of the chip, and its clusters at most two waves."""
     blocks = -(-n // tile.columns) * -(-m // tile.block_tokens) * tile.split
@@ -50,8 +64,22 @@ def fills(tile: HalfTile, m: int, n: int) -> bool:
     )
 
 
-def compile_one(job: tuple[Variant, HalfTile]) -> None:
-    cubin(*definition(*job, HOPPER, hopper=True), "sm_90a")
+def compile_one(job: tuple[Variant, HalfTile | Tile]) -> None:
+    variant, tile = job
+    if isinstance(tile, Tile):
+        kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
+        cubin(*gemm.definition(kernel, tile, variant.out), "sm_90a")
+    else:
+        cubin(*definition(variant, tile, HOPPER, hopper=True), "sm_90a")
+
+
+def launch(tile: HalfTile | Tile, x: torch.Tensor, weight: HalfWeight, out: torch.Tensor) -> None:
+    """One of the kernels, without bias."""
+    if isinstance(tile, Tile):
+        kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens)
+        gemm.run(kernel, tile, x, None, packed_weight(weight.qweight, weight.scale), out)
+    else:
+        run(tile, x, weight, out, None)
 
 
 def main() -> None:
@@ -67,7 +95,10 @@ def main() -> None:
     variant = Variant(args.sparse, 128, bf16, bf16, bf16)
     sizes = [int(m) for m in args.tokens.split(",")]
     with ProcessPoolExecutor() as pool:
-        list(pool.map(compile_one, {(variant, tile) for m in sizes for tile in tiles(m, variant)}))
+        wanted = {(variant, tile) for m in sizes for tile in tiles(m, variant)}
+        if not args.sparse:
+            wanted |= {(variant, tile) for m in sizes for tile in wgmma_tiles(m)}
+        list(pool.map(compile_one, wanted))
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
         for m in sizes:
@@ -76,12 +107,18 @@ def main() -> None:
                 torch.empty(m, n, dtype=bf16, device="cuda"),
             )
 
-            def microseconds(tile: HalfTile, x: torch.Tensor = x, out: torch.Tensor = out) -> float:
-                calls = [partial(run, tile, x, weight, out, None) for weight in weights]  # noqa: B023
+            def microseconds(
+                tile: HalfTile | Tile, x: torch.Tensor = x, out: torch.Tensor = out
+            ) -> float:
+                calls = [partial(launch, tile, x, weight, out) for weight in weights]  # noqa: B023
                 return graph_us(calls, replays=5)
 
             rows = sorted(
-                (microseconds(tile), str(tile)) for tile in tiles(m, variant) if fills(tile, m, n)
+                (microseconds(tile), str(tile))
+                for tile in (
+                    *(tile for tile in tiles(m, variant) if fills(tile, m, n)),
+                    *([] if args.sparse else wgmma_tiles(m)),
+                )
             )
             print(f"{name} M={m} floor {floor_us(m, n, k, column.bits):.1f}")
             print("".join(f"  {us:6.2f} {tile}\n" for us, tile in rows[:5]), end="", flush=True)
