@@ -38,7 +38,7 @@ def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) ->
     if tokens := next((size for size in SPLIT_SIZES if rows <= size), None):
         tiles = most_token_tiles(rows, experts, tokens) * -(-n // 128)
         if tiles <= RESIDENT[2]:  # too few to fill the GPU: blocks share the sum over K
-            split, per_sm = split_of(fewest, tiles, steps)
+            split, per_sm = split_of(tokens, tiles, steps)
             if split <= steps:
                 return Tile(tokens, split=split, blocks_per_sm=per_sm)
 
