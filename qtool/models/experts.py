@@ -198,6 +198,8 @@ class SeparateExperts(nn.ModuleList):
             sorted by expert, and their counts ``[E]``.
         more: bool ``[T, E]``, or None: tokens that observers see of an expert beside those that are
             routed to it. The output does not depend on them.
+        grouped: computes all packed experts of tokens, their experts and weights at once, or None
+            where it cannot (:mod:`qtool.runtime.experts`).
     """
 
     def __init__(self, stacked: Any, names: Experts) -> None:
@@ -206,6 +208,7 @@ class SeparateExperts(nn.ModuleList):
         self.__dict__["stacked"] = stacked  # its function, not its parameters
         self.observers: dict[str, Callable[[Tensor, Sequence[int]], None]] = {}
         self.more: Tensor | None = None
+        self.grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
 
     def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
         """Sum over the chosen experts, ``[T, H]`` for ``hidden [T, H]``.
@@ -222,6 +225,11 @@ class SeparateExperts(nn.ModuleList):
             out[given] = torch.cat([x[:0], *parts]).to(out.dtype)
             return out
         index, weights = routing
+        watched = self.observers or self.more is not None
+        if self.grouped is not None and not watched:
+            found = self.grouped(hidden, index, weights)
+            if found is not None:
+                return found
         token = torch.arange(index.numel(), device=index.device) // index.shape[1]
         expert = index.flatten()
         if self.more is not None:

@@ -178,14 +178,14 @@ def are_ranges(mask: Tensor) -> Tensor:
 def graph_decoding(model: PreTrainedModel) -> bool:
     """Let ``model``, on a CUDA device, decode by graphs; whether its architecture can.
 
-    Not if a step does something that depends on data (mixtures of experts), attends otherwise than
-    by a plain softmax, or keeps its KV cache quantized.
+    Not if a step does something that depends on data (experts that are not grouped), attends
+    otherwise than by a plain softmax, or keeps its KV cache quantized.
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     own, window = type(model).forward, getattr(config, "sliding_window", None)
     taken = inspect.signature(own).parameters.values()
     plain = (
-        family_of(model.config).experts is None
+        _are_grouped(model)
         and getattr(model, "_can_compile_fullgraph", False)
         and getattr(decoder, "_supports_attention_backend", False)
         and decoder.config._attn_implementation == "sdpa"
@@ -234,6 +234,14 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
     model.generate = MethodType(generate_statically, model)  # type: ignore[assignment]
     return True
+
+
+def _are_grouped(model: PreTrainedModel) -> bool:
+    """Whether all experts of a mixture are computed at once; True for other models."""
+    if family_of(model.config).experts is None:
+        return True
+    stacks = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    return bool(stacks) and all(getattr(stack, "grouped", None) for stack in stacks)
 
 
 def one_kernel_norms(model: nn.Module) -> None:

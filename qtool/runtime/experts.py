@@ -8,13 +8,21 @@ multiplied by one grouped GEMM: nothing waits for the host, and a CUDA graph fol
 Legend: T tokens, k choices of each, P = T k pairs, E experts, I intermediate channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.format import LinearFormat
+from qtool.models.experts import Form, SeparateExperts, is_routed
 from qtool.runtime.dispatch import ExpertsCall, Kernel
+from qtool.runtime.linear import QuantLinear
+
+#: activations that are SiLU, by the name of their class
+SILU = ("SiLU", "SiLUActivation")
 
 
 @dataclass(frozen=True)
@@ -66,3 +74,97 @@ def grouped_experts(
     hidden = gate_up.multiply(x, place, offsets)
     z = down.multiply(hidden, None, offsets, "silu-up")
     return combine_experts(z, place, weights.float())
+
+
+class GroupedExperts:
+    """The packed linears of a block's experts as two stacks, whose parts they become.
+
+    The modules, their names and their single products stay as they were.
+    """
+
+    def __init__(self, experts: SeparateExperts) -> None:
+        up, down = ("gate", "up"), ("down",)
+        self.gate_up, self.down = (_stack(_linears(experts, roles)) for roles in (up, down))
+        self.device = self.down.stored["qweight"].device
+        #: of each linear its parent's modules and its name there, and its buffers and codes then
+        self.places: list[tuple[dict[str, Any], str, Any, dict[str, Any], Tensor]] = [
+            (expert._modules, name, linear, linear._buffers, linear._buffers["qweight"])
+            for expert in experts
+            for name in experts.roles.values()
+            for linear in [getattr(expert, name)]
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy has tensors of its own: what was stacked here is not for it."""
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """``[T, H]`` for ``hidden [T, H]``, experts and weights ``[T, k]``.
+
+        None while operators are intercepted, or if a linear or its tensor is another one.
+        """
+        if is_in_torch_dispatch_mode() or hidden.device != self.device:
+            return None
+        for modules, name, linear, buffers, codes in self.places:
+            if modules.get(name) is not linear or buffers["qweight"] is not codes:
+                return None
+        x = hidden.contiguous()
+        return grouped_experts(x, weights, index, None, self.gate_up, self.down)
+
+
+def group_experts(model: nn.Module) -> None:
+    """Stack the packed experts of ``model`` wherever a kernel multiplies all of them at once."""
+    for experts in model.modules():
+        if isinstance(experts, SeparateExperts) and _can_be_grouped(experts):
+            experts.grouped = GroupedExperts(experts)
+
+
+def _can_be_grouped(experts: SeparateExperts) -> bool:
+    from qtool.kernels.experts.route import MOST_EXPERTS
+
+    stacked: Any = experts.stacked
+    gate = getattr(stacked, "_apply_gate", None)
+    silu_up = type(stacked.act_fn).__name__ in SILU and (
+        gate is None or gate.__name__ == "_default_apply_gate"
+    )
+    if not (silu_up and is_routed(stacked) and Form.of(stacked).gate):
+        return False
+    alike = all(_are_alike(_linears(experts, roles)) for roles in (("gate", "up"), ("down",)))
+    return alike and len(experts) <= MOST_EXPERTS
+
+
+def _linears(experts: SeparateExperts, roles: Sequence[str]) -> list[list[Any]]:
+    """The linears of each expert."""
+    return [[getattr(expert, experts.roles[role]) for role in roles] for expert in experts]
+
+
+def _are_alike(linears: Sequence[Sequence[Any]]) -> bool:
+    """Whether the linears are packed alike, and their tensors can be parts of one stack."""
+    first, every = linears[0][0], [linear for own in linears for linear in own]
+    if not all(isinstance(linear, QuantLinear) for linear in every):
+        return False
+    kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
+    rows = sum(part.out_features for part in linears[0])
+    return (
+        kernel is not None
+        and kernel.experts is not None
+        and all(linear.format == first.format for linear in every)
+        and all(linear.bias is None and linear.permutation is None for linear in every)
+        and all(
+            spec.shape == (sum(len(part.get_buffer(name)) for part in own), *spec.shape[1:])
+            for name, spec in first.format.tensors(rows, first.in_features).items()
+            for own in linears
+        )
+    )
+
+
+def _stack(linears: Sequence[Sequence[Any]]) -> ExpertStack:
+    """The linears of each expert, one after another, as a stack."""
+    first, stored = linears[0][0], {}
+    for name in first.stored_names:
+        parts = [[part.get_buffer(name) for part in own] for own in linears]
+        stored[name] = torch.stack([torch.cat(each) for each in parts])
+        for own, each, whole in zip(linears, parts, stored[name], strict=True):
+            for part, view in zip(own, whole.split(list(map(len, each))), strict=True):
+                setattr(part, name, view)
+    kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
+    return ExpertStack(kernel, first.format, stored)

@@ -20,6 +20,7 @@ from qtool.models.auto import auto_class, float_config
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.device import require_device
+from qtool.runtime.experts import group_experts
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
@@ -65,6 +66,7 @@ def load(
     loaded = load_as_stored(model, device=device, device_map=device_map, dtype=dtype, kv=kv)
     if device_map is None and loaded.device.type == "cuda":
         one_kernel_norms(loaded)
+        group_experts(loaded)
         merge_linears(loaded)
         graph_decoding(loaded)
     return loaded

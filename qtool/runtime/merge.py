@@ -134,11 +134,13 @@ def merge_linears(model: PreTrainedModel) -> None:
     family = family_of(model.config)
     for number, block in enumerate(model.get_submodule(family.blocks).children()):
         modules, groups = dict(block.named_modules()), family.at(config, number).groups
+        stacks = [name for name, module in modules.items() if getattr(module, "grouped", None)]
         sources = [group.source for group in groups] + list(family.readers)
         for group in groups:
             found = [modules.get(name) for name in group.linears]
             parts = [part for part in found if isinstance(part, QuantLinear)]
-            if len(parts) == len(found) > 1 and _mergeable(parts):
+            stacked = group.linears[0].startswith(tuple(f"{name}." for name in stacks))
+            if len(parts) == len(found) > 1 and not stacked and _mergeable(parts):
                 merged = MergedLinears(parts)
                 alone = group.reads_residual and sources.count(group.source) == 1
                 if alone and _is_plain_norm(modules[group.source], parts[0]):

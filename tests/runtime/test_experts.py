@@ -1,0 +1,146 @@
+"""Experts of a packed mixture in one launch a stack: what they compute, and when they do."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+import qtool
+from qtool.models.experts import SeparateExperts
+from qtool.runtime.decode import graph_decoding
+from qtool.runtime.experts import GroupedExperts, group_experts
+from qtool.runtime.huggingface import dequantized
+from qtool.runtime.load import load_as_stored
+from qtool.runtime.merge import merge_linears
+from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
+from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.usefixtures("with_kernels")
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, Any] = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=64
+    ),
+}
+IDS = torch.randint(0, 64, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=[("mixtral", "w4a8-lqq"), ("qwen3-moe", "w8a8")])
+def packed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed mixture of random weights, in bfloat16."""
+    kind, scheme = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder / "model")
+    qtool.quantize(folder / "model", scheme, recipe="fast", out=folder / "packed")
+    return folder / "packed"
+
+
+def stacks(model: torch.nn.Module) -> list[SeparateExperts]:
+    return [module for module in model.modules() if isinstance(module, SeparateExperts)]
+
+
+@torch.no_grad()
+def test_all_at_once_are_one_after_another(packed: Path) -> None:
+    model = load_as_stored(packed)
+    expected = model(IDS).logits
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    group_experts(model)
+    merge_linears(model)
+    assert len(stacks(model)) == 2 and all(experts.grouped for experts in stacks(model))
+    calls: list[int] = []
+    for experts in stacks(model):
+        for expert in experts:
+            up = expert.get_submodule(experts.roles["up"])
+            up.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = model(IDS).logits
+    assert not calls
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@torch.no_grad()
+def test_a_token_s_experts_are_weighted(packed: Path) -> None:
+    """By the experts' own linears, an expert beyond the last one adds nothing."""
+    experts = stacks(load_as_stored(packed))[0]
+    x = torch.randn(4, 128).bfloat16()
+    index = torch.tensor([[0, 3], [2, 1], [len(experts), 2], [3, 2]])
+    weights = torch.rand(4, 2).bfloat16()
+    expected = experts(x, index, weights)
+    assert experts.grouped is None
+    group_experts(torch.nn.ModuleList([experts]))
+    assert experts.grouped is not None
+    found = experts.grouped(x, index, weights)
+    assert found is not None and found.dtype == x.dtype
+    assert (found - expected).norm() <= 0.01 * expected.norm()
+    assert experts.grouped(x[:0], index[:0], weights[:0]).shape == (0, 128)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_what_was_replaced_or_is_watched_is_called(packed: Path) -> None:
+    model = load_as_stored(packed)
+    group_experts(model)
+    expected, other = model(IDS).logits, copy.deepcopy(model)
+    assert all(experts.grouped is None for experts in stacks(other))
+    assert (other(IDS).logits - expected).norm() <= 0.02 * expected.norm()
+    seen: list[int] = []
+    experts = stacks(model)[0]
+    experts.observers[experts.roles["up"]] = lambda x, counts: seen.append(len(x))
+    model(IDS)
+    assert seen == [IDS.numel() * (2 if len(experts) == 4 else 3)]
+    experts.observers.clear()
+    down: Any = experts[1].get_submodule(experts.roles["down"])
+    down.qweight = torch.zeros_like(down.qweight)
+    assert experts.grouped is not None
+    assert experts.grouped(torch.zeros(1, 128), torch.tensor([[1]]), torch.ones(1, 1)) is None
+    plain = dequantized(other)
+    assert (plain(IDS).logits - expected).norm() <= 0.1 * expected.norm()
+
+
+@torch.no_grad()
+def test_steps_of_a_grouped_mixture_are_recorded(packed: Path, recorded: list[str]) -> None:  # noqa: F811
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model = load_as_stored(packed)
+    assert not graph_decoding(model)
+    group_experts(model)
+    merge_linears(model)
+    mask = torch.ones_like(IDS)
+    expected = model.generate(IDS, attention_mask=mask, **how)
+    assert graph_decoding(model)
+    assert torch.equal(model.generate(IDS, attention_mask=mask, **how), expected)
+    assert recorded[:2] == ["run", "record"] and "replay" in recorded
+
+
+def test_experts_with_another_function_stay_apart(packed: Path) -> None:
+    experts = stacks(load_as_stored(packed))[0]
+    experts.stacked.act_fn = torch.nn.GELU()
+    group_experts(torch.nn.ModuleList([experts]))
+    assert experts.grouped is None
+
+
+def test_a_stack_needs_a_kernel_for_all_experts(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.runtime.linear.kernel_for", lambda *_: None)
+    experts = stacks(load_as_stored(packed))[0]
+    group_experts(torch.nn.ModuleList([experts]))
+    assert experts.grouped is None
+    assert GroupedExperts.__doc__
