@@ -29,8 +29,8 @@ class Dense(Protocol):
 
 def experts_operand(dense: Operand) -> Operand:
     """The operand of a stack of weights like ``dense``."""
-    source = dense.source.replace("_gemm", "_experts_gemm")
-    return replace(dense, source=source, table_bytes=TABLE_BYTES)
+    defines = (*dense.defines, ("EXPERTS", 1))
+    return replace(dense, defines=defines, table_bytes=TABLE_BYTES)
 
 
 def require_experts(

@@ -17,7 +17,7 @@
 #include "hopper/ring.cuh"
 #include "hopper/work.cuh"
 
-template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages, template <int, int> class Tiling = OneWeight>
+template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages, template <int, int> class Tiling>
 struct Gemm {
     static constexpr int kConsumers = 256, kThreads = kConsumers + 128, kRows = 128 * kPanels;
     // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to the consumers.

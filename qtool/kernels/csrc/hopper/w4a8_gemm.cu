@@ -1,14 +1,6 @@
 // Y = X W^T for the three W4A8 schemes. The host defines the upper-case names (qtool/kernels/hopper/gemm.py).
-#include "hopper/gemm.cuh"
 #include "hopper/weights_w4.cuh"
 
 using Weights = Weights4<SCHEME, GROUP>;
-using Kernel = Gemm<Weights, Epilogue<Weights, OUT, TOKENS>, TOKENS, ROWS / 128, SPLIT, STAGES>;
 
-extern "C" __global__ void __launch_bounds__(Kernel::kThreads, BLOCKS_PER_SM)
-#if SPLIT > 1
-    __cluster_dims__(SPLIT)
-#endif
-        qtool_gemm(const __grid_constant__ Params p) {
-    Kernel::run(p);
-}
+#include "hopper/entry.cuh"
