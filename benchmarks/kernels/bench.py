@@ -8,20 +8,14 @@ Other kernels than the W4A8 ones are kept in benchmarks/results/kernels-others.j
 
 import argparse
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 from qtool.bench.gemm import MODELS, TOKENS, gemm_table, markdown, summed
-from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS, Source
+from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 from qtool.bench.stored import machine, store
-from qtool.kernels.build import cubin, toolchain
-
-
-def compile_one(source: Source) -> None:
-    """Into the cache, so that the measurement need not wait."""
-    cubin(*source, "sm_90a")
+from qtool.kernels.build import compile_all, toolchain
 
 
 def main() -> None:
@@ -44,14 +38,7 @@ def main() -> None:
     )
     shapes = [shape for model in models for shape in MODELS[model].values()]
     chosen = ((COLUMNS[name], m, *shape) for name in names for m in sizes for shape in shapes)
-    sources = [column.source(m, n, k) for column, m, n, k in chosen]
-    with ProcessPoolExecutor() as pool:
-        list(
-            pool.map(
-                compile_one,
-                [source for i, source in enumerate(sources) if source not in sources[:i]],
-            )
-        )
+    compile_all((column.source(m, n, k) for column, m, n, k in chosen), "sm_90a")
     results = gemm_table(models, sizes, names)
     print(markdown(results))
     print(f"{machine('cuda')}, NVRTC {toolchain()[2]}")

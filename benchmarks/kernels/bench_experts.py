@@ -14,7 +14,6 @@ arithmetic.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,7 +27,7 @@ from torch.nn.functional import silu
 from qtool.bench.cuda_graphs import BANDWIDTH, OPERATIONS, copies, graph_us
 from qtool.bench.stored import machine, store
 from qtool.format import LinearFormat
-from qtool.kernels.build import cubin
+from qtool.kernels.build import Source, compile_all
 from qtool.kernels.experts import w4a8, w8a8
 from qtool.kernels.experts.tiles import choose_experts
 from qtool.kernels.hopper.gemm import definition
@@ -64,8 +63,6 @@ MODELS = {
 TOKENS = (1, 16, 64, 128, 256, 1024)
 LAYOUTS = {"w8a8": "row-major-8"}
 FOUR_BITS = 4.25  # of LiquidQuant at g64
-#: source name, prologue and macros of a kernel
-Source = tuple[str, str, dict[str, int]]
 #: tokens, weights and ids of one call
 Routed = tuple[Tensor, Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -171,22 +168,13 @@ def columns(schemes: list[str], with_loop: bool, against: bool) -> Iterator[tupl
         yield "vLLM fp8, blocks", partial(in_vllm, [128, 128]), 8
 
 
-def compile_all(schemes: list[str], shapes: list[Shape], sizes: list[int]) -> None:
-    """Put the GEMMs into the cache, so that the measurement need not wait."""
-    sources = []
+def sources(schemes: list[str], shapes: list[Shape], sizes: list[int]) -> Iterator[Source]:
+    """The grouped GEMMs that will be timed."""
     for scheme, shape, tokens in product(schemes, shapes, sizes):
         operand = w8a8.OPERAND if scheme == "w8a8" else w4a8.operand(scheme, get(scheme).group_size)
         for n, k in shape.sizes():
             tile = choose_experts(tokens * shape.top, shape.experts, n, k, operand.stage_bytes)
-            sources.append(definition(operand, tile, torch.bfloat16))
-    with ProcessPoolExecutor() as pool:
-        once = [source for i, source in enumerate(sources) if source not in sources[:i]]
-        list(pool.map(compile_one, once))
-
-
-def compile_one(source: Source) -> None:
-    """Into the cache."""
-    cubin(*source, "sm_90a")
+            yield definition(operand, tile, torch.bfloat16)
 
 
 def main() -> None:
@@ -204,7 +192,7 @@ def main() -> None:
         sys.exit("bench_experts.py: a CUDA device is needed")
     sizes, schemes = list(map(int, arguments.tokens.split(","))), arguments.schemes.split(",")
     models = arguments.models.split(",")
-    compile_all(schemes, [MODELS[model] for model in models], sizes)
+    compile_all(sources(schemes, [MODELS[model] for model in models], sizes), "sm_90a")
     rows = []
     for model in models:
         shape, bits = MODELS[model], 8.0 if schemes[0] == "w8a8" else FOUR_BITS

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import random
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import check_kv
@@ -25,8 +24,8 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.kernels.activation.quantize_activation import FUSIONS, quantize_activation
-from qtool.kernels.build import cubin
-from qtool.kernels.hopper.gemm import Operand, Weight, definition, run
+from qtool.kernels.build import compile_all
+from qtool.kernels.hopper.gemm import Weight, definition, run
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.hopper.w4a8 import operand, packed_weight, w4a8_gemm
 from qtool.kernels.hopper.w8a8 import OPERAND as W8A8
@@ -296,10 +295,6 @@ def small() -> int:
     return int(any(wrong))
 
 
-def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
-    cubin(*definition(*job), "sm_90a")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
@@ -319,8 +314,7 @@ def main() -> int:
     jobs += [(*chosen[-1], t, d) for t in TILES[::3] for d in (torch.float16, torch.float32)]
     operands = [(operand(s, g), t, d) for s, g, t, d in jobs]
     operands += [(W8A8, t, d) for t in TILES for d in (torch.int32, torch.bfloat16)]
-    with ProcessPoolExecutor(16) as pool:
-        list(pool.map(compile_one, operands))
+    compile_all((definition(*job) for job in operands), "sm_90a")
     failures = 0
 
     def report(name: str, wrong: str | None) -> None:

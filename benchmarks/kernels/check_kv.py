@@ -11,7 +11,6 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,7 +23,7 @@ from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.kv_plan import Plan, definition
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.kernels.build import cubin
+from qtool.kernels.build import compile_all
 from qtool.schemes.kv import KV4, KV8
 
 Check = tuple[str, str | None]
@@ -205,12 +204,8 @@ class Case:
         )
 
 
-def _compile(source: tuple[str, str, dict[str, int]], arch: str) -> None:
-    """Into the cache: in parallel before the checks, which would do it one by one."""
-    cubin(*source, arch)
-
-
 def _prepare(shapes: list[Shape]) -> None:
+    """Compile in parallel what the checks would compile one by one."""
     major, minor = torch.cuda.get_device_capability()
     sources = []
     for shape in shapes:
@@ -218,9 +213,7 @@ def _prepare(shapes: list[Shape]) -> None:
         plan = Plan.of(bits, shape.dim, shape.group * shape.queries)
         sources.append(definition(plan, shape.dtype, shape.masked, shape.softcap > 0))
         sources.append(append_definition(bits, shape.dim, shape.dtype))
-    distinct = {repr(source): source for source in sources}
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(partial(_compile, arch=f"sm_{major}{minor}"), distinct.values()))
+    compile_all(sources, f"sm_{major}{minor}")
 
 
 def checks(fuzz: int, small: bool) -> Iterator[Check]:

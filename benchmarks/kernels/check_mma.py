@@ -12,7 +12,6 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from qtool import layouts, schemes
 from qtool.kernels.activation.arrangement import arrange
 from qtool.kernels.activation.quantize_packed_groups import pack_tokens, quantize_packed_groups
-from qtool.kernels.build import cubin
+from qtool.kernels.build import compile_all
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma import w4a8 as w4a8_mma
 from qtool.kernels.mma import w4ax as w4ax_mma
@@ -286,16 +285,11 @@ def operands() -> list[MmaOperand]:
     return [w4a8_mma.operand(*kind) for kind in W4A8] + [w4ax_mma.operand(*kind) for kind in W4AX]
 
 
-def compile_one(job: tuple[MmaOperand, MmaTile, torch.dtype]) -> None:
-    cubin(*mma.definition(*job, (9, 0)), "sm_90a")
-
-
-def compile_all(dtypes: tuple[torch.dtype, ...]) -> None:
-    """Every kernel of :func:`checks`, in parallel, into the cache."""
+def prepare(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Compile every kernel of :func:`checks` into the cache."""
     jobs = [(o, tile, dtype) for o in operands() for tile in o.tiles for dtype in dtypes]
     jobs = [job for job in jobs if job[2] != torch.int32 or job[0].tiles != mma.NARROW_TILES]
-    with ProcessPoolExecutor(16) as pool:
-        list(pool.map(compile_one, jobs))
+    compile_all((mma.definition(*job, (9, 0)) for job in jobs), "sm_90a")
 
 
 def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
@@ -305,7 +299,7 @@ def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and None or the error; ``small``: few and tiny, for compute-sanitizer."""
     if not small:
-        compile_all((torch.int32, torch.bfloat16, torch.float16, torch.float32))
+        prepare((torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):
         for tile in random_case(kind, 32, 256).operand.tiles[
             -1 if small and kind != W4A8[0] else 0 :

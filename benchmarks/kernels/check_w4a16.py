@@ -13,14 +13,13 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from qtool.kernels.build import ARCHITECTURES, cubin
+from qtool.kernels.build import ARCHITECTURES, Source, compile_all
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.hopper.w4a16 import operand, packed_weight, rounds
@@ -211,14 +210,12 @@ def op_under_graph_and_compile(sparse: bool) -> str | None:
     )
 
 
-def _compile(job: tuple[Variant, AnyTile, bool]) -> None:
-    variant, tile, hopper = job
+def source(variant: Variant, tile: AnyTile, hopper: bool) -> Source:
+    """The kernel of a tile."""
     if isinstance(tile, Tile):
         kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
-        source = gemm.definition(kernel, tile, variant.out)
-    else:
-        source = definition(variant, tile, CAPABILITY, hopper=hopper)
-    cubin(*source, ARCHITECTURES[CAPABILITY][0])
+        return gemm.definition(kernel, tile, variant.out)
+    return definition(variant, tile, CAPABILITY, hopper=hopper)
 
 
 def runs(variant: Variant, tile: AnyTile) -> bool:
@@ -273,8 +270,7 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         for c in (False, True)
     ]
     jobs += [(Variant(False, 128, bf16, bf16, bf16), tile, True) for tile in WGMMA_TILES]
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(_compile, dict.fromkeys(jobs + fuzzed), chunksize=8))
+    compile_all((source(*job) for job in jobs + fuzzed), ARCHITECTURES[CAPABILITY][0])
     for sparse, group, dtype, scale_dtype, tile in one_hots:
         name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
         yield name, one_hot(sparse, group, tile, dtype, scale_dtype)

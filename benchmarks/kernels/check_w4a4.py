@@ -14,7 +14,6 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ from qtool import layouts
 from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange
 from qtool.kernels.activation.quantize_activation import FUSIONS
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.build import cubin
-from qtool.kernels.hopper.gemm import Operand, definition, run
+from qtool.kernels.build import compile_all
+from qtool.kernels.hopper.gemm import definition, run
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.hopper.w4ax import operand, packed_weight, w4ax_gemm
 from qtool.schemes.arithmetic.products import group_matmul
@@ -220,10 +219,6 @@ def graph_capture() -> str | None:
     return None if torch.equal(out, forward()) and out.any() else "replay differs"
 
 
-def compile_one(job: tuple[Operand, Tile, torch.dtype]) -> None:
-    cubin(*definition(*job), "sm_90a")
-
-
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and None or the error; ``small``: few launches, for compute-sanitizer."""
     if small:
@@ -245,8 +240,7 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         if kind[1] is None
         for tile in tiles(kind)
     ]
-    with ProcessPoolExecutor(16) as pool:
-        list(pool.map(compile_one, work))
+    compile_all((definition(*job) for job in work), "sm_90a")
     for kind in KINDS:
         for tile in tiles(kind):
             case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)

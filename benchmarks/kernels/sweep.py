@@ -7,14 +7,13 @@ import argparse
 import itertools
 import json
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 from qtool.bench.cuda_graphs import floor_us, graph_us
 from qtool.bench.gemm import MODELS
 from qtool.bench.gemm_columns import S4_LAYOUTS, Column, kernel_calls, random_weights
-from qtool.kernels.build import cubin
+from qtool.kernels.build import compile_all
 from qtool.kernels.hopper.gemm import definition
 from qtool.kernels.hopper.tiles import Tile
 
@@ -48,11 +47,6 @@ def describe(tile: Tile, overlap: bool) -> str:
     return f"{tile.tokens},{tile.rows},{tile.split},{tile.blocks_per_sm}{'' if overlap else ',no'}"
 
 
-def compile_one(job: tuple[str, int | None, Tile]) -> None:
-    scheme, group, tile = job
-    cubin(*definition(Column(scheme, group, 4.0).operand(), tile, torch.bfloat16), "sm_90a")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="llama-3-8b")
@@ -67,8 +61,8 @@ def main() -> None:
     sizes = [int(m) for m in args.tokens.split(",")]
     s4_groups = args.scheme in S4_LAYOUTS and args.group is not None
     wanted = sorted({t for m in sizes for t in tiles(m, s4_groups)}, key=str)
-    with ProcessPoolExecutor(16) as pool:
-        list(pool.map(compile_one, [(args.scheme, args.group, t) for t in wanted]))
+    operand = Column(args.scheme, args.group, 4.0).operand()
+    compile_all((definition(operand, tile, torch.bfloat16) for tile in wanted), "sm_90a")
     results = []
     for model in args.models.split(","):
         for name, (n, k) in MODELS[model].items():

@@ -7,7 +7,6 @@ python benchmarks/kernels/sweep_half.py [--model llama-3-8b] [--tokens 16,64] [-
 import argparse
 import itertools
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from qtool.bench.cuda_graphs import floor_us, graph_us
 from qtool.bench.gemm import MODELS
 from qtool.bench.gemm_columns import HalfColumn
-from qtool.kernels.build import cubin
+from qtool.kernels.build import Source, compile_all
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.hopper.w4a16 import operand, packed_weight
@@ -64,13 +63,12 @@ def fills(tile: HalfTile, m: int, n: int) -> bool:
     )
 
 
-def compile_one(job: tuple[Variant, HalfTile | Tile]) -> None:
-    variant, tile = job
+def source(variant: Variant, tile: HalfTile | Tile) -> Source:
+    """One of the kernels."""
     if isinstance(tile, Tile):
         kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
-        cubin(*gemm.definition(kernel, tile, variant.out), "sm_90a")
-    else:
-        cubin(*definition(variant, tile, HOPPER, hopper=True), "sm_90a")
+        return gemm.definition(kernel, tile, variant.out)
+    return definition(variant, tile, HOPPER, hopper=True)
 
 
 def launch(tile: HalfTile | Tile, x: torch.Tensor, weight: HalfWeight, out: torch.Tensor) -> None:
@@ -94,11 +92,10 @@ def main() -> None:
     column = HalfColumn(args.sparse, 128, 3.125 if args.sparse else 4.125)
     variant = Variant(args.sparse, 128, bf16, bf16, bf16)
     sizes = [int(m) for m in args.tokens.split(",")]
-    with ProcessPoolExecutor() as pool:
-        wanted = {(variant, tile) for m in sizes for tile in tiles(m, variant)}
-        if not args.sparse:
-            wanted |= {(variant, tile) for m in sizes for tile in wgmma_tiles(m)}
-        list(pool.map(compile_one, wanted))
+    wanted: set[HalfTile | Tile] = {tile for m in sizes for tile in tiles(m, variant)}
+    if not args.sparse:
+        wanted |= {tile for m in sizes for tile in wgmma_tiles(m)}
+    compile_all((source(variant, tile) for tile in wanted), "sm_90a")
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
         for m in sizes:

@@ -11,6 +11,7 @@ from torch import Tensor
 from qtool.bench.cuda_graphs import HALF_OPERATIONS, OPERATIONS, copies
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.build import Source
 from qtool.kernels.hopper import gemm, w4a8, w4a16, w4ax, w8a8
 from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import Tile, choose, choose_half, choose_s4
@@ -24,10 +25,6 @@ from qtool.kernels.mma.half_tiles import choose as choose_mma
 
 #: the stored layout of schemes with s4 weights and s4 tokens
 S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
-
-
-#: source name, prologue and macros of a kernel
-Source = tuple[str, str, dict[str, int]]
 
 
 def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:

@@ -9,9 +9,10 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ ARCHITECTURES = {
 }
 #: those that a kernel is compiled for in the tests; sm_86 is sm_89 there
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+#: source name, prologue and macros of a kernel
+Source = tuple[str, str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,14 @@ def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> by
         Path(temporary).unlink(missing_ok=True)
         raise
     return code
+
+
+def compile_all(sources: Iterable[Source], arch: str) -> None:
+    """Compile distinct ``sources`` into the cache, on all cores."""
+    distinct = {repr(source): source for source in sources}
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(partial(_compile, arch=arch), distinct.values(), chunksize=4))
+
+
+def _compile(source: Source, arch: str) -> None:
+    cubin(*source, arch)

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from qtool.errors import QtoolError
 from qtool.kernels import build
+from qtool.kernels.experts import combine
 from tests.kernels import machine_code
 from tests.kernels.machine_code import BUILDS
 
@@ -63,6 +65,18 @@ def test_cache_is_keyed_and_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             build.cubin("tiny", "nonsense", {"VALUE": 1}, "sm_90a")
     finally:
         build._sources_hash.cache_clear()
+
+
+def test_all_are_compiled_into_the_cache_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QTOOL_CACHE_DIR", str(tmp_path))
+    half, brain = (combine.definition(dtype) for dtype in (torch.float16, torch.bfloat16))
+    build.compile_all([half, brain, half], "sm_90a")
+    entries = list((tmp_path / "kernels").rglob("*"))
+    assert sorted(path.suffix for path in entries if path.is_file()) == [".cubin", ".cubin"]
+    monkeypatch.setattr(build, "compile_source", None)
+    assert build.cubin(*half, "sm_90a") != build.cubin(*brain, "sm_90a")
 
 
 def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
-from qtool.kernels.build import ARCHS, Build, cubin
+from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
@@ -126,10 +126,6 @@ def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:
     """
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return norm * (wide * inverse).to(norm.dtype)
-
-
-#: source name, prologue and macros of a kernel
-Source = tuple[str, str, dict[str, int]]
 
 
 class RowPlan:

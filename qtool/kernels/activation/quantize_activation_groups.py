@@ -23,11 +23,10 @@ from qtool.kernels.activation.quantize_activation import (
     FUSIONS,
     MOST_CHANNELS,
     RowPlan,
-    Source,
     fused,
     row_definition,
 )
-from qtool.kernels.build import Build
+from qtool.kernels.build import Build, Source
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator

@@ -17,10 +17,9 @@ from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.quantize_activation import (
     QuantizeActivation,
     RowPlan,
-    Source,
     definition,
 )
-from qtool.kernels.build import Build
+from qtool.kernels.build import Build, Source
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import pointers

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.activation.quantize_activation import Source
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import launch, load, pointers
