@@ -70,10 +70,10 @@ def grouped_experts(
     from qtool.kernels.experts.route import route_experts
 
     experts = len(gate_up.stored["qweight"])
-    offsets, place = route_experts(ids.int(), expert_map, experts)
+    offsets, place = route_experts(ids.int().contiguous(), expert_map, experts)
     hidden = gate_up.multiply(x, place, offsets)
     z = down.multiply(hidden, None, offsets, "silu-up")
-    return combine_experts(z, place, weights.float())
+    return combine_experts(z, place, weights.float().contiguous())
 
 
 class GroupedExperts:

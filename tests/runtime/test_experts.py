@@ -91,6 +91,8 @@ def test_a_token_s_experts_are_weighted(packed: Path) -> None:
     found = experts.grouped(x, index, weights)
     assert found is not None and found.dtype == x.dtype
     assert (found - expected).norm() <= 0.01 * expected.norm()
+    apart = experts.grouped(x, index.mT.contiguous().mT, weights.mT.contiguous().mT)
+    assert apart is not None and torch.equal(apart, found)  # routers that index give such
     assert experts.grouped(x[:0], index[:0], weights[:0]).shape == (0, 128)  # type: ignore[union-attr]
 
 
