@@ -15,6 +15,7 @@ Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimens
 
 import inspect
 import math
+import warnings
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -284,10 +285,11 @@ def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
 
 
 class DecodeGraphs:
-    """The recorded steps of one model, by cache."""
+    """The recorded steps of one model, by cache; none once one could not be recorded."""
 
     def __init__(self) -> None:
         self.steps: WeakKeyDictionary[StaticCache, Step] = WeakKeyDictionary()
+        self.refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeGraphs":
         return DecodeGraphs()
@@ -297,7 +299,7 @@ class DecodeGraphs:
         masks, own = kwargs.get("attention_mask"), kwargs
         if isinstance(masks, dict) and "full_attention" in masks:  # by kind of layer
             kwargs = kwargs | {"attention_mask": masks["full_attention"]}
-        if not _is_step(cache, kwargs):
+        if self.refused or not _is_step(cache, kwargs):
             return forward(**own)
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
@@ -306,7 +308,13 @@ class DecodeGraphs:
             step = self.steps[cache] = Step(cache, kwargs)
             return step.run(forward, cache)
         if step.graph is None:
-            step.record(forward, cache)
+            try:
+                step.record(forward, cache)
+            except RuntimeError as error:  # nothing was computed while it was recorded
+                self.refused = True
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(f"decoding without CUDA graphs: {reason}", stacklevel=2)
+                return forward(**own)
         return step.replay(cache, kwargs)
 
 

@@ -207,6 +207,23 @@ def test_what_a_graph_cannot_hold_is_the_models_own_forward(recorded: list[str])
     assert recorded == []
 
 
+def test_what_cannot_be_recorded_is_run(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(LlamaConfig)
+    expected = greedy(model)
+    graph_decoding(model)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(Step, "record", refuse)
+    with pytest.warns(UserWarning, match=r"without CUDA graphs: operation not permitted .*ing$"):
+        assert torch.equal(greedy(model), expected)
+    assert torch.equal(greedy(model), expected)
+    assert recorded == ["run"]
+
+
 def test_a_copy_of_the_model_is_on_its_own(recorded: list[str]) -> None:
     model = model_of(LlamaConfig)
     graph_decoding(model)
