@@ -35,7 +35,6 @@ ARCHITECTURES = {
 #: those that a kernel is compiled for in the tests; sm_86 is sm_89 there
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
-
 #: source name, prologue and macros of a kernel
 Source = tuple[str, str, dict[str, int]]
 
