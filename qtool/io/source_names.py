@@ -82,13 +82,13 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
     found = Checkpoint(source.directory, source.adapter)
     if found.adapter:
         entries, family = found.entries, family_of(found.config)
-
         prefix = family.embedding.partition(".")[0]
 
         def stored_name(name: str) -> str:
-            stored = (name, name.removeprefix(f"{prefix}."))  # or of the bare decoder
-            found = next((one for one in stored if one in entries), None)
-            return found or _renamed(name, family.disk_names)
+            for stored in (name, name.removeprefix(f"{prefix}.")):  # or of the bare decoder
+                if stored in entries:
+                    return stored
+            return _renamed(name, family.disk_names)
 
         found.adapter.merge(entries, stored_name, set(map(stored_name, family.transposed)))
     return found
