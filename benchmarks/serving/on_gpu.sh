@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|mixture|two|bench|both|kv|requests|cache|profile|tasks|large [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|small|two|bench|both|kv|requests|profile|tasks|alone [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -53,9 +53,10 @@ print("OK", torch.cuda.get_device_name(), "vllm", vllm.__version__, "FlashAttent
 '
 
 quantize() { # quantize NAME SCHEME: the demo or $DATA/NAME, rounded to nearest, in $DATA/NAME-SCHEME
-    local model=$DATA/$1
+    local model=$DATA/$1 options=(--scheme "$2")
     [ "$1" = demo ] && model=demo
-    [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" --scheme "$2" --recipe fast --out "$DATA/$1-$2"
+    [[ $2 = kv* ]] && options=(--scheme w4a8-lqq --kv "$2" --calib demo)
+    [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" "${options[@]}" --recipe fast --out "$DATA/$1-$2"
 }
 check() { # check NAME SCHEME [OPTION ...]
     quantize "$1" "$2" &&
@@ -100,16 +101,22 @@ if engine == "fp8":
 measure(directory, options, list(map(int, batches.split(","))), 1024, 512, memory)
 '
 
-mixture_code='
-import sys
+small_code='
+import shutil, sys
+from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+kind, out = sys.argv[1:3]
 torch.manual_seed(0)
 sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
-             num_key_value_heads=4, head_dim=64, num_local_experts=8, vocab_size=4096,
+             num_key_value_heads=4, head_dim=64, num_local_experts=8, vocab_size=4096, sliding_window=64,
              max_position_embeddings=512, tie_word_embeddings=False)
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes))
-model.to(torch.bfloat16).save_pretrained(sys.argv[1])
+if kind == "mixtral":
+    del sizes["sliding_window"]
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+model.to(torch.bfloat16).save_pretrained(out)
+for file in Path("qtool/demo").glob("tokenizer*"):
+    shutil.copy(file, out)
 '
 
 evaluate() { # evaluate FILE OPTION ...: JSON of the demo's perplexity
@@ -165,7 +172,7 @@ sys.exit(wrong > 0)
 '
 
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
-[[ ${1:-check} =~ both|requests|cache ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
+[[ ${1:-check} =~ both|requests|alone ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
 check) # every scheme at once, on the demo and on a model that is sure of every token
     schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
@@ -179,10 +186,14 @@ check) # every scheme at once, on the demo and on a model that is sure of every 
     done
     wait
     ;;
-mixture) # of experts; needs moe.tar.xz
-    step mixture-model 60 python3 -c "$mixture_code" "$DATA/mixtral"
-    step mixture 300 bash -c "quantize mixtral w4a8-lqq &&
-        python3 benchmarks/serving/check_vllm.py $DATA/mixtral-w4a8-lqq $CHECK"
+small) # random models: experts (needs moe.tar.xz), sliding windows and soft caps over quantized caches
+    for kind in mixtral mistral gemma2; do step "$kind" 60 python3 -c "$small_code" $kind "$DATA/$kind" & done
+    wait
+    for case in mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mistral:kv4 mistral:kv8 gemma2:kv4 gemma2:kv8; do
+        step "$case" 300 bash -c "quantize ${case/:/ } &&
+            python3 benchmarks/serving/check_vllm.py $DATA/${case/:/-} $CHECK" &
+    done
+    wait
     ;;
 two) # two GPUs
     memorize
@@ -198,7 +209,7 @@ both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
     CUDA_VISIBLE_DEVICES=0 step random-8b-w4a16 150 \
         python3 benchmarks/serving/random_packed.py llama-3-8b w4a16 "$DATA/8b-w4a16" &
     waiting=()
-    step mixture-model 60 bash -c 'python3 -c "$0" "$DATA/mixtral" && quantize mixtral w4a8-lqq' "$mixture_code" &
+    step mixture-model 60 bash -c 'python3 -c "$0" mixtral "$DATA/mixtral" && quantize mixtral w4a8-lqq' "$small_code" &
     waiting+=($!)
     for scheme in $schemes; do
         step "quantize-$scheme" 60 bash -c "quantize demo $scheme" &
@@ -230,7 +241,7 @@ kv) # the quantized cache: kernels, perplexity beside our runtime's, speed
     step kernels 150 python3 -m pytest -q -n 8 -m cuda tests/kernels/test_kv_paged.py tests/kernels/test_kv_attention.py &
     waiting=($!)
     for kv in kv4 kv8; do
-        step "quantize-$kv" 100 python3 -m qtool quantize demo --scheme w4a8-lqq --recipe fast --kv $kv --out "$DATA/demo-$kv" &
+        step "quantize-$kv" 100 bash -c "quantize demo $kv" &
         waiting+=($!)
     done
     wait "${waiting[@]}"
@@ -256,9 +267,7 @@ requests) # random requests, all at once and one at a time, and a model that is 
     done
     memorize
     for kv in kv4 kv8; do
-        step "sure-$kv" 170 bash -c "python3 -m qtool quantize $DATA/sure --scheme w4a8-lqq --recipe fast --kv $kv \
-            --calib demo --out $DATA/sure-$kv &&
-            python3 benchmarks/serving/check_vllm.py $DATA/sure-$kv --text qtool/demo/heldout.txt" &
+        step "sure-$kv" 170 bash -c "check sure $kv" &
     done
     wait
     tail -n 3 "$OUT"/requests-*.log "$OUT"/sure-*.log
@@ -279,27 +288,15 @@ tasks) # zero-shot: by qtool eval in vLLM and in our runtime, and by lm-eval's o
     wait
     tail -n 30 "$OUT"/{eval-vllm,eval-ours,lm-eval}.log
     ;;
-large) # two GPUs side by side: a 70B shape in w4a8-lqq with kv4, in 80 GB and in all memory, and in FP8
-    shape=${2:-llama-2-70b}
-    step random-70b 200 python3 benchmarks/serving/random_packed.py $shape w4a8-lqq "$DATA/70b" --kv kv4
-    mkdir -p "$DATA/70b-fp8"
-    python3 -c "$shape_code" "$DATA/70b" "$DATA/70b-fp8"
-    export alone_code DATA
-    CUDA_VISIBLE_DEVICES=0 step bench-kv4 ${LIMIT:-340} bash -c 'python3 -c "$alone_code" "$DATA/70b" kv4 128 80 &&
-        python3 -c "$alone_code" "$DATA/70b" kv4 64,256' &
-    CUDA_VISIBLE_DEVICES=1 step bench-fp8 ${LIMIT:-340} python3 -c "$alone_code" "$DATA/70b-fp8" fp8 16,64,128 &
-    wait
-    grep -E '"batch"|left out' "$OUT"/bench-kv4.log "$OUT"/bench-fp8.log
-    ;;
-cache) # two GPUs side by side: the 8B shape in w4a8-lqq with kv4, and in FP8
-    mkdir -p "$DATA/fp8"
-    CUDA_VISIBLE_DEVICES=0 step random-kv4 90 python3 benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq \
-        "$DATA/8b-kv4" --kv kv4
-    python3 -c "$shape_code" "$DATA/8b-kv4" "$DATA/fp8"
-    CUDA_VISIBLE_DEVICES=0 step bench-kv4 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/8b-kv4" kv4 "${2:-1,16,64,256}" &
-    CUDA_VISIBLE_DEVICES=1 step bench-fp8 ${LIMIT:-300} python3 -c "$alone_code" "$DATA/fp8" fp8 "${2:-1,16,64,256}" &
-    wait
-    grep '"batch"' "$OUT"/bench-kv4.log "$OUT"/bench-fp8.log
+alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB
+    shape=${2:-llama-3-8b} scheme=${3:-kv4}
+    [ -e "$DATA/$shape" ] || step "random-$shape" 300 python3 benchmarks/serving/random_packed.py "$shape" w4a8-lqq \
+        "$DATA/$shape" --kv kv4
+    mkdir -p "$DATA/$shape-fp8"
+    python3 -c "$shape_code" "$DATA/$shape" "$DATA/$shape-fp8"
+    case $scheme in kv4) model=$DATA/$shape ;; *) model=$DATA/$shape-$scheme ;; esac
+    step "$shape-$scheme" ${LIMIT:-560} python3 -c "$alone_code" "$model" "$scheme" "${4:-1,16,64,256}" ${5:-}
+    grep -E '"batch"|left out' "$OUT/$shape-$scheme.log"
     ;;
 bench)
     scheme=${2:-w4a8-lqq}

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 #: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
 #: first ends
 SHORT, LONG = 64, 192
+#: seconds that repetitions of one measurement may take: long runs vary by less than a per cent
+PATIENCE = 5.0
 #: vLLM's name of the cache's dtype by ours
 CACHES = {"fp8": "fp8", "16": "auto"}
 PACK_QUANTIZED = {
@@ -191,6 +194,14 @@ def timed(llm: Any, input_tokens: int) -> Callable[[int, int], float]:
     return seconds
 
 
+def least(run: Callable[[], float], times: int) -> float:
+    """The least of what ``times`` runs take, or of those that begin within ``PATIENCE``."""
+    found: list[float] = []
+    while len(found) < times and sum(found) < PATIENCE:
+        found.append(run())
+    return min(found)
+
+
 def measure(
     model: str,
     options: dict[str, Any],
@@ -222,8 +233,10 @@ def measure(
             print(f"batch {batch} left out: the cache holds {room} sequences", file=sys.stderr)
             continue
         seconds(batch, 4)  # what compiles or allocates at first does it now
-        prefill = min(seconds(batch, 1) for _ in range(3))
-        short, long = (min(seconds(batch, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
+        prefill, short, long = (
+            least(partial(seconds, batch, tokens), times)
+            for tokens, times in ((1, 3), (SHORT, 2), (LONG, 2))
+        )
         step = (long - short) / (LONG - SHORT)
         rows.append({
             "batch": batch,
