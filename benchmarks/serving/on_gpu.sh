@@ -110,7 +110,7 @@ kind, out = sys.argv[1:3]
 torch.manual_seed(0)
 sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
              num_key_value_heads=4, head_dim=64, num_local_experts=8, vocab_size=4096, sliding_window=64,
-             max_position_embeddings=512, tie_word_embeddings=False)
+             max_position_embeddings=512, tie_word_embeddings=kind == "gemma2")
 if kind == "mixtral":
     del sizes["sliding_window"]
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))

@@ -4,6 +4,8 @@ The classes are the installed vLLM's own, of 0.26 or 0.33; the GPU and FlashAtte
 for. Tests of how pages get into one of the two are skipped with the other.
 """
 
+import pickle
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import TOKENS
@@ -229,22 +231,40 @@ def test_vllm_allocates_pages_of_ours() -> None:
     assert backend.customize_spec(half) is half
 
 
-@registered
 @pytest.mark.parametrize("window", [None, 50])
 def test_layers_of_a_model_ask_for_such_pages(
     native: Native, tmp_path: Path, on_cuda: None, window: int | None
 ) -> None:
-    from vllm.v1.worker.utils import customize_attention_spec
-
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
     for name, bits in (("kv4", 4), ("kv8", 8)):
         directory, _ = quantized(native, tmp_path, name)
         layer = attention_layer(loaded(directory, dtype="bfloat16"))
         layer.sliding_window = window
         spec = layer.get_kv_cache_spec(configured(directory, block_size=TOKENS))
-        spec = customize_attention_spec(layer.get_attn_backend(), spec)
-        assert type(spec).__name__ == ("SlidingWindowSpec" if window else "FullAttentionSpec")
-        assert spec.block_size == TOKENS and spec.kv_quant_mode.is_custom_mode
+        if REGISTERED:
+            from vllm.v1.worker.utils import customize_attention_spec
+
+            spec = customize_attention_spec(layer.get_attn_backend(), spec)
+            assert spec.kv_quant_mode.is_custom_mode
+        assert [isinstance(spec, kind) for kind in kinds] == [not window, bool(window)]
+        assert spec.block_size == TOKENS and type(spec).merge([spec, spec]) == spec
         assert spec.page_size_bytes == HEADS * head_bytes(bits, DIM)
+
+
+@borrowed
+def test_a_window_has_vllms_manager_in_every_process() -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    full = spec_of("kv4")
+    given = {
+        f.name: getattr(full, f.name) for f in fields(SlidingWindowSpec) if hasattr(full, f.name)
+    }
+    window = PAGES.WindowSpec(**given | {"sliding_window": 50})
+    there = pickle.loads(pickle.dumps(window))
+    assert there == window and there.page_size_bytes == full.page_size_bytes
+    assert KVCacheSpecRegistry.get_manager_class(there) is SlidingWindowManager
+    assert KVCacheSpecRegistry.get_manager_class(full) is not None
 
 
 @registered

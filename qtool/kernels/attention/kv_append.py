@@ -24,7 +24,9 @@ from qtool.kernels.op import operator
 from qtool.schemes.kv import KV4
 
 OP = "kv_append"
-WARPS = 4
+THREADS = 128
+#: channels of a thread
+HELD = 16
 #: csrc/attention/kv_append.cu
 PARAMETERS = struct.Struct("<6Q3q5i4x")
 
@@ -102,22 +104,35 @@ class KvAppend(NamedTuple):
     def launch(self, out: None) -> None:
         x, cached, device = self.x, self.cached, self.x.device
         batch, heads, added, dim = x.shape
-        warps = batch * heads * added
-        if warps == 0:
+        items = batch * heads * added
+        if items == 0:
             return
-        if any(stride % 8 for stride in x.stride()[:3]) or x.data_ptr() % 16:
-            x = x.contiguous().clone()
+        if any(stride % 8 for stride in x.stride()[:3]):
+            x = x.contiguous()
         major, minor = compute_capability(device)
         if major < 8:
             raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
-        tensors = (x, self.codes, self.channel, self.scale, self.zero, self.lengths)
-        numbers = (*x.stride()[:3], warps, heads, added, self.tokens, cached.capacity)
+        x, channel = aligned(x), self.channel if self.channel is None else aligned(self.channel)
+        tensors = (x, self.codes, channel, self.scale, self.zero, self.lengths)
+        numbers = (*x.stride()[:3], items, heads, added, self.tokens, cached.capacity)
         parameters = PARAMETERS.pack(*pointers(*tensors), *numbers)
         kernel = _kernel(cached.bits, dim, x.dtype, f"sm_{major}{minor}", device.index)
-        launch(kernel, -(-warps // WARPS), 32 * WARPS, 0, parameters, device, overlap=major >= 9)
+        blocks = blocks_of(items, dim)
+        launch(kernel, blocks, THREADS, 0, parameters, device, overlap=major >= 9)
 
 
 kv_append = operator(OP, KvAppend, mutates=("codes", "scale", "zero"))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor where the kernel can read 16 bytes at once."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def blocks_of(items: int, dim: int) -> int:
+    """Blocks for so many tokens of heads; each has a power of two of threads."""
+    lanes = 1 << (-(-dim // HELD) - 1).bit_length()
+    return -(-items * lanes // THREADS)
 
 
 @cache
@@ -138,4 +153,4 @@ def builds() -> Iterator[Build]:
     variants = product(ARCHS, (4, 8), DTYPES, (False, True))
     for arch, bits, dtype, paged in variants:
         name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}{' paged' * paged}"
-        yield Build(name, arch, definition(bits, 128, dtype, paged), 1024, calls=True)
+        yield Build(name, arch, definition(bits, 128, dtype, paged), 4 * THREADS, calls=True)

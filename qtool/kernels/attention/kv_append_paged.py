@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.kv_append import WARPS, definition
+from qtool.kernels.attention.kv_append import THREADS, aligned, blocks_of, definition
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, require_tokens
 from qtool.kernels.build import cubin
@@ -94,23 +94,24 @@ class KvAppendPaged(NamedTuple):
     def launch(self, out: None) -> None:
         key, value, pages, device = self.key, self.value, self.pages, self.key.device
         tokens, heads, dim = key.shape
-        warps = 2 * tokens * heads
-        if warps == 0:
+        items = 2 * tokens * heads
+        if items == 0:
             return
-        key, value = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (key, value))
         major, minor = compute_capability(device)
         if major < 8:
             raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
         channel = (
             (self.k_importance, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
         )
+        key, value = aligned(key), aligned(value)
+        constants = [None if t is None else aligned(t) for t in (*channel, self.k_offset)]
         parameters = PARAMETERS.pack(
-            *pointers(key, value, *channel, self.k_offset, self.slots, pages),
+            *pointers(key, value, *constants, self.slots, pages),
             *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
-            *(warps, heads, tokens, pages.shape[0]),
+            *(items, heads, tokens, pages.shape[0]),
         )
         kernel = _kernel(self.cache.bits, dim, key.dtype, f"sm_{major}{minor}", device.index)
-        launch(kernel, -(-warps // WARPS), 32 * WARPS, 0, parameters, device, overlap=major >= 9)
+        launch(kernel, blocks_of(items, dim), THREADS, 0, parameters, device, overlap=major >= 9)
 
 
 kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",))

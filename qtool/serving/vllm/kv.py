@@ -129,6 +129,8 @@ class KVMethod(BaseKVCacheMethod):
             parameter = nn.Parameter(neutral, requires_grad=False)
             parameter.weight_loader = self._loader(name)  # type: ignore[attr-defined]
             layer.register_parameter(PREFIX + name, parameter)
+        if size_window := getattr(offered_pages(), "size_window", None):
+            size_window(layer)
 
     def _loader(self, name: str) -> Any:
         def load(parameter: nn.Parameter, stored: Tensor) -> None:

@@ -1,10 +1,19 @@
 """kv4 and kv8 in pages of vLLM's own cache dtypes, where the list of these is closed (vLLM 0.26).
 
 vLLM sizes a page by the name of the dtype, and a backend gives it a shape of that size. Two names
-have pages of our size; nothing of what they mean in vLLM's own backends is used.
+have pages of our size; nothing of what they mean in vLLM's own backends is used. In layers with a
+sliding window vLLM gives 4-bit codes as much room as 8-bit ones, so they have a spec of ours.
+
+Importing this module registers it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import TOKENS
@@ -33,3 +42,30 @@ class QtoolAttentionBackend(PagedBackend):
         if block_size != TOKENS:
             raise QtoolError(f"pages of {block_size} tokens; the kernels want {TOKENS}")
         return num_blocks, num_kv_heads, head_bytes(BITS[cache_dtype_str], head_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """A layer with a sliding window whose pages have the size of the other layers'."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        halved = self.kv_quant_mode == KVQuantMode.INT4_PER_TOKEN_HEAD
+        return super().real_page_size_bytes // (2 if halved else 1)
+
+
+KVCacheSpecRegistry._ensure_registered()  # vLLM's own, which it registers only if there are none
+KVCacheSpecRegistry.register(WindowSpec, SlidingWindowManager, SlidingWindowSpec)
+
+
+def size_window(layer: Any) -> None:
+    """Have vLLM's attention layer ask for pages of our size where it has a sliding window."""
+    asked: Callable[[Any], Any] = layer.get_kv_cache_spec
+
+    def get_kv_cache_spec(config: Any) -> Any:
+        spec = asked(config)
+        if type(spec) is not SlidingWindowSpec:
+            return spec
+        return WindowSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+    layer.get_kv_cache_spec = get_kv_cache_spec

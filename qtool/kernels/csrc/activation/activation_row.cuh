@@ -20,6 +20,62 @@ struct alignas(8 * sizeof(Element) < 16 ? 8 : 16) Eight {
     Element v[8];
 };
 
+__device__ __forceinline__ Eight narrow(const float (&y)[8]) {
+    Eight all;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+#if DTYPE == 0
+        all.v[j] = y[j], all.v[j + 1] = y[j + 1];
+#else
+        const u32 both = narrow_pair(y[j], y[j + 1]);
+        all.v[j] = both, all.v[j + 1] = both >> 16;
+#endif
+    }
+    return all;
+}
+__device__ __forceinline__ void round(float (&y)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) round_pair(y[j], y[j + 1]);
+}
+
+// Values [column, column + 8) of a row, or of what stands at these places of `order`.
+__device__ __forceinline__ Eight eight_of(const void* row, const int* order, int column) {
+    const Element* x = static_cast<const Element*>(row);
+    Eight all;
+    if constexpr (GATHER) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) all.v[j] = x[order[column + j]];
+    } else {
+        all = *reinterpret_cast<const Eight*>(x + column);
+    }
+    return all;
+}
+
+// SiLU. To 16 bits, gate / (1 + exp(-gate)) is gate times an approximate reciprocal, corrected by the remainder: that is the
+// rounded quotient but for one in a million, whose last bit of 24 is another. Beyond 80 the quotient itself.
+__device__ __forceinline__ void silu(float (&gate)[8]) {
+#pragma unroll
+    for (int half = 0; half < 8; half += 4) {  // which takes fewer registers than all at once
+        bool usual = DTYPE != 0;
+        float found[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float g = gate[half + j], divisor = 1.f + expf(-g);
+            float inverse;
+            asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor));
+            const float quotient = g * inverse;
+            found[j] = fmaf(fmaf(-quotient, divisor, g), inverse, quotient);
+            usual = usual && fabsf(g) < 80.f;
+        }
+        if (!usual) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) found[j] = gate[half + j] / (1.f + expf(-gate[half + j]));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) gate[half + j] = found[j];
+    }
+}
+
 // The block's row, and the first of the eight columns that the thread has of a piece.
 __device__ __forceinline__ u64 row_of_block() { return blockIdx.x / CLUSTER; }
 __device__ __forceinline__ int column_of(int piece) { return ((blockIdx.x % CLUSTER * PIECES + piece) * THREADS + threadIdx.x) * 8; }
@@ -76,44 +132,31 @@ __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in,
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int column = column_of(i);
-        const bool valid = column < k;
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[i][j] = 0.f;
-        if (!valid) continue;
-        if constexpr (GATHER) {
+        if (column >= k) continue;
+        const Eight here = eight_of(x, in.order, column);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) y[i][j] = widen(x[in.order[column + j]]);
-        } else {
-            const Eight here = *reinterpret_cast<const Eight*>(x + column);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) y[i][j] = widen(here.v[j]);
-        }
+        for (int j = 0; j < 8; ++j) y[i][j] = widen(here.v[j]);
         if constexpr (FUSION == kSiluUp) {
-            Eight up;
-            if constexpr (GATHER) {
+            const Eight up = eight_of(x + k, in.order, column);
+            silu(y[i]);
+            round(y[i]);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) up.v[j] = x[k + in.order[column + j]];
-            } else {
-                up = *reinterpret_cast<const Eight*>(x + k + column);
-            }
-#pragma unroll
-            for (int j = 0; j < 8; ++j) y[i][j] = rounded(rounded(y[i][j] / (1.f + expf(-y[i][j]))) * widen(up.v[j]));
+            for (int j = 0; j < 8; ++j) y[i][j] *= widen(up.v[j]);
+            round(y[i]);
         }
         if constexpr (FUSION == kResidualNorm) {
-            const Element* residual = static_cast<const Element*>(in.residual) + row * k;
+            const Eight residual = eight_of(static_cast<const Element*>(in.residual) + row * k, in.order, column);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) y[i][j] += widen(residual.v[j]);
+            const Eight sum = narrow(y[i]);
             Element* added = static_cast<Element*>(in.added) + row * k;
             if constexpr (GATHER) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const int from = in.order[column + j];
-                    y[i][j] += widen(residual[from]);
-                    added[from] = narrow(y[i][j]);
-                }
+                for (int j = 0; j < 8; ++j) added[in.order[column + j]] = sum.v[j];
             } else {
-                Eight here = *reinterpret_cast<const Eight*>(residual + column);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) here.v[j] = narrow(y[i][j] += widen(here.v[j]));
-                *reinterpret_cast<Eight*>(added + column) = here;
+                *reinterpret_cast<Eight*>(added + column) = sum;
             }
         }
     }
@@ -128,11 +171,13 @@ __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in,
         for (int i = 0; i < PIECES; ++i) {
             const int column = column_of(i);
             if (column >= k) continue;
+            const Eight norm = eight_of(in.norm, in.order, column);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const int from = GATHER ? in.order[column + j] : column + j;
-                y[i][j] = rounded(rounded(y[i][j] * inverse) * widen(static_cast<const Element*>(in.norm)[from]));
-            }
+            for (int j = 0; j < 8; ++j) y[i][j] *= inverse;
+            round(y[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) y[i][j] *= widen(norm.v[j]);
+            round(y[i]);
         }
     }
 }

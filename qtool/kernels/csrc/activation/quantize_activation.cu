@@ -2,6 +2,31 @@
 // The host defines SORTED where the codes go to rows that are sorted by expert.
 #include "activation/activation_row.cuh"
 
+// The codes rne(y / scale) of eight values, a byte each. By the rounded 1 / scale: that decides but within 2^-15 of the middle
+// between two codes, and where something is no finite number; there the quotient does.
+__device__ __forceinline__ uint2 codes_of(const float (&y)[8], float scale, float inverse) {
+    constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer, whose low bits are its own
+    u32 code[8];
+    bool clear = true;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float shifted = fmaf(y[j], inverse, kInteger);
+        clear = clear && fabsf(fmaf(y[j], inverse, kInteger - shifted)) < 0.5f - 0x1p-15f;
+        code[j] = __float_as_uint(shifted);
+    }
+    if (!clear) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) code[j] = min(127, max(-128, __float2int_rn(y[j] / scale)));
+    }
+    u32 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 low = __byte_perm(code[4 * i], code[4 * i + 1], 0x0040), high = __byte_perm(code[4 * i + 2], code[4 * i + 3], 0x0040);
+        words[i] = __byte_perm(low, high, 0x5410);
+    }
+    return make_uint2(words[0], words[1]);
+}
+
 struct Params {
     Input in;
     signed char* codes;
@@ -40,19 +65,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     top = reduce<kTop>(top, scratch);
     const float scale = top > 0.f ? top / 127.f : 1.f;
 
+    const float inverse = 1.f / scale;
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int column = column_of(i);
         if (column >= p.k) continue;
-        u32 packed[2] = {0, 0};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int code = min(127, max(-128, __float2int_rn(y[i][j] / scale)));
-            sum += code;
-            packed[j / 4] |= (code & 0xFFu) << (8 * (j % 4));
-        }
-        const uint2 codes = make_uint2(packed[0], packed[1]);
+        const uint2 codes = codes_of(y[i], scale, inverse);
+        sum = __dp4a(static_cast<int>(codes.y), 0x01010101, __dp4a(static_cast<int>(codes.x), 0x01010101, sum));
 #ifdef SORTED
         for (int i = 0; i < p.top; ++i)
             if (const int to = p.place ? p.place[row * p.top + i] : row; to >= 0)

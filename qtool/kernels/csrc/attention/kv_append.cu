@@ -1,4 +1,4 @@
-// New keys or values into the packed cache: one warp a token and head, eight channels a lane, nothing kept in between.
+// New keys or values into the packed cache: an item is a token of a head, and a lane has sixteen of its channels.
 // kv4: s = max(0.95 (max - min) / 15, max|x| / 2^14), z = 7.5 - (max + min) / 2s in f16, code = clamp(rne(x / s + z), 0, 15);
 // then all three again on the weighted least-squares line through the codes, three times or until that is no nearer;
 // kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
@@ -15,7 +15,7 @@ struct Params {
     u8* pages;                // [pages, H, kPageHead], page_stride apart
     long long stride[2][2];   // of keys and of values, in elements: token, head
     long long page_stride;    // bytes
-    int warps, heads, tokens, pages_held;
+    int items, heads, tokens, pages_held;
 };
 #else
 struct Params {
@@ -25,9 +25,18 @@ struct Params {
     u16 *scale, *zero;    // kv4: f16 [B, H, capacity]
     const int* lengths;   // [B] tokens of each sequence, the new ones included, or null: all have `tokens`
     long long stride[3];  // of x, in elements: batch, head, token
-    int warps, heads, added, tokens, capacity;
+    int items, heads, added, tokens, capacity;
 };
 #endif
+
+// Channels go by eights. A lane has an eight and the one that is half of them, with those of padding, further on: sums go
+// by halves, so that the first halving is the lane's own.
+constexpr int kEights = DIM > 128 ? 32 : DIM > 64 ? 16 : DIM > 32 ? 8 : DIM > 16 ? 4 : 2;
+constexpr int kLanes = kEights / 2;      // of an item
+constexpr int kItems = 32 / kLanes;      // of a warp
+constexpr int kHeld = 16;                // channels of a lane
+constexpr u32 kAll = 0xFFFFFFFF;
+__device__ __forceinline__ int channel_of(int half) { return 8 * (threadIdx.x % kLanes + half * kLanes); }
 
 // Where a token of a head comes from, and where it goes.
 struct Place {
@@ -40,7 +49,7 @@ struct Place {
 #if PAGED
 // False for a token that is not stored.
 __device__ __forceinline__ bool find(const Params& p, int index, Place& at) {
-    const int head = index % p.heads, token = index / p.heads % p.tokens, which = index / p.heads / p.tokens;
+    const int token = index % p.tokens, head = index / p.tokens % p.heads, which = index / p.tokens / p.heads;
     const long long slot = p.slots[token];
     if (slot < 0 || slot >= static_cast<long long>(p.pages_held) * kPageTokens) return false;
     const int within = static_cast<int>(slot % kPageTokens);
@@ -69,8 +78,9 @@ __device__ __forceinline__ bool find(const Params& p, int index, Place& at) {
 }
 #endif
 
+template <class Value>
 struct alignas(16) Eight {
-    Element v[8];
+    Value v[8];
 };
 
 __device__ __forceinline__ u16 to_half(float v) {
@@ -86,100 +96,92 @@ __device__ __forceinline__ float of_half(u16 h) {
 
 __device__ __forceinline__ u16 stored(float scale) { return to_half(fminf(fmaxf(scale, 5.9604644775390625e-08f), 65504.f)); }
 
-// Over the warp the sum of w value(i), by halves: first of the eight of a lane, then of the lanes. All lanes get the same bits.
+// Over an item the sum of value(i), by halves: of each eight, then of the eights. All its lanes get the same bits.
 template <class Value>
-__device__ __forceinline__ float lane_sum(const float (&w)[8], Value value) {
-    float v[8];
+__device__ __forceinline__ float item_sum(Value value) {
+    float v[kHeld];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(w[i], value(i));
-    float sum = __fadd_rn(__fadd_rn(__fadd_rn(v[0], v[4]), __fadd_rn(v[2], v[6])),
-                          __fadd_rn(__fadd_rn(v[1], v[5]), __fadd_rn(v[3], v[7])));
+    for (int i = 0; i < kHeld; ++i) v[i] = value(i);
 #pragma unroll
-    for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFF, sum, step));
+    for (int step = 4; step; step /= 2)
+#pragma unroll
+        for (int i = 0; i < step; ++i) v[i] = __fadd_rn(v[i], v[i + step]), v[8 + i] = __fadd_rn(v[8 + i], v[8 + i + step]);
+    float sum = __fadd_rn(v[0], v[8]);
+#pragma unroll
+    for (int step = kLanes / 2; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kAll, sum, step));
     return sum;
 }
 
 struct Line {
     u16 scale, zero;
 };
-// Codes of a lane's eight values and what they leave; of a lane without channels nothing is left.
-__device__ __forceinline__ void round_on(Line line, const float (&x)[8], bool active, float (&code)[8], float (&left)[8]) {
-    const float scale = of_half(line.scale), zero = of_half(line.zero), inverse = __fdiv_rn(1.f, scale);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        code[i] = fminf(fmaxf(rintf(__fadd_rn(__fmul_rn(x[i], inverse), zero)), 0.f), 15.f);
-        left[i] = active ? __fsub_rn(x[i], __fmul_rn(__fsub_rn(code[i], zero), scale)) : 0.f;
-    }
-}
-__device__ __forceinline__ u32 packed(const float (&code)[8]) {
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) word |= static_cast<u32>(code[i]) << (4 * i);
-    return word;
-}
+// A lane's part of an item: its values, and what a squared error of each counts (1 if not WEIGHTED); 0 where no channel is.
+template <bool WEIGHTED>
+struct Part {
+    float x[kHeld], w[WEIGHTED ? kHeld : 1], n;
+    bool active[2];
 
-extern "C" __global__ void __launch_bounds__(128, 8) kv_append(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
-    grid_wait();
-    grid_release();
-#endif
-    const int index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    Place at;
-    if (index >= p.warps || !find(p, index, at)) return;
-    const bool active = 8 * lane < DIM;
-    float x[8];
-    if (active) {
-        const Eight values = *reinterpret_cast<const Eight*>(at.x + 8 * lane);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = widen(values.v[i]);
-        if (at.offset)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = __fsub_rn(x[i], at.offset[8 * lane + i]);
+    template <class Value>
+    __device__ __forceinline__ float sum(Value value) const {
+        if constexpr (WEIGHTED) return item_sum([&](int i) { return __fmul_rn(w[i], value(i)); });
+        return item_sum([&](int i) { return DIM == 8 * kEights || active[i / 8] ? value(i) : 0.f; });
     }
-
-    if constexpr (BITS == 8) {
-        if (!active) return;
-        u32 packed[2] = {0, 0};
+    __device__ __forceinline__ void weigh(const float* weights) {
+        if constexpr (WEIGHTED) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float q = rintf(__fdiv_rn(x[i], at.channel[8 * lane + i]));
-            const int code = static_cast<int>(fminf(fmaxf(q, -127.f), 127.f));
-            packed[i / 4] |= (code & 0xFFu) << (8 * (i % 4));
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) w[8 * half + i] = active[half] ? 1.f : 0.f;
+                if (!active[half] || !weights) continue;
+                const auto all = *reinterpret_cast<const Eight<float>*>(weights + channel_of(half));
+#pragma unroll
+                for (int i = 0; i < 8; ++i) w[8 * half + i] = all.v[i];
+            }
+            n = item_sum([&](int i) { return w[i]; });
+        } else {
+            n = DIM;
         }
-        *reinterpret_cast<uint2*>(at.codes + 8 * lane) = make_uint2(packed[0], packed[1]);
-    } else {
+    }
+    // Codes on a line, and what they leave.
+    __device__ __forceinline__ void round_on(Line line, float (&code)[kHeld], float (&left)[kHeld]) const {
+        constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
+        const float scale = of_half(line.scale), zero = of_half(line.zero), inverse = __fdiv_rn(1.f, scale);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const float place = fminf(fmaxf(__fadd_rn(__fmul_rn(x[i], inverse), zero), 0.f), 15.f);
+            code[i] = __fsub_rn(__fadd_rn(place, kInteger), kInteger);
+            left[i] = __fsub_rn(x[i], __fmul_rn(__fsub_rn(code[i], zero), scale));
+        }
+    }
+    // The line of the codes.
+    __device__ __forceinline__ Line line() const {
         float low = __uint_as_float(0x7F800000), high = -low;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (!active) break;
+        for (int i = 0; i < kHeld; ++i) {
+            if (!active[i / 8]) continue;
             low = fminf(low, x[i]);
             high = fmaxf(high, x[i]);
         }
 #pragma unroll
-        for (int step = 16; step; step /= 2) {
-            low = fminf(low, __shfl_xor_sync(0xFFFFFFFF, low, step));
-            high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFF, high, step));
+        for (int step = kLanes / 2; step; step /= 2) {
+            low = fminf(low, __shfl_xor_sync(kAll, low, step));
+            high = fmaxf(high, __shfl_xor_sync(kAll, high, step));
         }
         const float widest = fmaxf(fabsf(low), fabsf(high)) * (1.f / 16384);
         const float step = fmaxf(__fmul_rn(__fsub_rn(high, low), static_cast<float>(0.95 / 15)), widest);
         Line line;
         line.scale = stored(step > 0.f ? step : 1.f);
         line.zero = to_half(__fsub_rn(7.5f, __fdiv_rn(__fmul_rn(__fadd_rn(low, high), 0.5f), of_half(line.scale))));
-        float w[8], code[8], left[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (!active) x[i] = 0.f;
-            w[i] = !active ? 0.f : at.channel ? at.channel[8 * lane + i] : 1.f;
-        }
-        round_on(line, x, active, code, left);
-        const float n = lane_sum(w, [](int) { return 1.f; });
-        float error = lane_sum(w, [&](int i) { return __fmul_rn(left[i], left[i]); });
+        float code[kHeld], left[kHeld];
+        round_on(line, code, left);
+        float error = sum([&](int i) { return __fmul_rn(left[i], left[i]); });
+        bool done = false;
 #pragma unroll 1
         for (int round = 0; round < 3; ++round) {
-            const float first = lane_sum(w, [&](int i) { return code[i]; });
-            const float second = lane_sum(w, [&](int i) { return __fmul_rn(code[i], code[i]); });
-            const float total = lane_sum(w, [&](int i) { return left[i]; });
-            const float along = lane_sum(w, [&](int i) { return __fmul_rn(code[i], left[i]); });
+            const float first = sum([&](int i) { return code[i]; });
+            const float second = sum([&](int i) { return __fmul_rn(code[i], code[i]); });
+            const float total = sum([&](int i) { return left[i]; });
+            const float along = sum([&](int i) { return __fmul_rn(code[i], left[i]); });
             const float spread = __fsub_rn(__fmul_rn(second, n), __fmul_rn(first, first));
             const float slope = __fsub_rn(__fmul_rn(along, n), __fmul_rn(first, total));
             const float more = spread > 0.f ? __fdiv_rn(slope, spread) : 0.f;
@@ -188,15 +190,90 @@ extern "C" __global__ void __launch_bounds__(128, 8) kv_append(const __grid_cons
             moved.scale = stored(__fadd_rn(scale, more));
             moved.zero =
                 to_half(__fdiv_rn(__fsub_rn(__fmul_rn(of_half(line.zero), scale), at_zero), of_half(moved.scale)));
-            float again[8], left_again[8];
-            round_on(moved, x, active, again, left_again);
-            const float less = lane_sum(w, [&](int i) { return __fmul_rn(left_again[i], left_again[i]); });
-            if (!(less < error)) break;
-            line = moved, error = less;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) code[i] = again[i], left[i] = left_again[i];
+            round_on(moved, code, left);
+            const float less = sum([&](int i) { return __fmul_rn(left[i], left[i]); });
+            done = done || !(less < error);
+            if (__all_sync(kAll, done)) break;
+            if (!done) line = moved, error = less;
         }
-        if (lane == 0) *at.scale = line.scale, *at.zero = line.zero;
-        if (active) *reinterpret_cast<u32*>(at.codes + 4 * lane) = packed(code);
+        return line;
     }
+};
+
+// Sixteen channels of the token, less the offset; 0 where there are none.
+__device__ __forceinline__ void read(const Place& at, const bool (&active)[2], float (&x)[kHeld]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[8 * half + i] = 0.f;
+        if (!active[half]) continue;
+        const auto all = *reinterpret_cast<const Eight<Element>*>(at.x + channel_of(half));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[8 * half + i] = widen(all.v[i]);
+        if (!at.offset) continue;
+        const auto offset = *reinterpret_cast<const Eight<float>*>(at.offset + channel_of(half));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[8 * half + i] = __fsub_rn(x[8 * half + i], offset.v[i]);
+    }
+}
+
+#if BITS == 8
+__device__ __forceinline__ void append(const Place& at, const bool (&active)[2]) {
+    float x[kHeld];
+    read(at, active, x);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (!active[half]) continue;
+        const auto scale = *reinterpret_cast<const Eight<float>*>(at.channel + channel_of(half));
+        u32 packed[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float q = rintf(__fdiv_rn(x[8 * half + i], scale.v[i]));
+            const int code = static_cast<int>(fminf(fmaxf(q, -127.f), 127.f));
+            packed[i / 4] |= (code & 0xFFu) << (8 * (i % 4));
+        }
+        *reinterpret_cast<uint2*>(at.codes + channel_of(half)) = make_uint2(packed[0], packed[1]);
+    }
+}
+#else
+// All lanes of a warp come here, also those whose item is not stored.
+template <bool WEIGHTED>
+__device__ __forceinline__ void append(const Place& at, const bool (&active)[2]) {
+    Part<WEIGHTED> part;
+    part.active[0] = active[0], part.active[1] = active[1];
+    read(at, active, part.x);
+    part.weigh(at.channel);
+    const Line line = part.line();
+    float code[kHeld], left[kHeld];
+    part.round_on(line, code, left);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (!active[half]) continue;
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) word |= (__float_as_uint(__fadd_rn(code[8 * half + i], 8388608.f)) & 15u) << (4 * i);
+        *reinterpret_cast<u32*>(at.codes + channel_of(half) / 2) = word;
+    }
+    if (active[0] && channel_of(0) == 0) *at.scale = line.scale, *at.zero = line.zero;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(128, 4) kv_append(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+    grid_wait();
+    grid_release();
+#endif
+    const int index = (blockIdx.x * 4 + threadIdx.x / 32) * kItems + threadIdx.x % 32 / kLanes;
+    Place at{};
+    const bool stored = index < p.items && find(p, index, at);
+    const bool active[2] = {stored && channel_of(0) < DIM, stored && channel_of(1) < DIM};
+#if BITS == 8
+    append(at, active);
+#else
+    if (__any_sync(kAll, stored && at.channel)) {
+        append<true>(at, active);
+    } else {
+        append<false>(at, active);
+    }
+#endif
 }

@@ -27,4 +27,22 @@ __device__ __forceinline__ u16 narrow(float v) {
     return h;
 }
 #endif
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
+
+// Two at once: a conversion of one value to 16 bits takes four times as long as that of a pair.
+#if DTYPE == 0
+__device__ __forceinline__ void round_pair(float&, float&) {}
+#else
+__device__ __forceinline__ u32 narrow_pair(float first, float second) {
+    u32 both;
+#if DTYPE == 2
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#endif
+    return both;
+}
+__device__ __forceinline__ void round_pair(float& first, float& second) {
+    const u32 both = narrow_pair(first, second);
+    first = widen(static_cast<u16>(both)), second = widen(static_cast<u16>(both >> 16));
+}
+#endif
