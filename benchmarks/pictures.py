@@ -66,7 +66,7 @@ def results(name: str) -> Any:
 def quality_speed(model: str = "llama-3-8b", tokens: int = 16) -> None:
     """KL divergence of each scheme's recipe on the demo against the time of a layer's linears."""
     times: dict[str, float] = {}
-    for name in ("kernels-others", "kernels"):
+    for name in ("kernels-others", "kernels-w4a16", "kernels"):
         for row in results(name)["rows"]:
             if (row["model"], row["m"]) == (model, tokens):
                 times |= row["us"]

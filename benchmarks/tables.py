@@ -266,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "kernels": kernels,
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
+    "kernels-w4a16": lambda: kernels("kernels-w4a16", ("bf16", "fp8")),
     "experts": experts,
     "serving": serving,
     "serving-steps": serving_steps,
@@ -277,6 +278,7 @@ TABLES: dict[str, Callable[[], str]] = {
         name: printed(name)
         for name in (
             "agreement",
+            "agreement-books",
             "kv",
             "outliers",
             "peers",
@@ -284,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",
+            "tasks",
             "windows",
         )
     },
