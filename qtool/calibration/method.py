@@ -7,7 +7,7 @@ and the head, which it then does row by row, so that both can be streamed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,6 +78,22 @@ class Transform(Method):
     def rewrites_embedding(self) -> bool:
         """Whether embedding or head change, so that tied embeddings are untied."""
         return False
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learns something of all blocks before the first is rewritten."""
+        return False
+
+    def learn(self, blocks: Iterable[Block]) -> dict[str, Tensor]:
+        """Tensors that it learns of all blocks, each as it is before this transform.
+
+        :meth:`load` takes them, in a resumed run from the disk.
+        """
+        return {}
+
+    def load(self, learned: Mapping[str, Tensor]) -> None:
+        """Take what :meth:`learn` found."""
+        raise NotImplementedError
 
     def prepare(self, family: Family, config: Any) -> None:
         """Learn what the method must know of the model, before any work.

@@ -162,7 +162,7 @@ def test_transformers_loads_it_after_one_import(make_model: MakeModel, tmp_path:
 CALIBRATED = {
     "scheme": "calibrated",
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
-    "transforms": ["norm-fusion", "rotate", {"smooth": {"steps": 2}}],
+    "transforms": ["norm-fusion", {"rotate": {"learn_steps": 5}}, {"smooth": {"steps": 2}}],
     "rounding": "rtn",
 }
 
@@ -187,7 +187,7 @@ def test_every_family_is_calibrated_and_runs(
     """All of it at once: each block computes the next one's inputs from what was written."""
     source = make_model(variant)
     family = family_of(Checkpoint(source).config["model_type"])
-    rotate = {"rotate": {"residual": not family.post_norms}}
+    rotate = {"rotate": {"residual": not family.post_norms, "learn_steps": 5}}
     recipe = CALIBRATED | {
         "transforms": ["norm-fusion", rotate, {"smooth": {"steps": 2}}],
         "rounding": "gptq",
@@ -227,6 +227,21 @@ def test_resumed_equals_uninterrupted(
     with pytest.raises(QtoolError, match="--resume"):
         make(source, tmp_path / "cut")  # type: ignore[operator]
     assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
+
+
+def test_a_resumed_run_has_the_rotation_that_was_learned(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learned again, on another number of threads, it would be another one."""
+    source = make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3)
+
+    def kill(done: int, *_: object) -> None:
+        raise _Killed
+
+    with pytest.raises(_Killed):
+        _calibrated(source, tmp_path / "cut", progress=kill)
+    monkeypatch.setattr("qtool.calibration.transforms.rotate.learn", None)
+    _calibrated(source, tmp_path / "cut", resume=True)
 
 
 def test_a_resumed_run_says_where_it_goes_on(

@@ -16,7 +16,7 @@ written to the residual stream (Gemma 2) commutes with no rotation, since its we
 nowhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,8 +28,26 @@ from qtool.calibration.block import Block
 from qtool.calibration.method import Norm, Transform
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
+from qtool.calibration.transforms.learned_rotation import learn
 from qtool.errors import QtoolError
 from qtool.models.family import Family
+
+#: bytes of the readers of the residual stream, in float32, of which a rotation is learned
+LARGEST = 4 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``."""
+
+    matrix: Tensor
+
+    @property
+    def n(self) -> int:
+        return len(self.matrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x.double() @ self.matrix.to(x.device)).to(x.dtype)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +56,10 @@ class Rotate(Transform):
 
     Args:
         seed: of the random signs of the residual rotation.
+        learn_steps: by which the residual rotation is learned from the weights that read the
+            residual stream, from the Hadamard on (:mod:`.learned_rotation`); 0: none. Models whose
+            readers have more than :data:`LARGEST` bytes, and those with LayerNorm, keep the
+            Hadamard.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -45,12 +67,14 @@ class Rotate(Transform):
     """
 
     seed: int = 0
+    learn_steps: int = 0
     residual: bool = True
     heads: bool = True
     keeps_mean: bool = False
 
     name = "rotate"
     needs_data = False
+    _learned = None
     requires: ClassVar[dict[str, str]] = {
         "norm-fusion": "a norm's weight must be in the linears before they rotate"
     }
@@ -68,11 +92,40 @@ class Rotate(Transform):
                 f"{family.why_fixed}; set {{rotate: {{residual: false}}}}"
             )
 
+    @property
+    def learns(self) -> bool:
+        return self.residual and self.learn_steps > 0 and not self.keeps_mean
+
+    def learn(self, blocks: Iterable[Block]) -> dict[str, Tensor]:
+        rows: list[Tensor] = []
+        size, groups = 0, 1
+        for block in blocks:
+            for name in (n for g in block.family.folds() if g.reads_residual for n in g.linears):
+                if (scheme := block.schemes.get(name)) is None:
+                    continue
+                weight = block.weight(name).float()
+                size += weight.nbytes
+                if size > LARGEST:
+                    return {}
+                groups = max(groups, scheme.groups(weight).shape[1])
+                rows.append(weight / weight.square().mean(1, keepdim=True).sqrt().clamp(min=1e-20))
+        if not rows:
+            return {}
+        hidden = rows[0].shape[1]
+        start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
+        found = learn(torch.cat(rows), start, hidden // groups, self.learn_steps)
+        return {"rotation": found.cpu()}
+
+    def load(self, learned: Mapping[str, Tensor]) -> None:
+        if "rotation" in learned:
+            self._learned = Dense(learned["rotation"])
+
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         if self.residual:
             q = self.rotation(block.config.hidden_size)
-            block.notes["rotate"] = {"order": q.n, "hadamard": q.block}
+            how = {"learned": self.learn_steps} if isinstance(q, Dense) else {"hadamard": q.block}
+            block.notes["rotate"] = {"order": q.n} | how
             for group in block.family.folds():
                 if group.reads_residual:
                     self._check_norm(block, group.source)
@@ -102,9 +155,9 @@ class Rotate(Transform):
             self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
         )
 
-    def rotation(self, hidden: int) -> Hadamard:
+    def rotation(self, hidden: int) -> "Hadamard | Dense":
         """The ``Q [H, H]`` of the residual stream."""
-        return rotation(hidden, seed=self.seed, keeps_ones=self.keeps_mean)
+        return self._learned or rotation(hidden, seed=self.seed, keeps_ones=self.keeps_mean)
 
     def _check_norm(self, block: Block, name: str) -> None:
         norm = block.get(name)
@@ -134,22 +187,22 @@ def balance_heads(block: Block) -> None:
     fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
 
 
-def rotate_inputs(block: Block, name: str, q: Hadamard) -> None:
+def rotate_inputs(block: Block, name: str, q: Hadamard | Dense) -> None:
     """``W <- W Q`` on each ``n`` consecutive columns of ``W [N, K]``, in place."""
     weight = block.weight(name)
     weight.copy_(_by_parts(weight.double(), q))
 
 
-def rotate_outputs(block: Block, name: str, q: Hadamard) -> None:
+def rotate_outputs(block: Block, name: str, q: Hadamard | Dense) -> None:
     """``W <- Q^T W`` on each ``n`` consecutive rows of ``W [N, K]`` and ``b <- b Q``, in place."""
     block.change_rows(name, lambda rows: _by_parts(rows.double().movedim(0, -1), q).movedim(-1, 0))
 
 
-def rotate_bias(block: Block, name: str, q: Hadamard) -> None:
+def rotate_bias(block: Block, name: str, q: Hadamard | Dense) -> None:
     """``b <- b Q`` of a norm that has one, in place."""
     if (bias := block.bias(name)) is not None:
         bias.copy_(_by_parts(bias.double(), q))
 
 
-def _by_parts(x: Tensor, q: Hadamard) -> Tensor:
+def _by_parts(x: Tensor, q: Hadamard | Dense) -> Tensor:
     return q(x.unflatten(-1, (-1, q.n))).flatten(-2)

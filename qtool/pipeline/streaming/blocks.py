@@ -21,6 +21,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
+from qtool.calibration.method import Transform
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
@@ -223,6 +224,38 @@ class BuiltBlocks:
         Beside it is the float model's where the rounding looks at it.
         """
         job = self.job
+        block, formats = self._built(index, following, notes)
+        if job.needs_data and job.balances_experts:
+            with phase("search"):
+                inputs = self.references if self.compares else self.batches
+                add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
+        for transform in job.transforms:
+            with phase("search"):
+                transform.apply(block, self.batches)
+        if self.compares:
+            pairs = zip(self.batches, self.references, strict=True)
+            block.reference = Reference.of(
+                block, {id(batch): reference for batch, reference in pairs}
+            )
+        return block, formats
+
+    def before(self, transform: Transform) -> Iterator[Block]:
+        """Each block after the transforms that come before ``transform`` and look at no data."""
+        earlier = self.job.transforms[: self.job.transforms.index(transform)]
+        for index in range(self.job.blocks):
+            following = index + 1 if index + 1 < self.job.blocks else None
+            block, _ = self._built(index, following, {})
+            for other in earlier:
+                if not other.needs_data:
+                    other.apply(block, [])
+            yield block
+            _empty(block.module)
+
+    def _built(
+        self, index: int, following: int | None, notes: dict[str, Any]
+    ) -> tuple[Block, dict[str, LinearFormat]]:
+        """Block ``index`` as it is stored in the source, and the formats of its linears."""
+        job = self.job
         with phase("read"):
             module = self._module(
                 index, self.read_ahead.block(index, following), self.compute or torch.float32
@@ -243,18 +276,6 @@ class BuiltBlocks:
             notes=notes,
             exact=exact,
         )
-        if job.needs_data and job.balances_experts:
-            with phase("search"):
-                inputs = self.references if self.compares else self.batches
-                add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
-        for transform in job.transforms:
-            with phase("search"):
-                transform.apply(block, self.batches)
-        if self.compares:
-            pairs = zip(self.batches, self.references, strict=True)
-            block.reference = Reference.of(
-                block, {id(batch): reference for batch, reference in pairs}
-            )
         return block, formats
 
     def _advance(self, block: Block) -> None:

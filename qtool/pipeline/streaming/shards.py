@@ -174,11 +174,32 @@ class Shards:
         )
         timed = partial(self.phases.thread, "activations")
         snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
+        self._learn(place, snapshots)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
             self.source, self.job, tokens, self.device, place, snapshots, self.phases, start, kept
         )
         return start, blocks
+
+    def _learn(self, place: Activations, snapshots: Snapshots) -> None:
+        """Let the transforms that learn of all blocks do so; the first of several ranks does.
+
+        What was learned is kept, so that a resumed run has the same.
+        """
+        job, output = self.job, self.output
+        for transform in (t for t in job.transforms if t.learns):
+            name, found = f"learned-{transform.name}", {}
+            if ranks.rank() == 0:
+                if kept := output.kept(name):
+                    found = {key: read(entry) for key, entry in kept[0].items()}
+                else:
+                    built = BuiltBlocks(
+                        self.source, job, [], self.device, place, snapshots, self.phases
+                    )
+                    with closing(built), phase("search"):
+                        found = transform.learn(built.before(transform))
+                    output.keep(name, found, found.items(), {})
+            transform.load(ranks.broadcast(found))
 
     def missing_bytes(self) -> int:
         """Bytes that the missing shards will take on the disk."""

@@ -1,0 +1,93 @@
+"""The rotation that is learned from weights: its gradient, its maxima, who keeps the Hadamard."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool import recipes
+from qtool.calibration.transforms import rotate
+from qtool.calibration.transforms.hadamard import rotation
+from qtool.calibration.transforms.learned_rotation import POWER, gradient, learn
+from qtool.io.safetensors import read, read_header
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+H, GROUP = 64, 32
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, H, generator=torch.Generator().manual_seed(seed))
+
+
+def start() -> Tensor:
+    return rotation(H)(torch.eye(H, dtype=torch.float64))
+
+
+def maxima(x: Tensor, q: Tensor) -> float:
+    """The mean square of the groups' largest values."""
+    turned = (x @ q.to(x.dtype)).unflatten(-1, (-1, GROUP))
+    return float(turned.abs().amax(-1).square().mean())
+
+
+def test_the_gradient_is_that_of_the_norm() -> None:
+    x, q = rows(20).double(), start().requires_grad_()
+    turned = (x @ q).unflatten(-1, (-1, GROUP))
+    turned.abs().pow(POWER).mean(-1).pow(2 / POWER).mean().backward()
+    assert q.grad is not None
+    torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
+
+
+def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
+    x = torch.cat([rows(600), torch.zeros(2, H)])  # a row of zeros has no direction
+    q = learn(x, start(), GROUP, 60)
+    torch.testing.assert_close(q @ q.T, torch.eye(H, dtype=torch.float64))
+    assert maxima(x, q) < 0.75 * maxima(x, start())
+    assert torch.equal(q, learn(x, start(), GROUP, 60))
+
+
+def test_channels_of_the_residual_stream_stay_spread() -> None:
+    axes = torch.eye(H) * H**0.5
+    assert maxima(axes, start()) == pytest.approx(1)
+    assert maxima(axes, learn(rows(600), start(), GROUP, 60)) < 3 < maxima(rows(600), start())
+
+
+def quantized(source: Path, out: Path, steps: int) -> Path:
+    """A model rounded to nearest in 8 bits after the rotation."""
+    layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel", "layout": "row-major-8"}]
+    turn = {"rotate": {"learn_steps": steps}}
+    given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
+    return quantize(Checkpoint(source), recipes.parse(given | {"rounding": "rtn"}, "test"), out)
+
+
+def embedding(directory: Path) -> Tensor:
+    for file in sorted(directory.glob("*.safetensors")):
+        found = read_header(file)
+        if "model.embed_tokens.weight" in found:
+            return read(found["model.embed_tokens.weight"])
+    raise AssertionError
+
+
+def test_a_model_with_a_learned_rotation_computes_the_same(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model("llama")
+    fixed, learned = (quantized(source, tmp_path / str(n), n) for n in (0, 10))
+    assert not torch.equal(embedding(fixed), embedding(learned))
+    ids = torch.arange(40)[None]
+    exact, found = load(source)(ids).logits, load(learned)(ids).logits
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+def test_large_models_and_layer_norms_keep_the_hadamard(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotate, "LARGEST", 1000)
+    source = make_model("llama")
+    fixed, large = (quantized(source, tmp_path / str(n), n) for n in (0, 10))
+    assert torch.equal(embedding(fixed), embedding(large))
+    assert not rotate.Rotate(learn_steps=5, keeps_mean=True).learns
+    assert not rotate.Rotate(learn_steps=5, residual=False).learns
