@@ -85,6 +85,25 @@ def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
     assert small.tensors == large.tensors and small.kept == large.kept
 
 
+def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
+    """By the indexer of dots.3: a packed linear could not tell."""
+    kept = family_of(tiny_config("dots3_note_text").to_dict()).kept
+    assert kept["self_attn.indexer.weights_proj"] == "its weight is read outside its own forward"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("shieldgemma2", r"transformers saves .*embed_tokens.weight of Gemma3.* finds no place"),
+        ("longcat_flash", r"mlp.experts has 4 in down_proj and 6 in gate_up_proj: transformers"),
+        ("ernie4_5_vl_moe", r"text_moe.experts: transformers computes its stacks when it loads"),
+    ],
+)
+def test_what_transformers_does_not_load_as_it_is_stored(model_type: str, said: str) -> None:
+    with pytest.raises(QtoolError, match=said):
+        derive(tiny_config(model_type).to_dict())
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
 def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
     with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):
