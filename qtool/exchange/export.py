@@ -300,6 +300,11 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
     if target.one_file and not pre_tokenizer(work.source.directory):
         notes.append(NO_TOKENIZER)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
+    if target.converts_packed and (own := _converted(work)):
+        notes.append(
+            f"transformers does not load this export: it makes {own} of other tensors, and drops "
+            f"those that are in 16 bit when it loads {target.name}"
+        )
     if work.family.experts and work.family.experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]
         return [
@@ -309,6 +314,26 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
         ]
     routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
     return notes + [caution for found in routed if (caution := target.cautions_experts(found))]
+
+
+def _converted(work: _Export) -> str:
+    """A tensor that transformers makes of 16-bit weights of the export by a conversion; or none."""
+    family = work.family
+    plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
+    plain += [
+        f"{family.disk_name(name)}.weight"
+        for name, found in work.all_formats.items()
+        if found is None
+    ]
+    if not plain:
+        return ""
+    from qtool.models.derived.build import build  # imports transformers
+    from qtool.models.derived.on_disk import loading
+
+    loaded = loading(build(work.source.config))
+    # to such a pattern it adds the names of packed weights
+    taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
+    return next(taken, "")
 
 
 def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:

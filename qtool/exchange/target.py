@@ -43,6 +43,8 @@ class Target(ABC):
     any_architecture: ClassVar[bool] = False
     #: vLLM loads experts one by one in it that are published as one stack
     splits_experts: ClassVar[bool] = False
+    #: of weights that transformers converts when it loads them, it drops those in 16 bit
+    converts_packed: ClassVar[bool] = False
     #: it is written as one file, by :mod:`qtool.exchange.write_gguf`
     one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.errors import QtoolError
@@ -95,6 +96,16 @@ def test_gpt2_is_quantized_as_it_is_published(tmp_path: Path) -> None:
 def test_an_export_loads_in_transformers(tmp_path: Path) -> None:
     quantized_right(save_tiny("cohere", tmp_path / "source"), tmp_path / "native")
     exported_right(tmp_path / "native", tmp_path / "exported")
+
+
+def test_an_export_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
+    """It joins the convolutions of queries, keys and values, which are in 16 bit."""
+    source = save_tiny("olmo_hybrid", tmp_path / "source")
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    with pytest.raises(AssertionError, match=r"does not load this export: it makes .*conv1d"):
+        exported_right(tmp_path / "native", tmp_path / "exported")
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
 def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
