@@ -71,6 +71,7 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
     [
         ("t5", "an encoder-decoder"),
         ("whisper", "an encoder-decoder"),
+        ("florence2", "an encoder-decoder"),
         ("bert", "an encoder;"),
         ("vit", "a vision model"),
         ("sam", "no causal language model"),
