@@ -170,6 +170,11 @@ def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     An encoder's only where the model has no other.
     """
     config = model.config.get_text_config(decoder=True)
+    if not hasattr(config, "num_hidden_layers"):
+        raise QtoolError(
+            f"the config of {type(model).__name__} has no num_hidden_layers, a number of blocks "
+            "that qtool could quantize one after another"
+        )
     counts = {config.num_hidden_layers, getattr(config, "num_layers", None)}
     sizes = {
         name: sum(p.numel() for p in module.parameters())
