@@ -197,7 +197,11 @@ class _Export(Conversion):
             yield f"{attention}.{part}", tensor
 
     def metadata(self) -> Metadata:
-        named = {self.family.disk_name(name): found for name, found in self.all_formats.items()}
+        named = {
+            known: found
+            for name, found in self.all_formats.items()
+            for known in (*_published(self.family, name), name)
+        }
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
@@ -250,6 +254,13 @@ def _pieces(family: Family) -> dict[str, list[_Piece]]:
             found.setdefault(part.name, []).append(_Piece(own, start, places))
             start += part.count
     return found
+
+
+def _published(family: Family, linear: str) -> list[str]:
+    """What a linear is called in published checkpoints, or those that it is made of."""
+    parts = family.rows_on_disk.get(f"{linear}.weight")
+    names = [part.name.removesuffix(".weight") for part in parts or ()]
+    return list(dict.fromkeys(names)) or [family.disk_name(linear)]
 
 
 def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
@@ -321,9 +332,10 @@ def _converted(work: _Export) -> str:
     family = work.family
     plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
     plain += [
-        f"{family.disk_name(name)}.weight"
+        f"{published}.weight"
         for name, found in work.all_formats.items()
         if found is None
+        for published in _published(family, name)
     ]
     if not plain:
         return ""

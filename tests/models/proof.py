@@ -105,17 +105,18 @@ def transforms_keep_logits(source: Path, out: Path, scheme: str = "w4a16") -> No
 
 
 @torch.no_grad()
-def exported_right(native: Path, out: Path) -> None:
+def exported_right(native: Path, out: Path, *, dequantize: bool = True) -> None:
     """transformers and compressed-tensors load an export, and compute what the native model does.
 
-    Every tensor of it is in the file, and none more.
+    Every tensor of it is in the file, and none more; packed, if not to ``dequantize``.
     """
     notes = qtool.export(native, "compressed-tensors", out).notes
     refused = [note for note in notes if "transformers does not" in note]
     assert not refused, refused[0]
     config = AutoConfig.from_pretrained(out)
     how: Any = {"experts_implementation": "eager", "output_loading_info": True}
-    how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
+    if dequantize:
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
     loaded, info = auto_class(config).from_pretrained(out, **how)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], f"{kind} {min(map(str, info[kind]))}"
