@@ -337,12 +337,12 @@ def _converted(work: _Export) -> str:
         if found is None
         for published in _published(family, name)
     ]
-    if not plain:
+    if not plain or not family.derived:
         return ""
-    from qtool.models.derived.build import build  # imports transformers
+    from qtool.models.derived import built  # imports transformers
     from qtool.models.derived.on_disk import loading
 
-    loaded = loading(build(work.source.config))
+    loaded = loading(built(work.source.config))
     # to such a pattern it adds the names of packed weights
     taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
     return next(taken, "")

@@ -117,7 +117,7 @@ def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
 
 def test_stacked_experts_are_exported_one_by_one_where_vllm_takes_them(tmp_path: Path) -> None:
     """Its loaders take them under these names (tests/serving)."""
-    source = save_tiny("granitemoe", tmp_path / "source")
+    source = save_tiny("granitemoehybrid", tmp_path / "source")
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
     done = export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
     assert any("vLLM loads them from version 0.33 on" in note for note in done.notes)
