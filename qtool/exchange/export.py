@@ -198,10 +198,13 @@ class _Export(Conversion):
 
     def metadata(self) -> Metadata:
         named = {
-            known: found
+            published: found
             for name, found in self.all_formats.items()
-            for known in (*_published(self.family, name), name)
+            for published in _published(self.family, name)
         }
+        if self.target.read_by_transformers:
+            head = {self.family.head} - {"lm_head"}  # which every target names
+            named |= self.all_formats | dict.fromkeys(head)
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
@@ -311,7 +314,7 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
     if target.one_file and not pre_tokenizer(work.source.directory):
         notes.append(NO_TOKENIZER)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
-    if target.converts_packed and (own := _converted(work)):
+    if target.read_by_transformers and (own := _converted(work)):
         notes.append(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bit when it loads {target.name}"

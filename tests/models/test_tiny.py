@@ -98,6 +98,16 @@ def test_an_export_loads_in_transformers(tmp_path: Path) -> None:
     exported_right(tmp_path / "native", tmp_path / "exported")
 
 
+def test_an_export_names_a_head_that_is_called_otherwise(tmp_path: Path) -> None:
+    """BioGPT's: transformers takes every linear for packed that is not named."""
+    quantize(
+        Checkpoint(save_tiny("biogpt", tmp_path / "source")),
+        recipes.load("w4a16"),
+        tmp_path / "native",
+    )
+    exported_right(tmp_path / "native", tmp_path / "exported", dequantize=False)
+
+
 def test_an_export_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
     """It joins the convolutions of queries, keys and values, which are in 16 bit."""
     source = save_tiny("olmo_hybrid", tmp_path / "source")
