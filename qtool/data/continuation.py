@@ -86,8 +86,8 @@ class _Part:
     """Windows that are written side by side.
 
     Attributes:
-        state: the model's argument for what it keeps of earlier tokens; empty where it keeps
-            nothing, and reads all of them for each token.
+        state: the model's argument for what it keeps of earlier tokens; empty where all tokens are
+            read for each one: the model keeps nothing, or tokens of its own (CPM-Ant's prompt) too.
         drawn: tokens of each window.
         kept, cached: how many of them, and of their keys and values, are in the journal.
     """
@@ -119,8 +119,10 @@ class _Part:
         kept = {self.state: self.cache} if self.state else {}
         with sdpa_kernel(ATTENTION):
             out = self.model(given, **kept, use_cache=bool(self.state), logits_to_keep=1)
-        self.state = self.state if hasattr(out, self.state) else ""
-        self.cache = getattr(out, self.state) if self.state else None
+        self.cache = getattr(out, self.state, None) if self.state else None
+        more = any(layer.get_seq_length() > self.drawn for layer in self.layers)
+        if self.cache is None or more:
+            self.state, self.cache, self.layers = "", None, []
         logits = out.logits[:, -1].float()
         self.finite &= torch.isfinite(logits).all()  # looked at later: no wait for a GPU
         self.tokens.append(
@@ -188,7 +190,7 @@ class _Roomy(DynamicLayer):
         if not filled:
             self.lazy_initialization(key_states, value_states)
             self.room = [
-                t.new_empty(*t.shape[:2], self.length, t.shape[3])
+                t.new_empty(*t.shape[:2], max(self.length, t.shape[2]), t.shape[3])
                 for t in (key_states, value_states)
             ]
         now = filled + key_states.shape[2]

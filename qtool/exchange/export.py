@@ -197,7 +197,14 @@ class _Export(Conversion):
             yield f"{attention}.{part}", tensor
 
     def metadata(self) -> Metadata:
-        named = {self.family.disk_name(name): found for name, found in self.all_formats.items()}
+        named = {
+            published: found
+            for name, found in self.all_formats.items()
+            for published in _published(self.family, name)
+        }
+        if self.target.read_by_transformers:
+            head = {self.family.head} - {"lm_head"}  # which every target names
+            named |= self.all_formats | dict.fromkeys(head)
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
@@ -252,6 +259,13 @@ def _pieces(family: Family) -> dict[str, list[_Piece]]:
     return found
 
 
+def _published(family: Family, linear: str) -> list[str]:
+    """What a linear is called in published checkpoints, or those that it is made of."""
+    parts = family.rows_on_disk.get(f"{linear}.weight")
+    names = [part.name.removesuffix(".weight") for part in parts or ()]
+    return list(dict.fromkeys(names)) or [family.disk_name(linear)]
+
+
 def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
@@ -300,6 +314,11 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
     if target.one_file and not pre_tokenizer(work.source.directory):
         notes.append(NO_TOKENIZER)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
+    if target.read_by_transformers and (own := _converted(work)):
+        notes.append(
+            f"transformers does not load this export: it makes {own} of other tensors, and drops "
+            f"those that are in 16 bit when it loads {target.name}"
+        )
     if work.family.experts and work.family.experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]
         return [
@@ -309,6 +328,27 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
         ]
     routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
     return notes + [caution for found in routed if (caution := target.cautions_experts(found))]
+
+
+def _converted(work: _Export) -> str:
+    """A tensor that transformers makes of 16-bit weights of the export by a conversion; or none."""
+    family = work.family
+    plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
+    plain += [
+        f"{published}.weight"
+        for name, found in work.all_formats.items()
+        if found is None
+        for published in _published(family, name)
+    ]
+    if not plain or not family.derived:
+        return ""
+    from qtool.models.derived import built  # imports transformers
+    from qtool.models.derived.on_disk import loading
+
+    loaded = loading(built(work.source.config))
+    # to such a pattern it adds the names of packed weights
+    taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
+    return next(taken, "")
 
 
 def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:

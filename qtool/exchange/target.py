@@ -43,6 +43,9 @@ class Target(ABC):
     any_architecture: ClassVar[bool] = False
     #: vLLM loads experts one by one in it that are published as one stack
     splits_experts: ClassVar[bool] = False
+    #: transformers itself loads it: it looks modules up by its own names for them, and of weights
+    #: that it converts it drops those in 16 bit
+    read_by_transformers: ClassVar[bool] = False
     #: it is written as one file, by :mod:`qtool.exchange.write_gguf`
     one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs

@@ -2,6 +2,7 @@
 
 #: decoders that transformers lists among encoders too
 DECODERS = ("modernbert-decoder",)
+ENCODER_DECODER = "an encoder-decoder; qtool quantizes decoder-only models"
 
 
 def why_unsupported(model_type: str) -> str:
@@ -18,14 +19,17 @@ def why_unsupported(model_type: str) -> str:
 
     if is_listed("MASKED_LM") and not is_listed("MULTIMODAL_LM") and model_type not in DECODERS:
         return "an encoder; qtool quantizes decoder-only models"
+    known = model_type in configuration_auto.CONFIG_MAPPING_NAMES
+    if known and configuration_auto.CONFIG_MAPPING[model_type].is_encoder_decoder:
+        return ENCODER_DECODER
     if is_listed("MULTIMODAL_LM"):
         return ""
     if is_listed("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
-        return "an encoder-decoder; qtool quantizes decoder-only models"
+        return ENCODER_DECODER
     if is_listed("CAUSAL_LM"):
         return ""
     if is_listed("IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"):
         return "a vision model; qtool quantizes decoder-only language models"
-    if model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+    if known:
         return "no causal language model, which is what qtool quantizes"
     return f"transformers {__version__} does not know it either; is it newer, or misspelt?"

@@ -1,15 +1,18 @@
 """Windows that the model continues: sampled from its own distribution, token by token."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from qtool.data.continuation import continued
 from qtool.errors import QtoolError
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
+from tests.models.tiny import save_tiny
 
 
 def texts(windows: int = 4, length: int = 5) -> Tensor:
@@ -23,13 +26,17 @@ def test_tokens_are_drawn_from_what_the_model_says_of_all_before(
     """Drawn again without a cache, from the logits of the whole beginning: also where a window
     slides.
     """
-    model, random = load(make_model(family), dtype=torch.float32), torch.Generator().manual_seed(7)
-    wanted = texts()
-    with torch.no_grad():
-        while wanted.shape[1] < 40:
-            p = model(wanted, use_cache=False).logits[:, -1].softmax(-1)
-            wanted = torch.cat([wanted, torch.multinomial(p, 1, generator=random)], 1)
-    assert torch.equal(continued(model, texts(), 40, seed=7), wanted)
+    model = load(make_model(family), dtype=torch.float32)
+    assert torch.equal(continued(model, texts(), 40, seed=7), drawn_again(model, 40))
+
+
+@pytest.mark.parametrize("model_type", ["bert-generation", "cpmant"])
+def test_tokens_of_a_model_without_a_cache_of_these_tokens(model_type: str, tmp_path: Path) -> None:
+    """One gives none, the other's has tokens of its own too: all are read again for each token."""
+    model = load(save_tiny(model_type, tmp_path / "source"), dtype=torch.float32)
+    for name, parameter in model.named_parameters():  # else any context draws the same
+        parameter.data *= 0 if name.endswith("bias") else 8 if parameter.dim() > 1 else 1
+    assert torch.equal(continued(model, texts(), 12, seed=7), drawn_again(model, 12))
 
 
 def test_parts_are_written_one_after_another(make_model: MakeModel) -> None:
@@ -43,6 +50,15 @@ def test_parts_are_written_one_after_another(make_model: MakeModel) -> None:
     assert torch.equal(parts[:, :5], texts())
     assert torch.equal(whole, continued(model, texts(), 40, seed=0))
     assert not torch.equal(whole, continued(model, texts(), 40, seed=1))
+
+
+@torch.no_grad()
+def drawn_again(model: PreTrainedModel, length: int) -> Tensor:
+    random, wanted = torch.Generator().manual_seed(7), texts()
+    while wanted.shape[1] < length:
+        p = model(wanted, use_cache=False).logits[:, -1].softmax(-1)
+        wanted = torch.cat([wanted, torch.multinomial(p, 1, generator=random)], 1)
+    return wanted
 
 
 class Killed(Exception):

@@ -17,7 +17,6 @@ from transformers import AutoConfig, CompressedTensorsConfig, PreTrainedModel
 
 import qtool
 from qtool import recipes
-from qtool.exchange.exportable import SPLIT_EXPERTS
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
 from qtool.models.auto import auto_class
@@ -106,19 +105,18 @@ def transforms_keep_logits(source: Path, out: Path, scheme: str = "w4a16") -> No
 
 
 @torch.no_grad()
-def exported_right(native: Path, out: Path) -> None:
+def exported_right(native: Path, out: Path, *, dequantize: bool = True) -> None:
     """transformers and compressed-tensors load an export, and compute what the native model does.
 
-    Every tensor of it is in the file, and none more.
+    Every tensor of it is in the file, and none more; packed, if not to ``dequantize``.
     """
-    qtool.export(native, "compressed-tensors", out)
+    notes = qtool.export(native, "compressed-tensors", out).notes
+    refused = [note for note in notes if "transformers does not" in note]
+    assert not refused, refused[0]
     config = AutoConfig.from_pretrained(out)
-    assert config.model_type not in SPLIT_EXPERTS, (
-        "transformers loads no experts of this class one by one; vLLM does, from "
-        f"{SPLIT_EXPERTS[config.model_type]} on"
-    )
     how: Any = {"experts_implementation": "eager", "output_loading_info": True}
-    how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
+    if dequantize:
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # type: ignore[no-untyped-call]
     loaded, info = auto_class(config).from_pretrained(out, **how)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], f"{kind} {min(map(str, info[kind]))}"

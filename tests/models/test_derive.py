@@ -85,6 +85,39 @@ def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
     assert small.tensors == large.tensors and small.kept == large.kept
 
 
+def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
+    """By the indexer of dots.3: a packed linear could not tell."""
+    kept = family_of(tiny_config("dots3_note_text").to_dict()).kept
+    assert kept["self_attn.indexer.weights_proj"] == "its weight is read outside its own forward"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("shieldgemma2", r"transformers saves .*embed_tokens.weight of Gemma3.* finds no place"),
+        ("longcat_flash", r"mlp.experts has 4 in down_proj and 6 in gate_up_proj: transformers"),
+        ("ernie4_5_vl_moe", r"text_moe.experts: transformers computes its stacks when it loads"),
+    ],
+)
+def test_what_transformers_does_not_load_as_it_is_stored(model_type: str, said: str) -> None:
+    with pytest.raises(QtoolError, match=said):
+        derive(tiny_config(model_type).to_dict())
+
+
+def test_a_config_that_does_not_say_where_its_blocks_are() -> None:
+    """MusicGen has two text models, BLT four stacks of blocks."""
+    with pytest.raises(QtoolError, match="an encoder-decoder"):
+        derive({"model_type": "musicgen"})
+    with pytest.raises(QtoolError, match="the config of BltForCausalLM has no num_hidden_layers"):
+        derive(tiny_config("blt").to_dict())
+
+
+def test_experts_of_another_form_than_is_known_stay() -> None:
+    """Muse Spark norms each expert's output; its stacks are looked into, whatever their dtype."""
+    family = family_of(tiny_config("muse_spark").to_dict())
+    assert "self_attn.q_proj" in family.linears() and not family.experts
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
 def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
     with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):

@@ -16,7 +16,7 @@ from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, family_of
 from qtool.models.families.llama import LLAMA
-from qtool.models.unsupported import DECODERS
+from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized, quantized_linears
@@ -81,6 +81,11 @@ def test_an_unsupported_architecture_is_told_what_it_is(model_type: str, what: s
     message = refusal({"model_type": model_type})
     assert re.match(f"unsupported architecture '{model_type}': {what}", message)
     assert all(name in message for family in FAMILIES for name in family.model_types)
+
+
+def test_an_encoder_decoder_is_told_before_it_is_built() -> None:
+    """Florence-2 is listed as a multimodal model."""
+    assert why_unsupported("florence2").startswith("an encoder-decoder")
 
 
 def test_types_that_are_named_here_exist() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.errors import QtoolError
@@ -97,6 +98,26 @@ def test_an_export_loads_in_transformers(tmp_path: Path) -> None:
     exported_right(tmp_path / "native", tmp_path / "exported")
 
 
+def test_an_export_names_a_head_that_is_called_otherwise(tmp_path: Path) -> None:
+    """BioGPT's: transformers takes every linear for packed that is not named."""
+    quantize(
+        Checkpoint(save_tiny("biogpt", tmp_path / "source")),
+        recipes.load("w4a16"),
+        tmp_path / "native",
+    )
+    exported_right(tmp_path / "native", tmp_path / "exported", dequantize=False)
+
+
+def test_an_export_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
+    """It joins the convolutions of queries, keys and values, which are in 16 bit."""
+    source = save_tiny("olmo_hybrid", tmp_path / "source")
+    quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    with pytest.raises(AssertionError, match=r"does not load this export: it makes .*conv1d"):
+        exported_right(tmp_path / "native", tmp_path / "exported")
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+
 def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
     source = save_tiny("gpt_oss", tmp_path / "source")
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
@@ -106,7 +127,7 @@ def test_stacked_experts_are_not_exported(tmp_path: Path) -> None:
 
 def test_stacked_experts_are_exported_one_by_one_where_vllm_takes_them(tmp_path: Path) -> None:
     """Its loaders take them under these names (tests/serving)."""
-    source = save_tiny("granitemoe", tmp_path / "source")
+    source = save_tiny("granitemoehybrid", tmp_path / "source")
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
     done = export(tmp_path / "native", "compressed-tensors", tmp_path / "exported")
     assert any("vLLM loads them from version 0.33 on" in note for note in done.notes)

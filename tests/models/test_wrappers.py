@@ -9,7 +9,7 @@ import qtool
 from qtool.io.source import Checkpoint
 from qtool.models.auto import auto_class
 from qtool.runtime.huggingface import quantized_linears
-from tests.models.proof import quantized_right
+from tests.models.proof import exported_right, quantize, quantized_right
 from tests.models.tiny import save_tiny, tiny_config
 
 
@@ -27,6 +27,18 @@ def test_the_text_model_of_a_wrapper_is_quantized(kind: str, tmp_path: Path) -> 
         assert torch.equal(state[name], whole.state_dict()[name]), name
     source_file, result = Checkpoint(source), Checkpoint(tmp_path / "out")
     assert source_file.config["vision_config"] == result.config["vision_config"]
+
+
+@pytest.mark.parametrize("kind", ["llava", "step3p7"])
+def test_an_export_names_what_is_in_16_bit_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    """And as checkpoints do, for other loaders: one tower is called otherwise, one is fused."""
+    source = save_tiny(kind, tmp_path / "source")
+    quantize(source, tmp_path / "native", "fast")
+    exported_right(tmp_path / "native", tmp_path / "exported", dequantize=False)
+    ignored = Checkpoint(tmp_path / "exported").config["quantization_config"]["ignore"]
+    stored = {name.removesuffix(".weight") for name in Checkpoint(tmp_path / "exported").entries}
+    towers = [name for name in stored if "vision" in name and name.endswith("out_proj")]
+    assert towers and set(ignored).issuperset(towers)
 
 
 def test_a_wrapper_saved_as_its_text_model_is_that() -> None:

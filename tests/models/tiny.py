@@ -74,14 +74,60 @@ GATED_DELTA = {
     "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+SMALL_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SMALL_SAM = SMALL_TOWER | {
+    "mlp_dim": 128,
+    "output_channels": 32,
+    "downsample_channels": [32, 64],
+    "window_size": 2,
+    "global_attn_indexes": [1],
+}
+BLT = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+SMALL_VQ = {"base_channels": 32, "num_embeddings": 64, "latent_channels": 32, "embed_dim": 8}
 #: what else a class needs to be small, or to be built at all
 CHANGES: dict[str, dict[str, Any]] = {
+    "git": {"vision_config": SMALL_TOWER},
+    "chameleon": {"vq_config": SMALL_VQ, "vocabulary_map": {"<image>": 319, "IMGIMGA": 318}},
+    "emu3": {"vocabulary_map": {"<image>": 319, "<|extra_200|>": 318}},
+    "blt": {
+        "patcher_config": BLT,
+        "encoder_config": BLT | {"hidden_size_global": 256},
+        "decoder_config": BLT | {"hidden_size_global": 256},
+        "global_config": BLT | {"hidden_size": 256},
+        "encoder_hash_byte_group_vocab": 100,
+    },
+    "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 128},
+    "granite4_vision": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2"},
+    "idefics": {
+        "vision_config": SMALL_TOWER | {"embed_dim": 64},
+        "perceiver_config": {"resampler_depth": 1, "resampler_n_heads": 2},
+    },
+    "phi4_multimodal": {
+        "vision_config": SMALL_TOWER | {"crop_size": 28},
+        "audio_config": {"hidden_size": 64, "intermediate_size": 128, "num_blocks": 1}
+        | {"num_attention_heads": 2, "nemo_conv_channels": 64, "ext_pw_out_channel": 64}
+        | {"depthwise_separable_out_channel": 64},
+    },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
     "axk1": MLA,
     **dict.fromkeys(("mistral4", "mistral_large4_text"), MLA | {"head_dim": ...}),
     "dots3_note_text": MLA | {"head_dim": ...},
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": ...}
-    | {"layer_types": None, "linear_head_dim": 32, "linear_num_heads": 4},
+    | {"layer_types": ["linear_attention", "indexed_attention"]}
+    | {"linear_head_dim": 32, "linear_num_heads": 4},
     "hunyuan_vl_text": {"rope_parameters": MROPE},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [128, 128], "moe_num_experts": 4}
     | {"rope_parameters": MROPE | {"mrope_section": [6, 6, 4]}},
@@ -192,6 +238,40 @@ TOWER: dict[str, Any] = {
 }
 #: of wrappers' sub-configs, beside :data:`SIZES` and :data:`TOWER`
 INNER: dict[str, dict[str, dict[str, Any]]] = {
+    "emu3": {"vq_config": {"base_channels": 32, "codebook_size": 64, "num_attention_heads": 1}},
+    "cosmos3_edge": {"text_config": {"rope_parameters": MROPE}},
+    "dots3_note": {
+        "vision_config": {
+            "per_layer_config": {"1": {}},
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 128,
+        },
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 128},
+    },
+    "muse_spark": {"audio_config": {"num_hidden_layers": ..., "hidden_sizes": [32, 32, 64, 64]}},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 128, "intermediate_size": 32}},
+    "inkling2": {"vision_config": {"text_hidden_size": 128}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+        "vision_config": {
+            "encoder_config": SMALL_TOWER | {"num_key_value_heads": 2},
+            "sam_config": SMALL_SAM,
+        },
+    },
+    "granite4_vision": {"qformer_config": {"encoder_hidden_size": 64}},
+    "janus": {"vq_config": SMALL_VQ | {"projection_dim": 64, "image_token_embed_dim": 64}},
+    "molmo2": {
+        "vision_config": {"image_size": [28, 28]},
+        "adapter_config": {"text_hidden_size": 128, "vision_feature_layer": [1, 0]},
+    },
+    "unlimited_ocr": {
+        "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"encoder_config": SMALL_TOWER, "sam_config": SMALL_SAM},
+    },
+    "vibevoice_asr": {
+        name: {"num_filters": 4, "hidden_size": 16, "depths": [1] * 7}
+        for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+    },
     "gemma3": {"text_config": {"layer_types": MIXED}},
     "gemma4": {"text_config": GEMMA4},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": {"hidden_size": 128}},

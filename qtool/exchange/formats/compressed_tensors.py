@@ -87,6 +87,7 @@ class CompressedTensors(Target):
     uniform: ClassVar[bool] = False
     any_architecture: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True
+    read_by_transformers: ClassVar[bool] = True
 
     def __init__(
         self,

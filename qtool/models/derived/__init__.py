@@ -30,16 +30,29 @@ def derive(config: Mapping[str, Any]) -> Family:
     Raises:
         QtoolError: transformers cannot build it, or its forward has no blocks that can be followed.
     """
+    return _derived(_text(config))
+
+
+def built(config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, without numbers.
+
+    Raises:
+        QtoolError: transformers cannot build it.
+    """
+    with torch.device("cpu"):  # a caller may be building a model on another one
+        return build(json.loads(_text(config), object_hook=_number))
+
+
+def _text(config: Mapping[str, Any]) -> str:
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "_name_or_path")}
-    return _derived(json.dumps(plain, sort_keys=True, default=str))
+    return json.dumps(plain, sort_keys=True, default=str)
 
 
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
-        with torch.device("cpu"):  # a caller may be building a model on another one
-            plain = json.loads(config, object_hook=_number)
-            return whole_family(RecordedModel(record(build(plain))))
+        with torch.device("cpu"):
+            return whole_family(RecordedModel(record(built(json.loads(config)))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
 

@@ -12,12 +12,15 @@ from qtool.errors import QtoolError
 from qtool.models.auto import auto_class
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
+from qtool.models.unsupported import ENCODER_DECODER
 
 #: how many blocks and experts a config may ask for, by transformers' names
 MOST = {
     "num_hidden_layers": MOST_BLOCKS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
 }
+#: operations as transformers' own code writes them, which takes every dtype
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 #: numbers of the largest tensor that a model being built gets memory for
 LARGEST = 1 << 16
 
@@ -35,11 +38,11 @@ def build(config: Mapping[str, Any]) -> Any:
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
     try:
         made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
+        if made.is_encoder_decoder or made.get_text_config(decoder=True).is_encoder_decoder:
+            raise QtoolError(ENCODER_DECODER)
         _require_counts(made.get_text_config())
-        if made.get_text_config(decoder=True).is_encoder_decoder or made.is_encoder_decoder:
-            raise QtoolError("an encoder-decoder; qtool quantizes decoder-only models")
         with init_empty_weights(include_buffers=False), _NoMemory(), no_init_weights():
-            model = auto_class(made).from_config(made, attn_implementation="eager").eval()
+            model = auto_class(made).from_config(made, **EAGER).eval()
         replace_conv1d(model)
         model.tie_weights()  # after the weights went to meta, each for itself
         return model

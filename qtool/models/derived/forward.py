@@ -81,6 +81,7 @@ def record(model: Any) -> Recorded:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_hooks(found, recorder, names))
             stack.enter_context(_short_chunks(names))
+            stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
@@ -113,6 +114,25 @@ def _short_chunks(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, size in kept:
             module.chunk_size = size
+
+
+@contextmanager
+def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Note linears whose weight is asked for outside their own forward while open.
+
+    Also if only its dtype is of interest: a packed linear has none.
+    """
+
+    def found(module: nn.Module, attribute: str) -> Any:
+        if attribute == "weight" and names.get(module, "") not in ("", recorder.modules[-1]):
+            recorder.trace.asked.add(f"{names[module]}.weight")
+        return nn.Module.__getattr__(module, attribute)
+
+    nn.Linear.__getattr__ = found  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del nn.Linear.__getattr__
 
 
 def _uses(trace: Trace, producer: str) -> bool:
@@ -150,6 +170,11 @@ def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     An encoder's only where the model has no other.
     """
     config = model.config.get_text_config(decoder=True)
+    if not hasattr(config, "num_hidden_layers"):
+        raise QtoolError(
+            f"the config of {type(model).__name__} has no num_hidden_layers, a number of blocks "
+            "that qtool could quantize one after another"
+        )
     counts = {config.num_hidden_layers, getattr(config, "num_layers", None)}
     sizes = {
         name: sum(p.numel() for p in module.parameters())

@@ -55,10 +55,10 @@ def why_kept(block: RecordedBlock, read: Read) -> str:
         return "a router"
     if linear is None:
         return f"{type(block.model.modules.get(read.module)).__name__} is no plain linear"
-    if f"{read.module}.weight" != read.weight or not read.transposed:
-        return "its weight is read outside its own forward"
     if read.weight in block.model.trace.changed:
         return "the model's forward changes its weight"
+    if read.weight in block.model.trace.asked or not read.transposed:
+        return "its weight is read outside its own forward"
     n, k = linear.weight.shape
     if n < NARROWEST:
         return f"{n} rows, narrower than a tile of {NARROWEST}"

@@ -5,7 +5,8 @@ is refused.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,17 +82,64 @@ def disk_names(
     for disk, tensor in revert_weight_conversion(model, dict(state)).items():
         if (own := owners.get(id(tensor))) is not None:
             found[own] = disk
+    _require_loaded(model, found)
     made = [name for name in state if name not in found]
     for name, module in model.named_modules():
+        own = {n for n in made if n.rpartition(".")[0] == name and state[n].dim() == 3}
+        if len({len(state[n]) for n in own}) > 1:
+            counts = " and ".join(f"{len(state[n])} in {n.rpartition('.')[2]}" for n in sorted(own))
+            raise QtoolError(
+                f"{name} has {counts}: transformers loads no such stack of experts that are "
+                "stored one by one"
+            )
         if is_experts(module) and any(n.startswith(f"{name}.") for n in made):
             stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
             made = [n for n in made if n not in stacks]
-            for disk in revert_weight_conversion(model, stacks):
-                if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
-                    found.setdefault(name, base)
+            with suppress(ValueError):  # it makes them of more than this stack
+                for disk in revert_weight_conversion(model, stacks):
+                    if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
+                        found.setdefault(name, base)
             if name not in found:
                 raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
     return {own: disk for own, disk in found.items() if own != disk}, _rows(model, state, made)
+
+
+def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
+    """By the name of a tensor on disk: its name in ``model``, and the conversion that takes it.
+
+    That is a pattern of transformers' list of conversions; None for a tensor that is loaded as it
+    is.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state = model.state_dict()
+
+    def loaded(disk: str) -> tuple[str, str | None]:
+        own: tuple[str, str | None] = rename_source_key(
+            disk, renamings, converters, model.base_model_prefix, state
+        )
+        return (disk, None) if own[0] not in state and disk in state else own
+
+    return loaded
+
+
+def _require_loaded(model: Any, found: Mapping[str, str]) -> None:
+    """Refuse a model that transformers saves under names that it does not load again.
+
+    Args:
+        found: names on disk, by those in the model.
+    """
+    loaded = loading(model)
+    for own, disk in found.items():
+        if loaded(disk)[0] != own:
+            raise QtoolError(
+                f"transformers saves {own} of {type(model).__name__} as {disk}, and finds no place "
+                "for that when it loads it"
+            )
 
 
 def _rows(

@@ -60,6 +60,7 @@ class Trace:
         escapes: what was done with a producer's output that no rule covers.
         pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
         changed: weights that the forward changes.
+        asked: weights of linears that something else than their own forward asks for.
         experts: facts of stacked experts' inputs, by module.
     """
 
@@ -71,4 +72,5 @@ class Trace:
     pairs: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[str, Read] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     called: list[str] = field(default_factory=list)
