@@ -201,8 +201,8 @@ FAULTS = [
         ("qtool/schemes/kv.py", "RANGE = 0.95", "RANGE = 1.0", "tests/schemes/test_kv.py"),
         (
             "qtool/schemes/kv.py",
-            "lane_sum(w * left_again.square()) < lane_sum(w * left.square())",
-            "lane_sum(left_again.square()) < lane_sum(left.square())",
+            "halving_sum(w * left_again.square()) < halving_sum(w * left.square())",
+            "halving_sum(left_again.square()) < halving_sum(left.square())",
             "tests/schemes/test_kv.py",
         ),
         (

@@ -1,6 +1,6 @@
 #!/bin/bash
 # vLLM with the qtool plugin on a GPU machine without a network: see on_gpu.md.
-#   bash benchmarks/serving/on_gpu.sh check|small|two|bench|both|kv|requests|profile|tasks|alone [ARGUMENT ...]
+#   bash benchmarks/serving/on_gpu.sh check|small|two|bench|both|kv|requests|profile|tasks|text|alone [ARGUMENT ...]
 # Archives lie in .vllm/; logs go to $OUT; the last lines are a short table.
 set -u
 cd "$(dirname "$0")/../.."
@@ -119,8 +119,8 @@ for file in Path("qtool/demo").glob("tokenizer*"):
     shutil.copy(file, out)
 '
 
-evaluate() { # evaluate FILE OPTION ...: JSON of the demo's perplexity
-    python3 -m qtool eval demo --json "${@:2}" > "$1"
+evaluate() { # evaluate FILE OPTION ...: JSON of the perplexity of $TEXT, by default the demo's
+    python3 -m qtool eval "${TEXT:-demo}" --json "${@:2}" > "$1"
 }
 export -f evaluate
 
@@ -172,7 +172,7 @@ sys.exit(wrong > 0)
 '
 
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
-[[ ${1:-check} =~ both|requests|alone ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
+[[ ${1:-check} =~ both|requests|alone|text ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
 case ${1:-check} in
 check) # every scheme at once, on the demo and on a model that is sure of every token
     schemes=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24}
@@ -287,6 +287,18 @@ tasks) # zero-shot: by qtool eval in vLLM and in our runtime, and by lm-eval's o
         --model_args "pretrained=$model,gpu_memory_utilization=0.05,max_model_len=512" &
     wait
     tail -n 30 "$OUT"/{eval-vllm,eval-ours,lm-eval}.log
+    ;;
+text) # perplexity of a text file in vLLM and in our runtime
+    export TEXT=$2
+    for scheme in ${3:-w4a4-g128 w4ax-fmpq}; do
+        step "quantize-$scheme" 60 bash -c "quantize demo $scheme"
+        model=$DATA/demo-$scheme
+        step "vllm-$scheme" 240 bash -c "evaluate $OUT/$scheme-vllm.json --model $model --engine vllm" &
+        step "ours-$scheme" 240 bash -c "evaluate $OUT/$scheme-ours.json --model $model --device cuda" &
+    done
+    wait
+    step compare 20 python3 -c "$compare_code" "$OUT"
+    tail -n 5 "$OUT/compare.log"
     ;;
 alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB
     shape=${2:-llama-3-8b} scheme=${3:-kv4}

@@ -39,8 +39,8 @@ Packed = dict[str, Tensor]
 RANGE = 0.95
 #: fits of the line through the codes, at most
 ROUNDS = 3
-#: of a lane of the warp that appends a token (csrc/attention/kv_append.cu)
-LANE_CHANNELS = 8
+#: that are summed first, as the kernel does that appends a token (csrc/attention/kv_append.cu)
+FIRST_CHANNELS = 8
 
 
 class KVQuantizer(ABC):
@@ -209,20 +209,20 @@ def refit(
         and at Q = 0 by    (sum wr - ds sum wQ) / sum w
 
     Codes are rounded on the new line; it is kept where ``sum w r^2`` falls. Sums go by
-    :func:`lane_sum` and every operation is rounded by itself, so that ``qtool::kv_append`` finds
+    :func:`halving_sum` and every operation is rounded by itself, so that ``qtool::kv_append`` finds
     the same bytes.
     """
     q, s, z = codes.float(), scale.float(), zero.float()
     w = torch.ones_like(x[..., :1, :]) if importance is None else importance
     left = x - (q - z) * s
-    n, first, second = lane_sum(w), lane_sum(w * q), lane_sum(w * q.square())
-    spread, total = second * n - first * first, lane_sum(w * left)
-    more = torch.where(spread > 0, (lane_sum(w * (q * left)) * n - first * total) / spread, 0.0)
+    n, first, second = halving_sum(w), halving_sum(w * q), halving_sum(w * q.square())
+    spread, total = second * n - first * first, halving_sum(w * left)
+    more = torch.where(spread > 0, (halving_sum(w * (q * left)) * n - first * total) / spread, 0.0)
     moved = stored_scale(s + more, torch.float16)
     moved_zero = ((z * s - (total - more * first) / n) / moved.float()).to(torch.float16)
     again = rounded_on(x, moved, moved_zero)
     left_again = x - (again.float() - moved_zero.float()) * moved.float()
-    better = lane_sum(w * left_again.square()) < lane_sum(w * left.square())
+    better = halving_sum(w * left_again.square()) < halving_sum(w * left.square())
     return (
         torch.where(better, again, codes),
         torch.where(better, moved, scale),
@@ -230,14 +230,14 @@ def refit(
     )
 
 
-def lane_sum(x: Tensor) -> Tensor:
-    """``x [..., D]`` summed over D (kept, size 1) as a warp does that holds eight channels a lane.
+def halving_sum(x: Tensor) -> Tensor:
+    """``x [..., D]`` summed over D (kept, size 1), as ``qtool::kv_append`` adds.
 
-    By halves, first of the eight, then of the lanes; zeros where there are no channels.
+    By halves, first of each eight channels, then of the eights; zeros where there are no channels.
     """
-    lanes = 1 << max(0, -(-x.shape[-1] // LANE_CHANNELS) - 1).bit_length()
-    x = torch.nn.functional.pad(x, (0, lanes * LANE_CHANNELS - x.shape[-1])).unflatten(
-        -1, (lanes, LANE_CHANNELS)
+    eights = 1 << max(0, -(-x.shape[-1] // FIRST_CHANNELS) - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, eights * FIRST_CHANNELS - x.shape[-1])).unflatten(
+        -1, (eights, FIRST_CHANNELS)
     )
     for dim in (-1, -2):
         while (size := x.shape[dim]) > 1:

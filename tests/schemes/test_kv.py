@@ -11,7 +11,7 @@ from qtool.schemes.kv import (
     KV8,
     KV_QUANTIZERS,
     KV4Channel,
-    lane_sum,
+    halving_sum,
     pack_nibbles,
     quantize_asymmetric,
     refit,
@@ -92,7 +92,7 @@ def test_lanes_are_summed_in_a_warps_order(channels: int) -> None:
         for step in (16, 8, 4, 2, 1):
             lanes = [lanes[i] + lanes[i ^ step] for i in range(32)]
         expected.append(lanes[0])
-    assert torch.equal(lane_sum(x)[:, 0], torch.stack(expected))
+    assert torch.equal(halving_sum(x)[:, 0], torch.stack(expected))
 
 
 def test_static_8_bit_values_are_within_half_a_step_of_the_calibrated_range() -> None:
