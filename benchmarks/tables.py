@@ -286,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",
+            "rotation",
             "tasks",
             "windows",
         )
