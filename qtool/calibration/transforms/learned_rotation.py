@@ -60,6 +60,11 @@ def learn(rows: Tensor, start: Tensor, group: int, steps: int) -> Tensor:
     return left @ right
 
 
+def step_flops(hidden: int) -> float:
+    """Operations of a step: products with its rows and the axes, twice each, and the solve."""
+    return (4 * (BATCH + 1) + 4 + 8 / 3) * float(hidden) ** 3
+
+
 def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
     """The gradient ``[H, H]`` of the mean over the groups of ``rows q``."""
     turned = (rows @ q).unflatten(-1, (-1, group))

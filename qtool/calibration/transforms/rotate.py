@@ -18,6 +18,7 @@ nowhere.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Norm, Transform
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
-from qtool.calibration.transforms.learned_rotation import learn
+from qtool.calibration.transforms.learned_rotation import learn, step_flops
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
@@ -119,6 +121,25 @@ class Rotate(Transform):
     def load(self, learned: Mapping[str, Tensor]) -> None:
         if "rotation" in learned:
             self._learned = Dense(learned["rotation"])
+
+    def work(self, block: BlockShape) -> Work:
+        if not self._rows_bytes(block):
+            return super().work(block)
+        flops = self.learn_steps * step_flops(block.config.hidden_size)
+        return Work(
+            read_bytes=block.weights * block.itemsize,
+            rounding_flops=flops / block.config.num_hidden_layers,
+        )
+
+    def held_bytes(self, block: BlockShape) -> int:
+        return max(super().held_bytes(block), 2 * self._rows_bytes(block))  # as read, and shuffled
+
+    def _rows_bytes(self, block: BlockShape) -> int:
+        """Bytes of the rows that the rotation is learned of; 0 if it is not."""
+        readers = (n for g in block.family.folds() if g.reads_residual for n in g.linears)
+        rows = sum(prod(block.quantized[n]) for n in readers if n in block.quantized)
+        size = 4 * rows * block.config.num_hidden_layers
+        return int(size) if self.learns and size <= LARGEST else 0
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:

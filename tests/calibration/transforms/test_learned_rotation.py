@@ -12,11 +12,14 @@ from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.learned_rotation import POWER, gradient, learn
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
+from qtool.pipeline.job import Job
+from qtool.pipeline.planning.work import block_shape
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
 H, GROUP = 64, 32
+LAYERS = [{"match": ".*", "scheme": "w8a8", "group_size": "channel", "layout": "row-major-8"}]
 
 
 def rows(count: int, seed: int = 0) -> Tensor:
@@ -57,9 +60,8 @@ def test_channels_of_the_residual_stream_stay_spread() -> None:
 
 def quantized(source: Path, out: Path, steps: int) -> Path:
     """A model rounded to nearest in 8 bits after the rotation."""
-    layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel", "layout": "row-major-8"}]
     turn = {"rotate": {"learn_steps": steps}}
-    given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
+    given = {"scheme": "test", "layers": LAYERS, "transforms": ["norm-fusion", turn]}
     return quantize(Checkpoint(source), recipes.parse(given | {"rounding": "rtn"}, "test"), out)
 
 
@@ -91,3 +93,24 @@ def test_large_models_and_layer_norms_keep_the_hadamard(
     assert torch.equal(embedding(fixed), embedding(large))
     assert not rotate.Rotate(learn_steps=5, keeps_mean=True).learns
     assert not rotate.Rotate(learn_steps=5, residual=False).learns
+
+
+def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the readers in float32, as they are read and shuffled."""
+    config = Checkpoint(make_model("llama")).config
+
+    def counted(steps: int) -> tuple[float, int]:
+        given = {"scheme": "test", "layers": LAYERS, "rounding": "rtn"}
+        turn = {"rotate": {"learn_steps": steps}}
+        recipe = recipes.parse(given | {"transforms": ["norm-fusion", turn]}, "test")
+        job = Job.of(config, recipe)
+        shape = block_shape(job, 0, 1, 16)
+        return job.transforms[1].work(shape).rounding_flops, job.transforms[1].held_bytes(shape)
+
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    rows = heads * config["head_dim"] + 2 * config["intermediate_size"]
+    flops, held = counted(10)
+    assert held == 8 * rows * config["hidden_size"] * config["num_hidden_layers"]
+    assert flops > 0 and counted(20)[0] == 2 * flops and counted(0)[0] == 0 < counted(0)[1] < held
+    monkeypatch.setattr(rotate, "LARGEST", 1000)
+    assert counted(10) == counted(0)
