@@ -301,14 +301,14 @@ text) # perplexity of a text file in vLLM and in our runtime
     tail -n 5 "$OUT/compare.log"
     ;;
 alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB
-    shape=${2:-llama-3-8b} scheme=${3:-kv4}
+    shape=${2:-llama-3-8b} engine=${3:-kv4}
     [ -e "$DATA/$shape" ] || step "random-$shape" 300 python3 benchmarks/serving/random_packed.py "$shape" w4a8-lqq \
         "$DATA/$shape" --kv kv4
     mkdir -p "$DATA/$shape-fp8"
     python3 -c "$shape_code" "$DATA/$shape" "$DATA/$shape-fp8"
-    case $scheme in kv4) model=$DATA/$shape ;; *) model=$DATA/$shape-$scheme ;; esac
-    step "$shape-$scheme" ${LIMIT:-560} python3 -c "$alone_code" "$model" "$scheme" "${4:-1,16,64,256}" ${5:-}
-    grep -E '"batch"|left out' "$OUT/$shape-$scheme.log"
+    case $engine in kv4) model=$DATA/$shape ;; *) model=$DATA/$shape-$engine ;; esac
+    step "$shape-$engine" ${LIMIT:-560} python3 -c "$alone_code" "$model" "$engine" "${4:-1,16,64,256}" ${5:-}
+    grep -E '"batch"|left out' "$OUT/$shape-$engine.log"
     ;;
 bench)
     scheme=${2:-w4a8-lqq}

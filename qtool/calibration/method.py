@@ -93,7 +93,6 @@ class Transform(Method):
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
         """Take what :meth:`learn` found."""
-        raise NotImplementedError
 
     def prepare(self, family: Family, config: Any) -> None:
         """Learn what the method must know of the model, before any work.

@@ -85,6 +85,12 @@ def test_a_baseline_that_does_not_start_is_left_out(
         list(bench.bench_serve(directory, against=["fp8"]))
 
 
+def test_short_runs_are_repeated_and_long_ones_are_not() -> None:
+    short, long = iter([3.0, 1.0, 2.0]), iter([bench.PATIENCE, 1.0])
+    assert bench.least(lambda: next(short), 3) == 1
+    assert bench.least(lambda: next(long), 3) == bench.PATIENCE
+
+
 def test_an_engine_that_stops_is_named() -> None:
     with pytest.raises(QtoolError, match=r"^fp8: vLLM stopped with status 1"):
         bench._measure_elsewhere("fp8", {"model": "nowhere"})

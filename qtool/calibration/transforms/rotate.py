@@ -100,22 +100,24 @@ class Rotate(Transform):
 
     def learn(self, blocks: Iterable[Block]) -> dict[str, Tensor]:
         rows: list[Tensor] = []
-        size, groups = 0, 1
+        groups = 1
         for block in blocks:
-            for name in (n for g in block.family.folds() if g.reads_residual for n in g.linears):
-                if (scheme := block.schemes.get(name)) is None:
-                    continue
-                weight = block.weight(name).float()
-                size += weight.nbytes
-                if size > LARGEST:
-                    return {}
-                groups = max(groups, scheme.groups(weight).shape[1])
-                rows.append(weight / weight.square().mean(1, keepdim=True).sqrt().clamp(min=1e-20))
+            readers = [n for g in block.family.folds() if g.reads_residual for n in g.linears]
+            weights = {n: block.weight(n) for n in readers if n in block.schemes}
+            size = 4 * sum(weight.numel() for weight in weights.values())
+            if size * block.config.num_hidden_layers > LARGEST:
+                return {}
+            for name, weight in weights.items():
+                groups = max(groups, block.schemes[name].groups(weight).shape[1])
+                norm = weight.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
+                rows.append(weight.float() / norm)
         if not rows:
             return {}
-        hidden = rows[0].shape[1]
+        together = torch.cat(rows)
+        rows.clear()
+        hidden = together.shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(torch.cat(rows), start, hidden // groups, self.learn_steps)
+        found = learn(together, start, hidden // groups, self.learn_steps)
         return {"rotation": found.cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
@@ -176,7 +178,7 @@ class Rotate(Transform):
             self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
         )
 
-    def rotation(self, hidden: int) -> "Hadamard | Dense":
+    def rotation(self, hidden: int) -> Hadamard | Dense:
         """The ``Q [H, H]`` of the residual stream."""
         return self._learned or rotation(hidden, seed=self.seed, keeps_ones=self.keeps_mean)
 

@@ -130,7 +130,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def blocks_of(items: int, dim: int) -> int:
-    """Blocks for so many tokens of heads; each has a power of two of threads."""
+    """Blocks for so many tokens of heads, each of which has a power of two of threads."""
     lanes = 1 << (-(-dim // HELD) - 1).bit_length()
     return -(-items * lanes // THREADS)
 
