@@ -96,7 +96,7 @@ def bench_kv(shapes: str | None) -> None:
 def bench_quantize(as_json: bool, **options: Any) -> None:
     """Time every part of a quantization run.
 
-    MODEL, or a random checkpoint of a known shape (llama-3-8b, llama-2-70b, ...), is quantized,
+    MODEL, or a random checkpoint of a known shape (llama-3-8b, qwen3-235b-a22b, ...), is quantized,
     calibrated on random tokens. The table sets each part beside its floor: bytes by the disk's
     rate, operations by the measured rates of this device.
     """

@@ -49,60 +49,16 @@ DISTILLED = {
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}],
     "rounding": "distill",
 }
-LARGE = {
-    "405b": SHAPES["llama-3-8b"]
-    | {
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-    },
+LARGE = {name: SHAPES[name] for name in ("llama-3.1-405b", "qwen3-235b-a22b", "deepseek-v3")} | {
     "mixtral-8x22b": SHAPES["llama-3-8b"]
     | {
         "model_type": "mixtral",
         "hidden_size": 6144,
         "intermediate_size": 16384,
         "num_hidden_layers": 56,
-    }
-    | {"num_attention_heads": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen3-235b-a22b": SHAPES["llama-3-8b"]
-    | {
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_experts": 128,
-    }
-    | {
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "deepseek-v3": SHAPES["llama-3-8b"]
-    | {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-    }
-    | {
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "vocab_size": 129280,
-    }
-    | {
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-    }
-    | {
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "num_attention_heads": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
 }
 
@@ -308,7 +264,7 @@ def test_what_learning_keeps_is_planned() -> None:
     share of it.
     """
     recipe, cuda = recipes.parse(DISTILLED, "distill"), torch.device("cuda")
-    for name in ("mixtral-8x22b", "405b"):
+    for name in ("mixtral-8x22b", "llama-3.1-405b"):
         job, hidden = Job.of(LARGE[name], recipe), LARGE[name]["hidden_size"]
         plain = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn"))
         two, one = (working_bytes(job, tokens, cuda) for tokens in (2000, 1000))
@@ -322,7 +278,7 @@ def test_what_learning_keeps_is_planned() -> None:
             block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items()
         )
         assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > ITERATION_TOKENS * 2 * seen
-        assert name == "405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
+        assert name == "llama-3.1-405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     work = job.rounding.work(block_shape(job, 0, 256, 2048))
     assert (
         work.learning_flops == 27.5 * work.forward_flops
@@ -409,6 +365,41 @@ def test_ceilings_are_of_the_directory_that_is_written(
         device="cpu",
     )
     assert probed == [work]
+
+
+def test_shapes_have_the_parameters_that_their_authors_count() -> None:
+    counted = {"llama-2-13b": 13.0, "llama-3.1-405b": 405.9, "qwen3-235b-a22b": 235.1}
+    for name, billions in (counted | {"deepseek-v3": 671.0}).items():
+        shapes = Job.of(config_of(name), GPTQ).source_shapes()
+        assert round(sum(map(prod, shapes.values())) / 1e9, 1) == billions, name
+
+
+@pytest.mark.parametrize("shape", ["qwen3-235b-a22b", "deepseek-v3"])
+def test_a_shape_with_experts_is_quantized_at_a_tiny_size(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 64}
+    count = "num_experts" if "num_experts" in SHAPES[shape] else "n_routed_experts"
+    tiny |= {count: 16, "num_experts_per_tok": 2}
+    if shape == "deepseek-v3":
+        tiny |= {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+        tiny |= {"first_k_dense_replace": 1}
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | tiny)
+    measured = bench_quantize(
+        shape,
+        "w4a8-lqq",
+        recipe="paper",
+        layers=2,
+        work=tmp_path,
+        keep=True,
+        samples=2,
+        seqlen=32,
+        device="cpu",
+    )
+    assert measured.planned.job.blocks == 2
+    kept = json.loads((tmp_path / f"{shape}-2-w4a8-lqq" / "config.json").read_text())
+    assert kept["model_type"] == SHAPES[shape]["model_type"] and kept[count] == 16
 
 
 def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
