@@ -171,6 +171,29 @@ def serving_steps() -> str:
     return markdown(head, [[engine, *of.values()] for engine, of in steps.items()])
 
 
+#: by shape: the title of our run within 80 GB, and the tokens a second within 80 GB of LiquidGEMM
+#: (table 1, H800) and of QServe (table 4, A100)
+PAPERS = {
+    "Llama-2-7B": ("Llama-2-7B in 80 GB", 6721, 2908),
+    "Llama-2-13B": ("Llama-2-13B in 80 GB", 4105, 1741),
+    "Llama-2-70B": ("Llama-2-70B in 80 GB", 3695, 419),
+    "Llama-3-8B": ("W4A8 LiquidQuant with its 4-bit cache beside vLLM's online FP8", 16694, 3005),
+}
+
+
+def serving_papers() -> str:
+    """Our best row of a shape within 80 GB, beside what two papers have."""
+    runs = {run["title"]: run["rows"] for run in results("serving")["runs"]}
+    rows = []
+    for shape, (title, *theirs) in PAPERS.items():
+        ours = [row for row in runs[title] if row["engine"].startswith("qtool")]
+        best = max(ours, key=lambda row: row["request"])
+        rates = 1000 * best["batch"] / best["step_ms"], best["request"], *theirs
+        rows.append([shape, str(best["batch"]), *(f"{rate:,.0f}" for rate in rates)])
+    head = ["shape", "sequences", "decoding alone", "whole requests", "LiquidServe", "QServe"]
+    return markdown(head, rows)
+
+
 def runtime() -> str:
     """Milliseconds a decode step of our own runtime, as runtime_speed.py found them."""
     found = results("runtime")
@@ -270,6 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "serving": serving,
     "serving-steps": serving_steps,
+    "serving-papers": serving_papers,
     "runtime": runtime,
     "quantize": quantize,
     "families": families,
@@ -287,6 +311,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-llm-compressor",
             "quantize-autoround",
             "rotation",
+            "step-profile",
             "tasks",
             "windows",
         )

@@ -237,7 +237,7 @@ both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
     wait
     grep -h '"batch"' "$OUT"/bench-*.log
     ;;
-kv) # the quantized cache: kernels, perplexity beside our runtime's, speed
+kv) # the quantized cache: kernels, perplexity beside our runtime's (on two GPUs too, where there are), speed
     step kernels 150 python3 -m pytest -q -n 8 -m cuda tests/kernels/test_kv_paged.py tests/kernels/test_kv_attention.py &
     waiting=($!)
     for kv in kv4 kv8; do
@@ -248,6 +248,8 @@ kv) # the quantized cache: kernels, perplexity beside our runtime's, speed
     for kv in kv4 kv8; do
         step "vllm-$kv" 180 bash -c "evaluate $OUT/$kv-vllm.json --model $DATA/demo-$kv --engine vllm" &
         step "ours-$kv" 100 bash -c "evaluate $OUT/$kv-ours.json --model $DATA/demo-$kv --device cuda" &
+        [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ] || step "vllm-$kv-two" 180 bash -c \
+            "evaluate $OUT/$kv-vllm-two.json --model $DATA/demo-$kv --engine vllm --tensor-parallel 2" &
     done
     wait
     step compare 20 python3 -c "$compare_code" "$OUT"
