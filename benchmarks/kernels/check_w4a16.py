@@ -101,8 +101,10 @@ class Case:
         out[:-1] = float("nan")
         if isinstance(tile, Tile):
             w = self.weight
-            kernel = operand(w.group, x.dtype, w.scale.dtype, tile.tokens)
-            gemm.run(kernel, tile, x, None, packed_weight(w.qweight, w.scale), out[:-1], bias=bias)
+            sparse = w.metadata is not None
+            kernel = operand(w.group, x.dtype, w.scale.dtype, tile.tokens, sparse=sparse)
+            packed = packed_weight(w.qweight, w.scale, w.metadata)
+            gemm.run(kernel, tile, x, None, packed, out[:-1], bias=bias)
         else:
             run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
         assert (out[-1] == 77).all(), "wrote beyond the last token"
@@ -172,11 +174,14 @@ def one_hot(
     return _describe(got.double() != case.multiplied(tile, dtype).t(), got)
 
 
-def op_over_tokens(m: int, group: int) -> str | None:
+def op_over_tokens(m: int, group: int, sparse: bool) -> str | None:
     """The op with the tile that it chooses; each weight may have been rounded to bfloat16."""
-    case = Case.random(False, group, 448, 1280, torch.bfloat16)
-    x = torch.randn(m, 1280, device="cuda").bfloat16()
-    got = w4a16_gemm(x, case.weight.qweight, case.weight.scale, None, torch.float32)
+    case = Case.random(sparse, group, 640 if sparse else 448, 1280, torch.bfloat16)
+    x, w = torch.randn(m, 1280, device="cuda").bfloat16(), case.weight
+    if sparse:
+        got = w4a16_24_gemm(x, w.qweight, w.metadata, w.scale, None, torch.float32)
+    else:
+        got = w4a16_gemm(x, w.qweight, w.scale, None, torch.float32)
     want, terms = x.double() @ case.exact.t(), x.double().abs() @ case.exact.abs().t()
     return _describe(~((got.double() - want).abs() <= 2.0**-8 * terms), got)
 
@@ -213,7 +218,9 @@ def op_under_graph_and_compile(sparse: bool) -> str | None:
 def source(variant: Variant, tile: AnyTile, hopper: bool) -> Source:
     """The kernel of a tile."""
     if isinstance(tile, Tile):
-        kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
+        kernel = operand(
+            variant.group, variant.x, variant.scale, tile.tokens, sparse=variant.sparse
+        )
         return gemm.definition(kernel, tile, variant.out)
     return definition(variant, tile, CAPABILITY, hopper=hopper)
 
@@ -224,7 +231,7 @@ def runs(variant: Variant, tile: AnyTile) -> bool:
         return True
     rounded = variant.group == 0 or variant.scale == variant.x
     room = tile.tokens <= 128 and (tile.tokens < 64 or tile.blocks_per_sm == 1)
-    return not variant.sparse and (rounded or room)
+    return rounded or room
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
@@ -269,7 +276,9 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         for t in TILES
         for c in (False, True)
     ]
-    jobs += [(Variant(False, 128, bf16, bf16, bf16), tile, True) for tile in WGMMA_TILES]
+    jobs += [
+        (Variant(s, 128, bf16, bf16, bf16), t, True) for s in (False, True) for t in WGMMA_TILES
+    ]
     compile_all((source(*job) for job in jobs + fuzzed), ARCHITECTURES[CAPABILITY][0])
     for sparse, group, dtype, scale_dtype, tile in one_hots:
         name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
@@ -279,12 +288,15 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         for m in (1, tile.block_tokens, tile.block_tokens + 3):
             wrong = case.verify(tile, m, bf16, bf16, True, hopper)
             yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
-    for tile in WGMMA_TILES:
-        case = Case.random(False, 128, 448, 1280, bf16)
+    for tile, sparse in itertools.product(WGMMA_TILES, (False, True)):
+        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
         for m in (1, tile.tokens, tile.tokens + 3, 300):
-            yield f"sums M={m} {tile}", case.verify(tile, m, bf16, bf16, True, True)
-    for m, group in itertools.product((1, 16, 17, 33, 64, 65, 129, 300, 1100), GROUPS):
-        yield f"op M={m} g{group}", op_over_tokens(m, group)
+            wrong = case.verify(tile, m, bf16, bf16, True, True)
+            yield f"sums M={m} sparse={sparse} {tile}", wrong
+    for m, group, sparse in itertools.product(
+        (1, 16, 17, 33, 64, 65, 129, 300, 1100), GROUPS, (False, True)
+    ):
+        yield f"op M={m} g{group} sparse={sparse}", op_over_tokens(m, group, sparse)
     for sparse in (False, True):
         yield (
             f"CUDA graph, torch.compile, opcheck sparse={sparse}",

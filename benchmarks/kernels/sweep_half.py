@@ -66,7 +66,9 @@ def fills(tile: HalfTile, m: int, n: int) -> bool:
 def source(variant: Variant, tile: HalfTile | Tile) -> Source:
     """One of the kernels."""
     if isinstance(tile, Tile):
-        kernel = operand(variant.group, variant.x, variant.scale, tile.tokens)
+        kernel = operand(
+            variant.group, variant.x, variant.scale, tile.tokens, sparse=variant.sparse
+        )
         return gemm.definition(kernel, tile, variant.out)
     return definition(variant, tile, HOPPER, hopper=True)
 
@@ -74,8 +76,10 @@ def source(variant: Variant, tile: HalfTile | Tile) -> Source:
 def launch(tile: HalfTile | Tile, x: torch.Tensor, weight: HalfWeight, out: torch.Tensor) -> None:
     """One of the kernels, without bias."""
     if isinstance(tile, Tile):
-        kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens)
-        gemm.run(kernel, tile, x, None, packed_weight(weight.qweight, weight.scale), out)
+        sparse = weight.metadata is not None
+        kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens, sparse=sparse)
+        packed = packed_weight(weight.qweight, weight.scale, weight.metadata)
+        gemm.run(kernel, tile, x, None, packed, out)
     else:
         run(tile, x, weight, out, None)
 
@@ -93,8 +97,7 @@ def main() -> None:
     variant = Variant(args.sparse, 128, bf16, bf16, bf16)
     sizes = [int(m) for m in args.tokens.split(",")]
     wanted: set[HalfTile | Tile] = {tile for m in sizes for tile in tiles(m, variant)}
-    if not args.sparse:
-        wanted |= {tile for m in sizes for tile in wgmma_tiles(m)}
+    wanted |= {tile for m in sizes for tile in wgmma_tiles(m)}
     compile_all((source(variant, tile) for tile in wanted), "sm_90a")
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
@@ -114,7 +117,7 @@ def main() -> None:
                 (microseconds(tile), str(tile))
                 for tile in (
                     *(tile for tile in tiles(m, variant) if fills(tile, m, n)),
-                    *([] if args.sparse else wgmma_tiles(m)),
+                    *wgmma_tiles(m),
                 )
             )
             print(f"{name} M={m} floor {floor_us(m, n, k, column.bits):.1f}")

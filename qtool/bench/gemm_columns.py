@@ -122,9 +122,10 @@ class HalfColumn:
 
     def source(self, m: int, n: int, k: int) -> Source:
         bf16, group = torch.bfloat16, self.group_size or 0
-        if half.by_wgmma(m, sparse=self.sparse, capability=half.HOPPER):
-            tile = choose_half(m, n, k)
-            return gemm.definition(w4a16.operand(group, bf16, bf16, tile.tokens), tile, bf16)
+        if half.by_wgmma(m, half.HOPPER):
+            tile = choose_half(m, n, k, sparse=self.sparse)
+            kernel = w4a16.operand(group, bf16, bf16, tile.tokens, sparse=self.sparse)
+            return gemm.definition(kernel, tile, bf16)
         variant = Variant(self.sparse, group, bf16, bf16, bf16)
         return half_gemm.definition(variant, choose_mma(m, n), half.HOPPER, hopper=True)
 

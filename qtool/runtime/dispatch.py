@@ -231,9 +231,11 @@ W4AX_MMA = Kernel(
     8,
     32,
 )
-HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
-HALF_ON_ALL = f"{HALF_MMA}; weights of groups rounded to 16 bits above 32 tokens on Hopper"
-W4A16 = Kernel("w4a16_gemm", HALF_ON_ALL, ALL_GPUS, _w4a16, k=128, dtypes=HALF, exact=False)
+HALF_MMA = (
+    "int4 x 16-bit mma, exact products, float32 sums scaled by group; weights of groups rounded to "
+    "16 bits above 32 tokens on Hopper"
+)
+W4A16 = Kernel("w4a16_gemm", HALF_MMA, ALL_GPUS, _w4a16, k=128, dtypes=HALF, exact=False)
 W4A16_24 = Kernel(
     "w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", ALL_GPUS, _w4a16, 128, 128, HALF, exact=False
 )

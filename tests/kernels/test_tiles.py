@@ -58,16 +58,17 @@ def test_choice_for_s4_weights_is_in_its_table(m: int, n: int, k: int, group: in
     group=st.sampled_from((0, 32, 64, 128)),
     x=st.sampled_from((torch.float16, torch.bfloat16)),
     scale=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
+    sparse=st.booleans(),
 )
 def test_choice_for_16_bit_tokens_is_in_its_table_and_fits(
-    m: int, n: int, k: int, group: int, x: torch.dtype, scale: torch.dtype
+    m: int, n: int, k: int, group: int, x: torch.dtype, scale: torch.dtype, sparse: bool
 ) -> None:
     scales_sums = group > 0 and scale != x
-    tile = choose_half(m, 64 * n, 128 * k, scales_sums=scales_sums)
+    tile = choose_half(m, 64 * n, 128 * k, scales_sums=scales_sums, sparse=sparse)
     assert replace(tile, blocks_per_sm=1) in {replace(t, blocks_per_sm=1) for t in TABLE_HALF}
     assert tile.panels == 1 and tile.tokens >= min(m, 64) and tile.split <= k
     assert not scales_sums or tile.tokens * tile.blocks_per_sm <= 128 // tile.blocks_per_sm
-    operand = w4a16.operand(group, x, scale, tile.tokens)
+    operand = w4a16.operand(group, x, scale, tile.tokens, sparse=sparse)
     for dtype in (torch.bfloat16, torch.float32):
         stage = operand.stage(tile) + 128 * tile.tokens
         stages = tile.stages(operand.stage(tile), staging_bytes(tile, dtype))

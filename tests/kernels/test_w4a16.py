@@ -11,6 +11,7 @@ from qtool.format import LinearFormat
 from qtool.kernels.mma.half_gemm import Variant, shared_bytes
 from qtool.kernels.mma.half_tiles import TABLE, choose
 from qtool.kernels.mma.w4a16 import by_wgmma, w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.registers import from_bytes, prmt
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24, compress
 from qtool.schemes.w4a16_24 import keep_largest
@@ -71,8 +72,8 @@ def test_opcheck(sparse: bool) -> None:
 
 
 def registers(words: Tensor) -> dict[int, list[Tensor]]:
-    """The two codes of each fragment register, as ``dequantize`` in csrc/mma/half_mma.cuh takes
-    them from a word.
+    """The two codes of each fragment register, as ``dequantize`` in csrc/common/half_codes.cuh
+    takes them from a word.
     """
     wide = words.long() & 0xFFFFFFFF
     nibbles = [[wide >> (16 * half + 4 * i) & 15 for half in range(2)] for i in range(4)]
@@ -92,7 +93,7 @@ def test_a_marlin_word_is_the_fragment_the_kernel_multiplies() -> None:
 
 
 def test_a_warpgroups_words_are_the_fragments_wgmma_multiplies() -> None:
-    """As ``fragments`` of csrc/hopper/weights_marlin.cuh loads them: A of wgmma m64nNk16 is, for
+    """As ``Marlin`` of csrc/hopper/fragments_marlin.cuh loads them: A of wgmma m64nNk16 is, for
     thread t, rows 16 (t / 32) + t % 32 / 4 and + 8, inputs 2 (t % 4), the next, and both + 8.
     """
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
@@ -118,12 +119,57 @@ def test_a_warpgroups_words_are_the_fragments_wgmma_multiplies() -> None:
     assert torch.equal(found_scale, scale)
 
 
+def test_a_warpgroups_words_are_the_sparse_fragments_wgmma_multiplies() -> None:
+    """As ``Marlin24`` of csrc/hopper/fragments_marlin.cuh loads them. A of wgmma.sp m64nNk32 is the
+    kept half of 32 inputs in the places of a dense 64 x 16. Of four threads, 2 s and 2 s + 1 hold
+    the positions for selector s, each those of 16 inputs: a nibble a quad, of its first row in the
+    low half of the register, of the second in the high one (PTX ISA, sparse matrix storage).
+    """
+    codes = torch.where(keep_largest(torch.rand(N, K)), torch.randint(0, 16, (N, K)), 8)
+    scale = torch.rand(N, K // 128)
+    packed = MARLIN_24.pack(codes.to(torch.uint8))
+    scales = MARLIN_24.pack_group(scale).flatten()  # [G, N]
+    values, positions = torch.full((N, K // 2), 99), torch.full((N, K // 4), 99)
+    found_scale = torch.zeros(N, K // 128)
+    for row in range(0, N, 64):
+        # boxes: a line is what the layout has of 32 inputs
+        lines = packed["qweight"].view(torch.uint8)[:, 8 * row :][:, :512].contiguous()
+        held = packed["metadata"].view(torch.uint8)[:, 4 * row :][:, :256].contiguous()
+        for t in range(128):
+            c, q, warp = t % 32 // 4, t % 4, t // 32
+            at = warp * 128 + q * 16 + c % 4 * 4
+            first, second = word_at(lines, at), word_at(lines, at + 64)
+            mine = row + 16 * warp + c
+            for r, pair in registers(prmt(first, second, 0x7351 if c // 4 else 0x6240)).items():
+                for k0 in range(2):
+                    values[mine + 8 * (r % 2), 2 * q + k0 + 8 * (r // 2) :: 16] = pair[k0]
+
+            at = c // 2 % 2 * 128 + warp * 32 + c % 2 * 8 + q % 2 * 4
+            pairs = held[q // 2 :: 2]  # the instruction of two that this thread holds them for
+            both = prmt(word_at(pairs, at), word_at(pairs, at + 16), 0x7632 if c // 4 else 0x5410)
+            for b, quad in itertools.product(range(2), range(4)):
+                column = 8 * (q // 2) + 4 * (q % 2) + quad
+                positions[mine + 8 * b, column::16] = both >> (16 * b + 4 * quad) & 15
+
+            for group, b in itertools.product(range(K // 128), range(2)):
+                place = group * N + row + warp * 16 + c % 4 * 2 + c // 4 + 8 * b
+                found_scale[mine + 8 * b, group] = scales[place]
+    want_values, want_positions = compress(codes.to(torch.uint8), 8)
+    assert torch.equal(values.to(torch.uint8), want_values)
+    assert torch.equal(positions.to(torch.uint8), want_positions)
+    assert torch.equal(found_scale, scale)
+
+
+def word_at(lines: Tensor, byte: int) -> Tensor:
+    """The 32-bit word at ``byte`` of each line."""
+    return from_bytes(lines[:, byte : byte + 4])
+
+
 def test_hoppers_kernels_by_tokens() -> None:
-    """mma.sync up to 16 tokens, then wgmma; 2:4 sparse weights and other GPUs have mma.sync."""
-    chosen = [by_wgmma(m, sparse=False, capability=(9, 0)) for m in (1, 16, 17, 4096)]
+    """mma.sync up to 16 tokens, then wgmma; other GPUs have mma.sync."""
+    chosen = [by_wgmma(m, (9, 0)) for m in (1, 16, 17, 4096)]
     assert chosen == [False, False, True, True]
-    assert not by_wgmma(4096, sparse=True, capability=(9, 0))
-    assert not by_wgmma(4096, sparse=False, capability=(8, 0))
+    assert not by_wgmma(4096, (8, 0))
 
 
 def test_marlin_24_words_are_the_sparse_fragments_the_kernel_multiplies() -> None:

@@ -47,7 +47,7 @@ def test_equals_the_cpu_reference(scheme: str, group: int | None, m: int) -> Non
     there = {name: tensor.cuda() for name, tensor in tensors.items()}
     want = multiply(tensors, x, None, torch.float32)
     got = multiply(there, x.cuda(), None, torch.float32).cpu()
-    rounded = scheme == "w4a16" and group is not None and m > EXACT_TOKENS and on_hopper()
+    rounded = group is not None and m > EXACT_TOKENS and on_hopper()
     assert (got - want).norm() <= (5e-4 if rounded else 5e-6) * want.norm()
     half = multiply(there, x.cuda(), None, torch.bfloat16).cpu()
     assert (half - want).norm() <= 4e-3 * want.norm()
@@ -56,12 +56,14 @@ def test_equals_the_cpu_reference(scheme: str, group: int | None, m: int) -> Non
 @pytest.mark.parametrize("group", [32, 64, 128, None])
 @pytest.mark.parametrize("x_dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("n", [64, 320])
+@pytest.mark.parametrize(
+    ("scheme", "n"), [("w4a16", 64), ("w4a16", 320), ("w4a16-24", 128), ("w4a16-24", 384)]
+)
 def test_one_hot_tokens_spell_out_the_weight(
-    group: int | None, x_dtype: torch.dtype, scale_dtype: str, n: int
+    group: int | None, x_dtype: torch.dtype, scale_dtype: str, scheme: str, n: int
 ) -> None:
     """Every weight, to the bit; on Hopper the kernel of many tokens rounds those of groups."""
-    tensors = stored("w4a16", group, scale_dtype, n)
+    tensors = stored(scheme, group, scale_dtype, n)
     eye = torch.eye(640, dtype=x_dtype)
     want = multiply(tensors, eye, None, torch.float32)
     if group is not None and tensors["scale"].dtype == x_dtype and on_hopper():
@@ -70,12 +72,13 @@ def test_one_hot_tokens_spell_out_the_weight(
     assert torch.equal(multiply(there, eye.cuda(), None, torch.float32).cpu(), want)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-24"])
 @pytest.mark.parametrize("m", [1, 15, 17, 31, 33, 63, 65, 127, 129, 257, 299])
 @pytest.mark.parametrize("group", [128, None])
-def test_every_output_is_written(group: int | None, m: int) -> None:
+def test_every_output_is_written(scheme: str, group: int | None, m: int) -> None:
     """Over memory that held NaN, and nothing beyond."""
-    there = {name: tensor.cuda() for name, tensor in stored("w4a16", group, "bfloat16").items()}
-    weight = HalfWeight(there["qweight"], there["scale"])
+    there = {name: tensor.cuda() for name, tensor in stored(scheme, group, "bfloat16").items()}
+    weight = HalfWeight(there["qweight"], there["scale"], there.get("metadata"))
     x, out = torch.ones(m, 640, device="cuda").bfloat16(), torch.full((m + 1, 256), torch.nan)
     out = out.cuda()
     launch(x, weight, None, out[:-1])

@@ -29,7 +29,7 @@ from qtool.kernels.launch import (
 THREADS = 384  # two consumer warpgroups and the producer's
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
 #: csrc/hopper/params.cuh
-PARAMETERS = struct.Struct("<128s128s9Q7i4xQ2i8x")
+PARAMETERS = struct.Struct("<128s128s9Q7i4xQ2i8x128s")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Weight:
     offset2: Tensor | None = None
     zero1: Tensor | None = None
     boxed: Tensor | None = None  # codes copied by boxes: a matrix of bytes, such as int8 [N, K]
+    positions: Tensor | None = None  # of what 2:4 sparsity keeps: bytes, half those of its codes
 
 
 def definition(
@@ -152,8 +153,9 @@ class Plan:
         # clusters of more than two blocks have one tile each
         clusters = tiles if tile.split > 2 else min(tiles, resident // tile.split)
         self.grid, self.shared_bytes = tile.split * clusters, SHARED_PER_BLOCK[tile.blocks_per_sm]
-        boxed = weight.boxed
-        self.weight_map = b"" if boxed is None else tensor_map(boxed, *operand.box)
+        boxed, positions, (rows, box_bytes) = weight.boxed, weight.positions, operand.box
+        self.weight_map = b"" if boxed is None else tensor_map(boxed, rows, box_bytes)
+        self.positions = b"" if positions is None else tensor_map(positions, rows, box_bytes // 2)
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
@@ -168,7 +170,7 @@ class Plan:
         tokens = byte_map(x, self.numbers[0], self.token_bytes, self.tile.tokens)
         addresses = (*self.weight, sx, token_sum, out)
         numbers = (*self.numbers, offsets, *self.experts)
-        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *numbers)
+        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *numbers, self.positions)
         launch(
             self.kernel,
             self.grid,

@@ -81,6 +81,9 @@ STEP_S4 = {
 #: that are scaled in the main loop
 STEP_HALF = {(64, 128): 0.4, (128, 128): 0.6, (256, 128): 1.1}
 STEP_HALF_SUMS = {(64, 128): 0.45, (128, 128): 0.75}
+#: and of these two with 2:4 sparse weights
+STEP_24 = {(64, 128): 0.3, (128, 128): 0.45, (256, 128): 0.8}
+STEP_24_SUMS = {(64, 128): 0.35, (128, 128): 0.6}
 SMALL_HALF: Small = (
     (12, (8, 1), (8, 1), (8, 1)),
     (28, (4, 1), (4, 1), (4, 1)),
@@ -113,12 +116,15 @@ def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = Fals
 
 
 @cache
-def choose_half(m: int, n: int, k: int, *, scales_sums: bool = False) -> Tile:
+def choose_half(m: int, n: int, k: int, *, scales_sums: bool = False, sparse: bool = False) -> Tile:
     """The tile for 16-bit tokens, more than 16.
 
-    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile.
+    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile. ``sparse``: the
+    weight is 2:4 sparse.
     """
-    tile = _choose(max(m, 17), n, k, STEP_HALF_SUMS if scales_sums else STEP_HALF, SMALL_HALF)
+    dense = STEP_HALF_SUMS if scales_sums else STEP_HALF
+    step_us = dense if not sparse else STEP_24_SUMS if scales_sums else STEP_24
+    tile = _choose(max(m, 17), n, k, step_us, SMALL_HALF)
     return replace(tile, blocks_per_sm=1) if tile.tokens == 64 and scales_sums else tile
 
 

@@ -1,4 +1,4 @@
-"""W4A16 by Hopper's wgmma, behind ``qtool::w4a16_gemm`` (:mod:`qtool.kernels.mma.w4a16`).
+"""W4A16 by Hopper's wgmma, dense and 2:4 sparse, behind the ops of :mod:`qtool.kernels.mma.w4a16`.
 
 In tiles of up to :data:`EXACT_TOKENS` tokens a group's exact products are summed, and the sum is
 scaled in float32. Beyond, each weight of a group is scaled and rounded to the tokens' dtype, as
@@ -7,6 +7,7 @@ sums are scaled there too. Whole channels are scaled after the sum, and no weigh
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 EXACT_TOKENS = 32
 
 
-def operand(group: int, x: torch.dtype, scale: torch.dtype, tokens: int) -> Operand:
+def operand(
+    group: int, x: torch.dtype, scale: torch.dtype, tokens: int, *, sparse: bool = False
+) -> Operand:
     """The kernel's operand for a tile of ``tokens``.
 
     Args:
         group: input channels a scale; 0 where it is the whole channel's.
         x, scale: dtypes of the tokens and the scales.
+        sparse: the weight is 2:4 sparse, in layout marlin-24.
     """
     step = 64 if tokens > 128 else 128  # input channels of a stage: else two of them fill the ring
     defines = (
@@ -35,8 +39,11 @@ def operand(group: int, x: torch.dtype, scale: torch.dtype, tokens: int) -> Oper
         ("STEP", step),
     )
     scales = max(1, step // group) * 128 * scale.itemsize if group else 0
-    stage_bytes, box = 64 * step + scales, (step // 16, 512)
-    return Operand("hopper/w4a16_gemm", defines, stage_bytes, 2 * step - 128, 2, box)
+    # codes of 16 inputs lie together, of 2:4 sparse weights 32 inputs' kept ones, and half as many
+    # bytes of positions
+    inputs, bytes_an_input, name = (32, 48, "w4a16_24") if sparse else (16, 64, "w4a16")
+    stage_bytes, box = bytes_an_input * step + scales, (step // inputs, 512)
+    return Operand(f"hopper/{name}_gemm", defines, stage_bytes, 2 * step - 128, 2, box)
 
 
 def rounds(tokens: int, group: int, x: torch.dtype, scale: torch.dtype) -> bool:
@@ -57,21 +64,32 @@ def builds() -> Iterator[Build]:
         (64, bf16, f16, ends_of_sums),
         (32, f16, f32, ends_of_sums),
     ):
-        for tile in dict.fromkeys(tiles):
-            kernel = operand(group, x, scale, tile.tokens)
-            instruction = "HGMMA.64x{}x16.F32" + (".BF16" if x == bf16 else "")
-            yield from gemm.builds(f"w4a16 g{group} {x} {scale}", kernel, (tile,), instruction)
+        for tile, sparse in product(dict.fromkeys(tiles), (False, True)):
+            kernel = operand(group, x, scale, tile.tokens, sparse=sparse)
+            name, shape = ("w4a16-24", "SP.64x{}x32") if sparse else ("w4a16", "64x{}x16")
+            instruction = f"HGMMA.{shape}.F32" + (".BF16" if x == bf16 else "")
+            yield from gemm.builds(f"{name} g{group} {x} {scale}", kernel, (tile,), instruction)
 
 
-def packed_weight(qweight: Tensor, scale: Tensor) -> Weight:
+def packed_weight(qweight: Tensor, scale: Tensor, metadata: Tensor | None = None) -> Weight:
     """The op's tensors as the kernel takes them, unchecked."""
-    return Weight(scale, boxed=qweight.view(torch.uint8))
+    positions = None if metadata is None else metadata.view(torch.uint8)
+    return Weight(scale, boxed=qweight.view(torch.uint8), positions=positions)
 
 
-def run(x: Tensor, qweight: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None) -> None:
+def run(
+    x: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    metadata: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+) -> None:
     """Launch ``out [M, N] = x [M, K] W^T``. All checks were made by the op."""
-    (m, k), n = x.shape, out.shape[1]
+    (m, k), n, sparse = x.shape, out.shape[1], metadata is not None
     group = 0 if len(scale) == 1 else k // len(scale)
-    tile = choose_half(m, n, k, scales_sums=group > 0 and scale.dtype != x.dtype)
-    kernel = operand(group, x.dtype, scale.dtype, tile.tokens)
-    gemm.run(kernel, tile, x, None, packed_weight(qweight, scale), out, bias=bias)
+    scales_sums = group > 0 and scale.dtype != x.dtype
+    tile = choose_half(m, n, k, scales_sums=scales_sums, sparse=sparse)
+    kernel = operand(group, x.dtype, scale.dtype, tile.tokens, sparse=sparse)
+    weight = packed_weight(qweight, scale, metadata)
+    gemm.run(kernel, tile, x, None, weight, out, bias=bias)

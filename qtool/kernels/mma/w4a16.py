@@ -8,7 +8,7 @@ Sums are float32. By mma.sync products are exact: a scale multiplies its group's
 is rounded to 16 bits as MARLIN rounds it. Hopper's wgmma (:mod:`qtool.kernels.hopper.w4a16`) does
 the same for up to 32 tokens, for whole channels, and where scales have another dtype than x. For
 more tokens it multiplies weights of groups that are rounded to x's dtype. The CPU's reference
-rounds none. 2:4 sparse weights skip the products with their zeros.
+rounds none. Of 2:4 sparse weights both multiply the kept ones alone.
 
 Shapes: x ``[M, K]``; marlin: qweight int32 ``[K/16, 2 N]``; marlin-24: qweight int32 and metadata
 int16 ``[K/32, 2 N]``; scale ``[G, N]`` (G = K / 32, 64 or 128), or ``[1, N]`` per channel; each in
@@ -122,9 +122,9 @@ w4a16_gemm = operator("w4a16_gemm", W4A16Gemm)
 w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm)
 
 
-def by_wgmma(m: int, *, sparse: bool, capability: tuple[int, int]) -> bool:
+def by_wgmma(m: int, capability: tuple[int, int]) -> bool:
     """Whether ``m`` tokens are multiplied by Hopper's wgmma."""
-    return capability == HOPPER and not sparse and m > MOST_BY_MMA
+    return capability == HOPPER and m > MOST_BY_MMA
 
 
 def multiply(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -132,8 +132,8 @@ def multiply(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) ->
     m, capability = len(out), compute_capability(x.device)
     if m == 0:
         return
-    if by_wgmma(m, sparse=weight.metadata is not None, capability=capability):
-        wgmma.run(x, weight.qweight, weight.scale, out, bias)
+    if by_wgmma(m, capability):
+        wgmma.run(x, weight.qweight, weight.scale, weight.metadata, out, bias)
     else:
         run(choose(*out.shape, capability), x, weight, out, bias)
 
@@ -181,7 +181,7 @@ def builds() -> Iterator[Build]:
     bf16 = torch.bfloat16
     for (capability, tiles), sparse in product(TABLE.items(), (False, True)):
         arch, hopper = ARCHITECTURES[capability][0], capability == HOPPER
-        if hopper and not sparse:
+        if hopper:
             tiles = tuple(tile for tile in tiles if tile.block_tokens <= MOST_BY_MMA)
         variants = [(Variant(sparse, 128, bf16, bf16, bf16), tile) for tile in dict.fromkeys(tiles)]
         for group, (x, scale) in product(

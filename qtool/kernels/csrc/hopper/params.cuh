@@ -4,7 +4,7 @@
 
 struct Params {
     TensorMap tokens;   // [M, K], int8 or 16 bits
-    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax), marlin tiles (W4A16)
+    TensorMap weights;  // int8 [N, K] (W8A8), s4 codes (W4A4, W4Ax), marlin or marlin-24 tiles (W4A16)
     const u8* qweight;  // dual-MMA tiles
     const u8* scale2;   // level 2: [N/64, G, 64]
     const u8* offset2;  // LiquidQuant a = 128 + lo, QoQ zero point: [N/64, G, 64]
@@ -20,4 +20,5 @@ struct Params {
     // Several weights in one, for the experts of a mixture; else unused.
     const int* offsets;    // [E + 1] first token of each expert, then the end of the last
     int experts, columns;  // E, and the output channels of each: n = experts * columns
+    TensorMap positions;   // of the weights that 2:4 sparsity keeps (marlin-24), else unused
 };

@@ -2,6 +2,6 @@
 // (qtool/kernels/hopper/w4a16.py, qtool/kernels/hopper/gemm.py).
 #include "hopper/weights_marlin.cuh"
 
-using Weights = WeightsMarlin<GROUP, SCALE, KIND, TOKENS, STEP>;
+using Weights = WeightsMarlin<Marlin<KIND, TOKENS>, GROUP, SCALE, KIND, TOKENS, STEP>;
 
 #include "hopper/entry.cuh"

@@ -1,8 +1,4 @@
-// The 4-bit weight operand under 16-bit tokens: TMA copies of marlin tiles, and their codes as 16-bit registers.
-//
-// MARLIN's tile is 16 inputs by 64 outputs, 512 bytes; word j of a lane's 16 bytes is its A fragment of outputs
-// 16 j + lane / 4, + 8. wgmma's 64 rows are four such fragments, one a warp: warp w takes word w. The four lanes that then
-// share a bank cost what the 16-byte load of all four words would.
+// The 4-bit weight operand under 16-bit tokens: TMA copies of marlin or marlin-24 tiles, and their codes as 16-bit registers.
 //
 // code - 8 is exact in 16 bits. A group's scale comes in by one of two ways:
 //   kRounds    each weight is multiplied by it and rounded to 16 bits, as MARLIN and every dequantized checkpoint do.
@@ -11,29 +7,31 @@
 // The scale of a whole channel is the epilogue's; few tokens promote its sums every 128 inputs all the same, for tensor cores
 // truncate what they add.
 #pragma once
-#include "common/half_codes.cuh"
+#include "hopper/fragments_marlin.cuh"
 #include "hopper/params.cuh"
 #include "hopper/ring.cuh"
 
-// kGroup: 0 is the whole channel. kScale, kKind: of the group scales and of the tokens. kStep: input channels of a stage, 64 or 128.
-template <int kGroup, int kScale, int kKind, int kTokens, int kStep>
+// Layout: Marlin or Marlin24. kGroup: 0 is the whole channel. kScale, kKind: of the group scales and of the tokens. kStep: input
+// channels of a stage, 64 or 128.
+template <class Layout, int kGroup, int kScale, int kKind, int kTokens, int kStep>
 struct WeightsMarlin {
     using Sum = float;
     static constexpr int kInputs = kStep, kTokenBytes = 2 * kStep, kTokenGroups = 0;  // of a step; of a token there, and its scales
     static constexpr bool kZero = false, kGrouped = kGroup > 0, kReadsAhead = false, kTokenScales = false;
     static constexpr bool kPromotes = kTokens <= EXACT_TOKENS || (kGrouped && kScale != kKind), kRounds = kGrouped && !kPromotes;
-    static constexpr int kSummed = kGrouped ? kGroup : 128, kEach = kSummed / 16;        // input channels and instructions of a sum
+    static constexpr int kParts = kStep / 64, kBatch = 64 / Layout::kInputs;             // of a stage; instructions of a part
+    static constexpr int kInstructions = kParts * kBatch, kRegisters = Layout::kPair * kBatch / 2;
+    static constexpr int kSummed = kGrouped ? kGroup : 128;                              // input channels of a sum
+    static constexpr int kEach = kSummed / Layout::kInputs;                              // and instructions
     static constexpr int kGroups = !kGrouped ? 0 : kGroup < kStep ? kStep / kGroup : 1;  // whose scales a stage holds
-    static constexpr int kInstructions = kStep / 16;                                     // of a stage and panel
-    static constexpr int kBatch = 4, kParts = kInstructions / kBatch;                    // whose registers are filled at a time
     static constexpr int kHalf = kInstructions * 512;                                    // bytes of 64 rows in a stage
+    static constexpr int kPositionBytes = kInstructions * Layout::kPositionBytes;        // and of their positions
     static constexpr int kScaleBytes = 64 * (kScale == kFloat32 ? 4 : 2);                // of a group of 64 rows
-    static constexpr int kScalesAt = 2 * kHalf, kStageBytes = kScalesAt + 2 * kGroups * kScaleBytes;
+    static constexpr int kPositionsAt = 2 * kHalf, kScalesAt = kPositionsAt + 2 * kPositionBytes;
+    static constexpr int kStageBytes = kScalesAt + 2 * kGroups * kScaleBytes;
 
-    // Where the scale of the whole channel n lies: the order of MARLIN's accumulators.
-    static __device__ __forceinline__ int channel(int n) {
-        return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 16 * 4 + n % 16 / 8 * 2 + n % 2;
-    }
+    // Where the scale of the whole channel n lies.
+    static __device__ __forceinline__ int channel(int n) { return Layout::channel(n); }
 
     // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros, their scales not at all.
     struct Source {
@@ -44,8 +42,10 @@ struct WeightsMarlin {
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             if (elect_one()) {
                 const bool valid = row < p.n;
-                mbar_expect(bar, kHalf + (valid ? kGroups * kScaleBytes : 0));
+                mbar_expect(bar, kHalf + kPositionBytes + (valid ? kGroups * kScaleBytes : 0));
                 tensor_copy_once(stage + half * kHalf, &p.weights, 2 * row, step * kInstructions, bar);
+                if constexpr (kPositionBytes > 0)
+                    tensor_copy_once(stage + kPositionsAt + half * kPositionBytes, &p.positions, 4 * row, step * kInstructions, bar);
 #pragma unroll
                 for (int j = 0; j < kGroups; ++j) {
                     const u64 first = static_cast<u64>(step * kStep / kSummed + j) * p.n + row;
@@ -57,52 +57,52 @@ struct WeightsMarlin {
         }
     };
 
-    // Of this thread's rows q and q + 8 in group `j` of a stage.
+    // Of this thread's row q in group `j` of a stage; that of row q + 8 is Layout::kNextScale further.
     static __device__ __forceinline__ const u8* scales(const u8* stage, int j, int wg, int t) {
-        return stage + kScalesAt + (wg * kGroups + j) * kScaleBytes + (t % 32 / 4 * 8 + t / 32 * 2) * (kScaleBytes / 64);
+        return stage + kScalesAt + (wg * kGroups + j) * kScaleBytes + Layout::scale(t) * (kScaleBytes / 64);
     }
 
-    // Registers of the instructions [first, first + kBatch) of a stage, for thread `t` of warpgroup `wg`.
-    static __device__ __forceinline__ void fragments(u32 (&a)[4 * kBatch], const u8* stage, int first, int wg, int t) {
-        const u8* codes = stage + wg * kHalf + first * 512 + t % 32 * 16 + t / 32 * 4;
+    // Registers of the instructions [first, first + kBatch) of a stage, for thread `t` of warpgroup `wg`: of each pair its weights,
+    // and of a 2:4 sparse one their positions.
+    static __device__ __forceinline__ void fragments(u32 (&a)[kRegisters], const u8* stage, int first, int wg, int t) {
+        const u8* codes = stage + wg * kHalf + first * 512;
         u32 words[kBatch], scale[2];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) words[i] = *reinterpret_cast<const u32*>(codes + i * 512);
+        for (int i = 0; i < kBatch; ++i) words[i] = Layout::word(codes + i * 512, t);
+        if constexpr (kPositionBytes > 0) {
+            const u8* positions = stage + kPositionsAt + wg * kPositionBytes + first * Layout::kPositionBytes;
+#pragma unroll
+            for (int i = 0; i < kBatch; i += 2) a[i / 2 * Layout::kPair + 8] = Layout::positions(positions + i * Layout::kPositionBytes, t);
+        }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             u32 r[4];
             dequantize<kKind>(words[i], r);
             if constexpr (kRounds) {
-                if (i % kEach == 0) {
-                    const u32 both = *reinterpret_cast<const u32*>(scales(stage, (first + i) / kEach, wg, t));
-                    scale[0] = __byte_perm(both, 0, 0x1010), scale[1] = __byte_perm(both, 0, 0x3232);
-                }
+                if (i % kEach == 0) Layout::read_scales(scale, scales(stage, (first + i) / kEach, wg, t));
 #pragma unroll
                 for (int j = 0; j < 4; ++j) r[j] = multiply_pair<kKind>(r[j], scale[j % 2]);
             }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) a[4 * i + j] = r[j];
+            for (int j = 0; j < 4; ++j) a[i / 2 * Layout::kPair + i % 2 * 4 + j] = r[j];
         }
     }
 
-    // One instruction; `first` overwrites the sums.
-    static __device__ __forceinline__ void multiply_add(float (&sums)[kTokens / 2], const u32* a, u64 tokens, int i, bool first) {
-        using W = Wgmma<kTokens>;
-        const u64 operand = tokens + i / 4 * (kTokens * 8) + i % 4 * 2;
-        if constexpr (kKind == kBfloat16) first ? W::rs_bf16_first(sums, a, operand) : W::rs_bf16(sums, a, operand);
-        else first ? W::rs_f16_first(sums, a, operand) : W::rs_f16(sums, a, operand);
+    // Instruction `i` of a part; `first` overwrites the sums.
+    static __device__ __forceinline__ void multiply_add(float (&sums)[kTokens / 2], const u32 (&a)[kRegisters], u64 tokens, int i, bool first) {
+        Layout::multiply_add(sums, a + i / 2 * Layout::kPair, i % 2, tokens + i * (8 / kBatch), first);
     }
 
     // A part of a stage: dequantize while the part before is multiplied, put this one in flight, wait for that one.
     template <int kPart, class Pipe>
-    static __device__ __forceinline__ void batch(float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[4 * kBatch], const u32 (&in_flight)[4 * kBatch],
+    static __device__ __forceinline__ void batch(float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters], const u32 (&in_flight)[kRegisters],
                                                  int wg, int t) {
         if constexpr (kPart == 0) pipe.wait_full();
         fragments(a, pipe.stage(), kPart * kBatch, wg, t);
         keep(a);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) multiply_add(sums, a + 4 * i, pipe.tokens(), kPart * kBatch + i, false);
+        for (int i = 0; i < kBatch; ++i) multiply_add(sums, a, pipe.tokens() + kPart * (kTokens * 8), i, false);
         wgmma_commit();
         wgmma_wait<1>();
         keep(in_flight);
@@ -116,7 +116,7 @@ struct WeightsMarlin {
         float scale[2] = {1.f, 1.f};
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            if constexpr (kGrouped) scale[h] = load_as_float(scales(stage, j, wg, t), h, kScale);
+            if constexpr (kGrouped) scale[h] = load_as_float(scales(stage, j, wg, t), h * Layout::kNextScale, kScale);
         settle(sums);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) total[i] = fmaf(sums[i], scale[i % 4 / 2], total[i]);
@@ -124,8 +124,8 @@ struct WeightsMarlin {
 
     // A part of a stage where sums are promoted, each group's before the next one starts.
     template <int kPart, class Pipe>
-    static __device__ __forceinline__ void exact_batch(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[4 * kBatch],
-                                                       const u32 (&in_flight)[4 * kBatch], int wg, int t) {
+    static __device__ __forceinline__ void exact_batch(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters],
+                                                       const u32 (&in_flight)[kRegisters], int wg, int t) {
         if constexpr (kPart == 0) pipe.wait_full();
         const u8* stage = pipe.stage();
         fragments(a, stage, kPart * kBatch, wg, t);
@@ -141,7 +141,7 @@ struct WeightsMarlin {
                 promote(total, sums, stage, instruction / kEach - 1, wg, t);
                 wgmma_fence();
             }
-            multiply_add(sums, a + 4 * i, pipe.tokens(), instruction, instruction % kEach == 0);
+            multiply_add(sums, a, pipe.tokens() + kPart * (kTokens * 8), i, instruction % kEach == 0);
         }
         wgmma_commit();
         if constexpr (kPart > 0) {
@@ -154,7 +154,7 @@ struct WeightsMarlin {
     // Promotes the last group of the stage before, if there is one, and gives the stage back.
     template <class Pipe>
     static __device__ __forceinline__ void finish(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe,
-                                                  const u32 (&in_flight)[4 * kBatch], int wg, int t) {
+                                                  const u32 (&in_flight)[kRegisters], int wg, int t) {
         wgmma_wait<0>();
         keep(in_flight);
         if (pipe.previous < 0) return;
@@ -162,38 +162,41 @@ struct WeightsMarlin {
         pipe.release_previous();
     }
 
+    template <int kPart, class Pipe>
+    static __device__ __forceinline__ void part(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters],
+                                                const u32 (&in_flight)[kRegisters], int wg, int t) {
+        if constexpr (kPromotes) exact_batch<kPart>(total, sums, pipe, a, in_flight, wg, t);
+        else batch<kPart>(total, pipe, a, in_flight, wg, t);
+    }
+
     // The main loop over `steps` stages.
     template <int kPanels, int, class Pipe>
     static __device__ __forceinline__ void multiply(float (&totals)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         static_assert(kPanels == 1, "the host has no such tiles");
-        u32 even[4 * kBatch], odd[4 * kBatch];
-        if constexpr (kPromotes) {
-            static_assert(kParts == 2, "a stage has whole groups");
-            float sums[kTokens / 2] = {};
-            for (int i = 0; i < steps; ++i) {
-                exact_batch<0>(totals[0], sums, pipe, even, odd, wg, t);
-                exact_batch<1>(totals[0], sums, pipe, odd, even, wg, t);
-            }
-            finish(totals[0], sums, pipe, odd, wg, t);
-            keep(even);
-            return;
-        }
+        static_assert(!kPromotes || kStep == 128, "a stage has whole groups");
+        float(&total)[kTokens / 2] = totals[0], sums[kTokens / 2] = {};  // the sums of a group
+        u32 even[kRegisters], odd[kRegisters];
         if constexpr (kParts == 2) {
             for (int i = 0; i < steps; ++i) {
-                batch<0>(totals[0], pipe, even, odd, wg, t);
-                batch<1>(totals[0], pipe, odd, even, wg, t);
+                part<0>(total, sums, pipe, even, odd, wg, t);
+                part<1>(total, sums, pipe, odd, even, wg, t);
             }
         } else {
             for (int i = 0; i + 1 < steps; i += 2) {
-                batch<0>(totals[0], pipe, even, odd, wg, t);
-                batch<0>(totals[0], pipe, odd, even, wg, t);
+                part<0>(total, sums, pipe, even, odd, wg, t);
+                part<0>(total, sums, pipe, odd, even, wg, t);
             }
-            if (steps % 2) batch<0>(totals[0], pipe, even, odd, wg, t);
+            if (steps % 2) part<0>(total, sums, pipe, even, odd, wg, t);
         }
-        wgmma_wait<0>();
-        keep(even);
-        keep(odd);
-        pipe.release_previous();
-        settle(totals[0]);
+        if constexpr (kPromotes) {
+            finish(total, sums, pipe, odd, wg, t);
+            keep(even);
+        } else {
+            wgmma_wait<0>();
+            keep(even);
+            keep(odd);
+            pipe.release_previous();
+            settle(total);
+        }
     }
 };
