@@ -17,6 +17,8 @@ from qtool.kernels.hopper.gemm import KINDS, Operand, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 
 EXACT_TOKENS = 32
+#: by the dtype of the tokens
+INSTRUCTIONS = {torch.float16: "HGMMA.64x{}x16.F32", torch.bfloat16: "HGMMA.64x{}x16.F32.BF16"}
 
 
 def operand(group: int, x: torch.dtype, scale: torch.dtype, tokens: int) -> Operand:
@@ -59,8 +61,7 @@ def builds() -> Iterator[Build]:
     ):
         for tile in dict.fromkeys(tiles):
             kernel = operand(group, x, scale, tile.tokens)
-            instruction = "HGMMA.64x{}x16.F32" + (".BF16" if x == bf16 else "")
-            yield from gemm.builds(f"w4a16 g{group} {x} {scale}", kernel, (tile,), instruction)
+            yield from gemm.builds(f"w4a16 g{group} {x} {scale}", kernel, (tile,), INSTRUCTIONS[x])
 
 
 def packed_weight(qweight: Tensor, scale: Tensor) -> Weight:
