@@ -38,7 +38,11 @@ CONFIGS: dict[str, Any] = {
 IDS = torch.randint(0, 64, (3, 5), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=[("mixtral", "w4a8-lqq"), ("qwen3-moe", "w8a8")])
+@pytest.fixture(
+    scope="module",
+    params=[("mixtral", "w4a8-lqq"), ("qwen3-moe", "w8a8"), ("mixtral", "w4a16")],
+    ids="-".join,
+)
 def packed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed mixture of random weights, in bfloat16."""
     kind, scheme = request.param
@@ -75,6 +79,15 @@ def test_all_at_once_are_one_after_another(packed: Path) -> None:
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@torch.no_grad()
+def test_in_float32_too(packed: Path) -> None:
+    """Where a kernel takes 16-bit tokens alone, experts are computed one after another."""
+    model = load_as_stored(packed, dtype=torch.float32)
+    expected = model(IDS).logits
+    group_experts(model)
+    assert (model(IDS).logits - expected).norm() <= 0.02 * expected.norm()
 
 
 @torch.no_grad()
