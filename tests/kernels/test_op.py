@@ -8,7 +8,11 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels import compiled  # noqa: F401  (registers the operators)
-from qtool.kernels.attention import kv_attention  # noqa: F401  (registers its own)
+from qtool.kernels.attention import (  # noqa: F401  (register their own)
+    kv_append_paged,
+    kv_attention,
+    kv_attention_paged,
+)
 from qtool.kernels.op import OPERATORS, launched, operator
 
 
