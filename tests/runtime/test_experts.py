@@ -13,7 +13,7 @@ from qtool.models.experts import SeparateExperts
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.experts import GroupedExperts, group_experts
 from qtool.runtime.huggingface import dequantized
-from qtool.runtime.load import load_as_stored
+from qtool.runtime.load import load, load_as_stored
 from qtool.runtime.merge import merge_linears
 from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
 from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
@@ -107,6 +107,22 @@ def test_a_token_s_experts_are_weighted(packed: Path) -> None:
     apart = experts.grouped(x, index.mT.contiguous().mT, weights.mT.contiguous().mT)
     assert apart is not None and torch.equal(apart, found)  # routers that index give such
     assert experts.grouped(x[:0], index[:0], weights[:0]).shape == (0, 128)  # type: ignore[union-attr]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU (sm_90)",
+)
+@pytest.mark.parametrize("tokens", [1, 20, 500])
+@torch.no_grad()
+def test_a_gpu_computes_them_as_a_cpu(packed: Path, tokens: int) -> None:
+    here, there = (stacks(load(packed, device=device))[0] for device in ("cpu", "cuda"))
+    assert here.grouped is None and there.grouped is not None
+    x, index = torch.randn(tokens, 128).bfloat16(), torch.rand(tokens, len(here)).topk(2).indices
+    weights = torch.rand(tokens, 2).bfloat16()
+    expected, found = here(x, index, weights), there(x.cuda(), index.cuda(), weights.cuda()).cpu()
+    assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
 @torch.no_grad()
