@@ -33,7 +33,7 @@ class ExpertRows(NamedTuple):
 
     @property
     def quantized(self) -> QuantizeActivation:
-        """The quantizer of x as it is: rows of ``SiLU(gate) * up`` are the same to all."""
+        """The op that quantizes all tokens as they lie; what it fuses is fused here too."""
         return QuantizeActivation(self.x, None, None, self.fusion, 0.0)
 
     @property
