@@ -1,11 +1,13 @@
 """Time a layer's experts beside their floor and vLLM's FP8 ones, on this GPU.
 
     python benchmarks/kernels/bench_experts.py [--models qwen3-30b-a3b] [--tokens 1,16,64]
-    [--schemes w4a8-lqq,w8a8] [--loop] [--against vllm] [--json benchmarks/results/experts.json]
+    [--schemes w4a8-lqq,w8a8,w4a16] [--loop] [--against vllm]
+    [--json benchmarks/results/experts.json]
 
-The whole layer after the router: sorting, quantization, both GEMMs, SiLU and the weighted sum, by
-CUDA graphs, over weights that are rotated and random routing, another for each. ``--loop`` adds one
-expert after another, each with all tokens, as a captured graph needs it without grouped GEMMs.
+The whole layer after the router: sorting, quantization or copies, both GEMMs, SiLU and the weighted
+sum, by CUDA graphs, over weights that are rotated and random routing, another for each. ``--loop``
+adds one expert after another, each with all tokens, as a captured graph needs it without grouped
+GEMMs.
 ``--against vllm`` adds vLLM's ``fused_experts`` in FP8, the fastest of its per-tensor and its
 128 x 128 block scales. The floor is the chosen experts' weights once, in the first scheme, or the
 arithmetic.
@@ -24,13 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from qtool.bench.cuda_graphs import BANDWIDTH, OPERATIONS, copies, graph_us
+from qtool.bench.cuda_graphs import BANDWIDTH, HALF_OPERATIONS, OPERATIONS, copies, graph_us
 from qtool.bench.stored import machine, store
 from qtool.format import LinearFormat
 from qtool.kernels.build import Source, compile_all
-from qtool.kernels.experts import w4a8, w8a8
+from qtool.kernels.experts import w4a8, w4a16, w8a8
 from qtool.kernels.experts.tiles import choose_experts
-from qtool.kernels.hopper.gemm import definition
+from qtool.kernels.hopper.gemm import Operand, definition
+from qtool.kernels.hopper.tiles import Tile
 from qtool.runtime.dispatch import KERNELS, Call
 from qtool.runtime.experts import ExpertStack, grouped_experts
 from qtool.schemes import get
@@ -61,8 +64,14 @@ MODELS = {
     "qwen3-235b-a22b": Shape(4096, 1536, 128, 8),
 }
 TOKENS = (1, 16, 64, 128, 256, 1024)
-LAYOUTS = {"w8a8": "row-major-8"}
-FOUR_BITS = 4.25  # of LiquidQuant at g64
+#: of each scheme the layout, and the stored bits of a weight
+SCHEMES = {
+    "w4a8-lqq": ("dual-mma", 4.25),
+    "w4a8-qoq": ("dual-mma", 4.0),
+    "w4a8-qoq-g128": ("dual-mma", 4.125),
+    "w8a8": ("row-major-8", 8.0),
+    "w4a16": ("marlin", 4.125),
+}
 #: tokens, weights and ids of one call
 Routed = tuple[Tensor, Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,11 +79,14 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def random_stack(scheme: str, experts: int, n: int, k: int) -> ExpertStack:
     """Random weights of ``experts``; level 2 is legal."""
-    layout = LAYOUTS.get(scheme, "dual-mma")
-    found, stored = LinearFormat(scheme, get(scheme).group_size, layout), {}
+    (layout, _), stored = SCHEMES[scheme], {}
+    scales = "bfloat16" if scheme == "w4a16" else "float32"
+    found = LinearFormat(scheme, get(scheme).group_size, layout, scales)
     for name, spec in found.tensors(n, k).items():
-        shape, kind = (experts, *spec.shape), {"dtype": spec.dtype, "device": "cuda"}
+        shape, kind = (experts, 1, *spec.shape), {"dtype": spec.dtype, "device": "cuda"}
         low, high = {"qweight": (0, 128), "s2": (1, 9)}.get(name, (9, 16))
+        if spec.dtype == torch.int32:
+            low, high = -(2**31), 2**31
         stored[name] = (
             torch.rand(shape, **kind) * 1e-3
             if spec.dtype.is_floating_point
@@ -102,7 +114,7 @@ def loop(scheme: str, shape: Shape) -> Layer:
     stacks = [random_stack(scheme, shape.experts, n, k) for n, k in shape.sizes()]
 
     def multiply(stack: ExpertStack, expert: int, x: Tensor) -> Tensor:
-        stored = {name: tensor[expert] for name, tensor in stack.stored.items()}
+        stored = {name: tensor[expert, 0] for name, tensor in stack.stored.items()}
         return stack.kernel.multiply(Call(x, None, stored, None, stack.format, x.dtype))
 
     def layer(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -150,19 +162,20 @@ def times(
     return found
 
 
-def floor_us(shape: Shape, tokens: int, bits: float) -> float:
+def floor_us(shape: Shape, tokens: int, scheme: str) -> float:
     """The bytes of the experts that random tokens go to, or their arithmetic."""
+    bits, rate = SCHEMES[scheme][1], HALF_OPERATIONS if scheme == "w4a16" else OPERATIONS
     chosen = shape.experts * (1 - (1 - shape.top / shape.experts) ** tokens)
     operations = 2 * tokens * shape.top * shape.weights
-    return 1e6 * max(chosen * shape.weights * bits / 8 / BANDWIDTH, operations / OPERATIONS)
+    return 1e6 * max(chosen * shape.weights * bits / 8 / BANDWIDTH, operations / rate)
 
 
 def columns(schemes: list[str], with_loop: bool, against: bool) -> Iterator[tuple[str, Any, float]]:
     """Name, maker and bits a weight of what is timed."""
     for scheme in schemes:
-        yield scheme, partial(grouped, scheme), 8 if scheme == "w8a8" else 4
+        yield scheme, partial(grouped, scheme), SCHEMES[scheme][1]
     if with_loop:
-        yield f"{schemes[0]} one by one", partial(loop, schemes[0]), 4
+        yield f"{schemes[0]} one by one", partial(loop, schemes[0]), SCHEMES[schemes[0]][1]
     if against:
         yield "vLLM fp8", partial(in_vllm, None), 8
         yield "vLLM fp8, blocks", partial(in_vllm, [128, 128]), 8
@@ -171,10 +184,24 @@ def columns(schemes: list[str], with_loop: bool, against: bool) -> Iterator[tupl
 def sources(schemes: list[str], shapes: list[Shape], sizes: list[int]) -> Iterator[Source]:
     """The grouped GEMMs that will be timed."""
     for scheme, shape, tokens in product(schemes, shapes, sizes):
-        operand = w8a8.OPERAND if scheme == "w8a8" else w4a8.operand(scheme, get(scheme).group_size)
         for n, k in shape.sizes():
-            tile = choose_experts(tokens * shape.top, shape.experts, n, k, operand.stage_bytes)
-            yield definition(operand, tile, torch.bfloat16)
+            tile = chosen(scheme, tokens * shape.top, shape.experts, n, k)
+            yield definition(operand(scheme, tile), tile, torch.bfloat16)
+
+
+def operand(scheme: str, tile: Tile) -> Operand:
+    """The operand of a scheme's grouped GEMM."""
+    group = get(scheme).group_size
+    if scheme == "w4a16":
+        return w4a16.operand(group, torch.bfloat16, torch.bfloat16, tile.tokens)
+    return w8a8.OPERAND if scheme == "w8a8" else w4a8.operand(scheme, group)
+
+
+def chosen(scheme: str, *sizes: int) -> Tile:
+    """The tile that the op would choose for rows, experts, N and K."""
+    if scheme == "w4a16":
+        return w4a16.choose(*sizes, get(scheme).group_size, torch.bfloat16, torch.bfloat16)
+    return choose_experts(*sizes, operand(scheme, Tile(8)).stage_bytes)
 
 
 def main() -> None:
@@ -183,7 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--schemes", default="w4a8-lqq,w8a8")
+    parser.add_argument("--schemes", default="w4a8-lqq,w8a8,w4a16")
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--against", choices=["vllm"])
     parser.add_argument("--json", type=Path, help="keep the rows here")
@@ -195,14 +222,14 @@ def main() -> None:
     compile_all(sources(schemes, [MODELS[model] for model in models], sizes), "sm_90a")
     rows = []
     for model in models:
-        shape, bits = MODELS[model], 8.0 if schemes[0] == "w8a8" else FOUR_BITS
+        shape = MODELS[model]
         us: list[dict[str, float]] = [{} for _ in sizes]
         for name, make, each in columns(schemes, arguments.loop, arguments.against is not None):
             for row, found in zip(us, times(make, shape, each, sizes), strict=True):
                 row[name] = round(found, 1)
             torch.cuda.empty_cache()
         for tokens, row in zip(sizes, us, strict=True):
-            floor = round(floor_us(shape, tokens, bits), 1)
+            floor = round(floor_us(shape, tokens, schemes[0]), 1)
             rows.append({"model": model, "tokens": tokens, "us": row, "floor_us": floor})
             print(f"{model} {tokens}: floor {floor}, {row}", flush=True)
     print(machine("cuda"))

@@ -13,8 +13,9 @@ from qtool.kernels.activation import (
 )
 from qtool.kernels.attention import kv_append, kv_gather, kv_plan
 from qtool.kernels.build import Build
-from qtool.kernels.experts import combine, quantize, route
+from qtool.kernels.experts import combine, gather, quantize, route
 from qtool.kernels.experts import w4a8 as w4a8_experts
+from qtool.kernels.experts import w4a16 as w4a16_experts
 from qtool.kernels.experts import w8a8 as w8a8_experts
 from qtool.kernels.hopper import w4a8, w4ax, w8a8
 from qtool.kernels.hopper import w4a16 as w4a16_wgmma
@@ -25,6 +26,7 @@ from qtool.kernels.mma import w4ax as w4ax_mma
 #: modules with a ``builds()``
 MODULES = (
     combine,
+    gather,
     kv_append,
     kv_gather,
     kv_plan,
@@ -38,6 +40,7 @@ MODULES = (
     w4a8_experts,
     w4a8_mma,
     w4a16,
+    w4a16_experts,
     w4a16_wgmma,
     w4ax,
     w4ax_mma,

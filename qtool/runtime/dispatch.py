@@ -7,7 +7,7 @@ add one to.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,16 +43,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """One multiplication by the packed linears of E experts, each of its own rows.
+    """One multiplication by the packed linears of E experts, each of its own tokens.
 
-    Codes ``x [P, K]``, their ``scale`` and ``token_sum [P]`` are sorted by expert, of which
-    ``expert_offsets [E + 1]`` are the first rows; each of ``stored`` is a stack ``[E, ...]``.
+    Which are ``x``, ``place``, ``expert_offsets`` and ``fusion`` of
+    :class:`~qtool.kernels.experts.rows.ExpertRows`. Each of ``stored`` is a stack ``[E, J, ...]``:
+    of J linears an expert, whose outputs follow one another.
     """
 
     x: Tensor
-    scale: Tensor
-    token_sum: Tensor
+    place: Tensor | None
     expert_offsets: Tensor
+    fusion: str
     stored: Mapping[str, Tensor]
     format: LinearFormat
     out_dtype: torch.dtype
@@ -112,7 +113,7 @@ def _w4a8(call: Call) -> Tensor:
 
     gemm = w4a8_mma_gemm if call.format.layout == "compute-aware" else w4a8_gemm
     codes, scale, token_sum = _quantized(call)
-    qweight, s1, s2, offset, zero = _w4a8_tensors(call)
+    qweight, s1, s2, offset, zero = _w4a8_tensors(call.stored)
     how = (call.format.scheme, call.format.group_size, call.out_dtype)
     return gemm(codes, scale, qweight, s1, s2, offset, zero, token_sum, call.bias, *how)
 
@@ -120,23 +121,35 @@ def _w4a8(call: Call) -> Tensor:
 def _w4a8_experts(call: ExpertsCall) -> Tensor:
     from qtool.kernels.experts.w4a8 import w4a8_experts_gemm
 
-    codes, scale, offsets = call.x, call.scale, call.expert_offsets
+    codes, scale, token_sum = _quantized_rows(call)
+    tensors = _w4a8_tensors(_by_rows(call))
     how = (call.format.scheme, call.format.group_size, call.out_dtype)
-    return w4a8_experts_gemm(codes, scale, offsets, *_w4a8_tensors(call), call.token_sum, *how)
+    return w4a8_experts_gemm(codes, scale, call.expert_offsets, *tensors, token_sum, *how)
+
+
+def _quantized_rows(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
+    from qtool.kernels.experts.quantize import quantize_expert_rows
+
+    return quantize_expert_rows(call.x, call.place, call.expert_offsets, call.fusion)
+
+
+def _by_rows(call: ExpertsCall) -> dict[str, Tensor]:
+    """Tensors that are stored by rows of output channels as ``[E, ...]``: of one linear each."""
+    return {name: tensor.flatten(1, 2) for name, tensor in call.stored.items()}
 
 
 def _w4a8_tensors(
-    call: Call | ExpertsCall,
+    stored: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """qweight, s1, s2, offset and zero."""
-    s2, offset, zero = (call.stored.get(name) for name in ("s2", "offset", "zero"))
-    return call.stored["qweight"], call.stored["s1"], s2, offset, zero
+    s2, offset, zero = (stored.get(name) for name in ("s2", "offset", "zero"))
+    return stored["qweight"], stored["s1"], s2, offset, zero
 
 
 def _w4a8_prepared(call: Call) -> "PreparedLinear":
     from qtool.kernels.hopper.w4a8 import operand, packed_weight
 
-    weight = packed_weight(call.format.scheme, *_w4a8_tensors(call))
+    weight = packed_weight(call.format.scheme, *_w4a8_tensors(call.stored))
     kernel = operand(call.format.scheme, call.format.group_size)
     return _prepared(kernel, weight, len(weight.scale1), call)
 
@@ -152,9 +165,10 @@ def _w8a8(call: Call) -> Tensor:
 def _w8a8_experts(call: ExpertsCall) -> Tensor:
     from qtool.kernels.experts.w8a8 import w8a8_experts_gemm
 
-    weight, scale = call.stored["qweight"].view(torch.int8), call.stored["scale"][..., 0]
-    tokens = (call.x, call.scale, call.expert_offsets)
-    return w8a8_experts_gemm(*tokens, weight, scale, call.out_dtype)
+    codes, token_scale, _ = _quantized_rows(call)
+    stored = _by_rows(call)
+    weight, scale = stored["qweight"].view(torch.int8), stored["scale"][..., 0]
+    return w8a8_experts_gemm(codes, token_scale, call.expert_offsets, weight, scale, call.out_dtype)
 
 
 def _w8a8_prepared(call: Call) -> "PreparedLinear":
@@ -213,6 +227,15 @@ def _w4a16(call: Call) -> Tensor:
     return w4a16_gemm(x, qweight, scale, call.bias, call.out_dtype)
 
 
+def _w4a16_experts(call: ExpertsCall) -> Tensor:
+    from qtool.kernels.experts.gather import gather_expert_rows
+    from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
+
+    offsets, qweight, scale = call.expert_offsets, call.stored["qweight"], call.stored["scale"]
+    x = gather_expert_rows(call.x, call.place, offsets, call.fusion)
+    return w4a16_experts_gemm(x, offsets, qweight, scale, call.out_dtype)
+
+
 HOPPER = frozenset({(9, 0)})
 AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
 #: which has neither Hopper's wgmma nor s4 tensor cores
@@ -231,13 +254,24 @@ W4AX_MMA = Kernel(
     8,
     32,
 )
-HALF_MMA = (
-    "int4 x 16-bit mma, exact products, float32 sums scaled by group; weights of groups rounded to "
-    "16 bits above 32 tokens on Hopper"
-)
+HALF_MMA = "int4 x 16-bit mma, exact products, float32 sums scaled by group"
+HALF_ROUNDED = "weights of groups rounded to 16 bits above 32 tokens"
 W4A16 = Kernel("w4a16_gemm", HALF_MMA, ALL_GPUS, _w4a16, k=128, dtypes=HALF, exact=False)
+W4A16_HOPPER = replace(
+    W4A16,
+    precision=f"{HALF_MMA}; {HALF_ROUNDED}",
+    capabilities=HOPPER,
+    experts=_w4a16_experts,
+)
 W4A16_24 = Kernel(
-    "w4a16_24_gemm", f"2:4 sparse {HALF_MMA}", ALL_GPUS, _w4a16, 128, 128, HALF, exact=False
+    "w4a16_24_gemm",
+    f"2:4 sparse {HALF_MMA}; on Hopper {HALF_ROUNDED}",
+    ALL_GPUS,
+    _w4a16,
+    128,
+    128,
+    HALF,
+    exact=False,
 )
 
 #: by scheme and layout; of several, the first that accepts the weight and the GPU
@@ -249,7 +283,7 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4a8-qoq", "compute-aware"): (W4A8_MMA,),
     ("w4a8-qoq-g128", "compute-aware"): (W4A8_MMA,),
     ("w8a8", "row-major-8"): (W8A8,),
-    ("w4a16", "marlin"): (W4A16,),
+    ("w4a16", "marlin"): (W4A16_HOPPER, W4A16),
     ("w4a16-24", "marlin-24"): (W4A16_24,),
     ("w4a4", "apex4"): (W4AX, W4AX_MMA),
     ("w4a4", "w4ax-interleaved"): (W4AX, W4AX_MMA),

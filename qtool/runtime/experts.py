@@ -2,8 +2,9 @@
 
     y[t] = sum_j weights[t, j] * down_e(SiLU(gate_e(x[t])) * up_e(x[t]))    e = ids[t, j]
 
-Tokens are sorted by expert on the device, quantized in that order, and each stack of weights is
-multiplied by one grouped GEMM: nothing waits for the host, and a CUDA graph follows the ids.
+Tokens are sorted by expert on the device, quantized or copied in that order, and each stack of
+weights is multiplied by one grouped GEMM: nothing waits for the host, and a CUDA graph follows the
+ids.
 
 Legend: T tokens, k choices of each, P = T k pairs, E experts, I intermediate channels.
 """
@@ -27,7 +28,10 @@ SILU = ("SiLU", "SiLUActivation")
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The packed linears of E experts, of one format; each stored tensor is ``[E, ...]``."""
+    """The packed linears of E experts, of one format.
+
+    Each stored tensor is ``[E, J, ...]``, of J linears an expert, whose outputs follow one another.
+    """
 
     kernel: Kernel
     format: LinearFormat
@@ -39,16 +43,11 @@ class ExpertStack:
         """``[P, N]`` in x's dtype, sorted by expert.
 
         Args:
-            x, place, expert_offsets, fusion: of
-                :class:`~qtool.kernels.experts.quantize.QuantizeExpertRows`.
+            x, place, expert_offsets, fusion: of :class:`~qtool.kernels.experts.rows.ExpertRows`.
         """
-        from qtool.kernels.experts.quantize import quantize_expert_rows
-
         assert self.kernel.experts is not None
-        rows = quantize_expert_rows(x, place, expert_offsets, fusion)
-        return self.kernel.experts(
-            ExpertsCall(*rows, expert_offsets, self.stored, self.format, x.dtype)
-        )
+        rows = (x, place, expert_offsets, fusion)
+        return self.kernel.experts(ExpertsCall(*rows, self.stored, self.format, x.dtype))
 
 
 def grouped_experts(
@@ -86,6 +85,7 @@ class GroupedExperts:
         up, down = ("gate", "up"), ("down",)
         self.gate_up, self.down = (_stack(_linears(experts, roles)) for roles in (up, down))
         self.device = self.down.stored["qweight"].device
+        self.dtypes = set(self.gate_up.kernel.dtypes) & set(self.down.kernel.dtypes)
         #: of each linear its parent's modules and its name there, and its buffers and codes then
         self.places: list[tuple[dict[str, Any], str, Any, dict[str, Any], Tensor]] = [
             (expert._modules, name, linear, linear._buffers, linear._buffers["qweight"])
@@ -100,9 +100,12 @@ class GroupedExperts:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """``[T, H]`` for ``hidden [T, H]``, experts and weights ``[T, k]``.
 
-        None while operators are intercepted, or if a linear or its tensor is another one.
+        None while operators are intercepted, for a dtype that no kernel takes, or if a linear or
+        its tensor is another one.
         """
         if is_in_torch_dispatch_mode() or hidden.device != self.device:
+            return None
+        if hidden.dtype not in self.dtypes:
             return None
         for modules, name, linear, buffers, codes in self.places:
             if modules.get(name) is not linear or buffers["qweight"] is not codes:
@@ -143,28 +146,23 @@ def _are_alike(linears: Sequence[Sequence[Any]]) -> bool:
     if not all(isinstance(linear, QuantLinear) for linear in every):
         return False
     kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
-    rows = sum(part.out_features for part in linears[0])
     return (
         kernel is not None
         and kernel.experts is not None
         and all(linear.format == first.format for linear in every)
         and all(linear.bias is None and linear.permutation is None for linear in every)
-        and all(
-            spec.shape == (sum(len(part.get_buffer(name)) for part in own), *spec.shape[1:])
-            for name, spec in first.format.tensors(rows, first.in_features).items()
-            for own in linears
-        )
+        and len({(linear.out_features, linear.in_features) for linear in every}) == 1
     )
 
 
 def _stack(linears: Sequence[Sequence[Any]]) -> ExpertStack:
-    """The linears of each expert, one after another, as a stack."""
+    """The linears of each expert as a stack."""
     first, stored = linears[0][0], {}
     for name in first.stored_names:
         parts = [[part.get_buffer(name) for part in own] for own in linears]
-        stored[name] = torch.stack([torch.cat(each) for each in parts])
-        for own, each, whole in zip(linears, parts, stored[name], strict=True):
-            for part, view in zip(own, whole.split(list(map(len, each))), strict=True):
+        stored[name] = torch.stack([torch.stack(each) for each in parts])
+        for own, views in zip(linears, stored[name], strict=True):
+            for part, view in zip(own, views, strict=True):
                 setattr(part, name, view)
     kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
     return ExpertStack(kernel, first.format, stored)

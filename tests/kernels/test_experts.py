@@ -1,5 +1,6 @@
 """Grouped GEMMs, routing and weighted sums: their references beside loops over experts."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,18 +12,21 @@ from torch.nn.functional import silu
 
 from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.checks import SCALES
+from qtool.kernels.experts import w4a16
 from qtool.kernels.experts.combine import combine_experts
+from qtool.kernels.experts.gather import gather_expert_rows
 from qtool.kernels.experts.grouped import TABLE_BYTES
 from qtool.kernels.experts.quantize import quantize_expert_rows
 from qtool.kernels.experts.route import RouteExperts, route_experts
-from qtool.kernels.experts.tiles import TABLE, choose_experts
+from qtool.kernels.experts.tiles import TABLE, TABLE_HALF, TABLE_HALF_SUMS, choose_experts
 from qtool.kernels.experts.w4a8 import operand
 from qtool.kernels.experts.w8a8 import OPERAND
 from qtool.kernels.hopper.gemm import most_token_tiles, staging_bytes
-from qtool.kernels.hopper.tiles import RESIDENT
-from qtool.kernels.hopper.w4a8 import w4a8_gemm
-from qtool.kernels.hopper.w8a8 import w8a8_gemm
-from tests.kernels.experts_cases import COUNTS, SCHEMES, grouped
+from qtool.kernels.hopper.tiles import RESIDENT, Tile
+from qtool.kernels.hopper.w4a16 import EXACT_TOKENS
+from qtool.layouts.marlin import MARLIN
+from tests.kernels.experts_cases import COUNTS, SCHEMES, by_experts, exact, grouped
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
@@ -31,24 +35,31 @@ def test_equals_the_dense_op_expert_by_expert(
     scheme: str, group: int | None, counts: list[int]
 ) -> None:
     op, stacked = grouped(scheme, group, counts)
-    offsets = stacked["expert_offsets"].tolist()
-    rows = ("x", "sx", "token_sum")
-    for dtype in (torch.int32, torch.bfloat16):
-        y = op(**stacked | {"out_dtype": dtype})
-        assert y.shape == (offsets[-1] + 2, 192) and not y[offsets[-1] :].any()
-        for expert, count in enumerate(counts):
-            own: dict[str, Any] = {
-                name: value
-                if not isinstance(value, Tensor)
-                else value[offsets[expert] :][:count]
-                if name in rows
-                else value[expert]
-                for name, value in stacked.items()
-                if name != "expert_offsets"
-            }
-            dense = w8a8_gemm if scheme == "w8a8" else w4a8_gemm
-            expected = dense(**own | {"bias": None, "out_dtype": dtype})
-            assert torch.equal(y[offsets[expert] :][:count], expected)
+    rows = sum(counts)
+    for dtype in (exact(scheme), torch.bfloat16):
+        given = stacked | {"out_dtype": dtype}
+        y = op(**given)
+        assert y.shape == (rows + 2, 192) and not y[rows:].any()
+        assert torch.equal(y[:rows], by_experts(scheme, given, counts))
+
+
+def test_the_tiles_of_some_rows_lie_where_the_kernel_copies_them() -> None:
+    """As ``Source`` of csrc/hopper/weights_marlin.cuh counts them through a stack's matrices."""
+    experts, parts, part, k, group = 2, 2, 128, 256, 64
+    codes = torch.randint(0, 16, (experts * parts * part, k), dtype=torch.uint8)
+    scales = torch.rand(len(codes), k // group)
+    matrices = [MARLIN.pack(each)["qweight"] for each in codes.split(part)]
+    boxed = torch.stack(matrices).flatten(0, 1)  # [E J K/16, 2 N/J]
+    groups = torch.stack([MARLIN.pack_group(each) for each in scales.split(part)]).flatten()
+    for row, step in product(range(0, len(codes), 64), range(2)):
+        column, inputs = row % part, row // part * (k // 16) + step * 8
+        box = boxed[inputs : inputs + 8, 2 * column : 2 * column + 128]
+        own = codes[row : row + 64, 128 * step : 128 * step + 128]
+        assert torch.equal(box, MARLIN.pack(own.contiguous())["qweight"])
+        for j in range(128 // group):
+            first = (inputs * 16 // group + j) * part + column
+            own = scales[row : row + 64, 2 * step : 2 * step + 2].contiguous()
+            assert torch.equal(groups[first : first + 64], MARLIN.pack_group(own)[j])
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
@@ -109,6 +120,19 @@ def test_a_row_is_quantized_as_its_token_is() -> None:
         torch.library.opcheck(quantize_expert_rows, (x, rows, offsets, fusion))
 
 
+def test_a_row_is_its_token() -> None:
+    x = torch.randn(5, 64).bfloat16()
+    place = torch.tensor([[1, 2], [-1, -1], [-1, 3], [-1, -1], [0, -1]]).int()
+    offsets = torch.tensor([0, 1, 1, 4]).int()
+    found = gather_expert_rows(x, place, offsets, "none")
+    assert found.shape == (10, 64) and torch.equal(found[:4], x[[4, 0, 0, 2]])
+    gate, up = x.chunk(2, -1)
+    found = gather_expert_rows(x, None, offsets, "silu-up")
+    assert found.shape == (5, 32) and torch.equal(found[:4], (silu(gate) * up)[:4])
+    for fusion, rows in (("none", place), ("silu-up", None)):
+        torch.library.opcheck(gather_expert_rows, (x, rows, offsets, fusion))
+
+
 def test_the_weighted_sum_goes_by_the_tokens_own_order() -> None:
     z, weights = torch.randn(7, 16).bfloat16(), torch.rand(3, 2)
     place = torch.tensor([[6, 0], [-1, 3], [-1, -1]]).int()
@@ -133,13 +157,38 @@ def test_the_choice_of_tiles_is_in_the_table_and_fits(
 ) -> None:
     tile = choose_experts(rows, experts, 64 * n, 64 * k, stage_bytes)
     assert tile in TABLE
-    assert tile.split <= -(-k // 2)
-    if tile.split > 2:  # these clusters have one tile each
-        tiles = most_token_tiles(rows, experts, tile.tokens) * -(-n // 2)
-        assert tiles <= RESIDENT.get(tile.split, 132 // tile.split) * tile.blocks_per_sm
+    require_tile(tile, rows, experts, 64 * n, 64 * k)
     for each in (operand("w4a8-lqq", 32), OPERAND):
         beside = staging_bytes(tile, torch.float32) + TABLE_BYTES
         assert tile.stages(each.stage(tile), beside) >= 3
+
+
+def require_tile(tile: Tile, rows: int, experts: int, n: int, k: int) -> None:
+    """No more blocks share a sum than it has steps, or than run at once."""
+    assert tile.split <= -(-k // 128)
+    if tile.split > 2:  # these clusters have one tile each
+        tiles = most_token_tiles(rows, experts, tile.tokens) * -(-n // 128)
+        assert tiles <= RESIDENT.get(tile.split, 132 // tile.split) * tile.blocks_per_sm
+
+
+@given(
+    rows=st.integers(1, 70000),
+    experts=st.integers(1, 512),
+    n=st.integers(1, 500),
+    k=st.integers(1, 150),
+    group=st.sampled_from((0, 32, 64, 128)),
+    dtypes=st.sampled_from(tuple(product((torch.float16, torch.bfloat16), SCALES))),
+)
+def test_the_choice_for_16_bit_tokens_is_in_its_table_and_fits(
+    rows: int, experts: int, n: int, k: int, group: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    tile = w4a16.choose(rows, experts, 64 * n, 128 * k, group, *dtypes)
+    assert tile in (TABLE_HALF_SUMS if group and dtypes[0] != dtypes[1] else TABLE_HALF)
+    require_tile(tile, rows, experts, 64 * n, 128 * k)
+    beside = staging_bytes(tile, torch.float32) + TABLE_BYTES
+    assert tile.stages(w4a16.operand(group, *dtypes, tile.tokens).stage(tile), beside) >= 3
+    if rows <= EXACT_TOKENS and k > 1:  # of few tokens no weight is rounded
+        assert tile.tokens <= EXACT_TOKENS
 
 
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), tokens=st.integers(1, 20))
@@ -163,6 +212,11 @@ def test_refuses_in_one_sentence() -> None:
     op, given = grouped("w8a8", None, [3, 2])
     with pytest.raises(QtoolError, match=r"^w8a8_experts_gemm: 0 experts; accepted: 1 to 512"):
         op(**given | {"expert_offsets": given["expert_offsets"][:1]})
+    op, given = grouped("w4a16", 128, [3, 2])
+    with pytest.raises(QtoolError, match=r"^w4a16_experts_gemm: x is torch\.float32; expected"):
+        op(**given | {"x": given["x"].float()})
+    with pytest.raises(QtoolError, match=r"scale \(2, 1, 2, 64\); expected \[E, J, K/16, 2 N/J\]"):
+        op(**given | {"scale": given["scale"][:, :1].contiguous()})
     ids = torch.zeros(2, 2, dtype=torch.int32)
     with pytest.raises(QtoolError, match="513 experts; accepted: 1 to 512"):
         RouteExperts(ids, None, 513).require()
@@ -172,5 +226,7 @@ def test_refuses_in_one_sentence() -> None:
         combine_experts(torch.zeros(2, 12), ids, torch.ones(2, 2))
     with pytest.raises(QtoolError, match=r"^quantize_expert_rows: K = 12; expected a multiple"):
         quantize_expert_rows(torch.zeros(2, 12), None, ids[0], "none")
+    with pytest.raises(QtoolError, match=r"^gather_expert_rows: place has shape \(2,\); expected"):
+        gather_expert_rows(torch.zeros(2, 16), ids[0], ids[0], "none")
     with pytest.raises(QtoolError, match="unknown fusion 'rms-norm'"):
         quantize_expert_rows(torch.zeros(2, 16), None, ids[0], "rms-norm")

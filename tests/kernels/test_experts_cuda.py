@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from qtool.kernels.experts.combine import combine_experts
+from qtool.kernels.experts.gather import gather_expert_rows
 from qtool.kernels.experts.quantize import quantize_expert_rows
 from qtool.kernels.experts.route import route_experts
-from qtool.kernels.experts.tiles import TABLE
-from tests.kernels.experts_cases import COUNTS, SCHEMES, grouped, poisoned
+from qtool.kernels.experts.tiles import TABLE, TABLE_HALF, TABLE_HALF_SUMS
+from qtool.kernels.hopper.tiles import Tile
+from tests.kernels.experts_cases import COUNTS, SCHEMES, by_experts, exact, grouped, poisoned
 
 pytestmark = [
     pytest.mark.cuda,
@@ -34,30 +36,43 @@ def test_equals_the_cpu_reference(
 ) -> None:
     op, given = grouped(scheme, group, counts, beyond=3, n=n, k=k)
     there, rows = on_gpu(given), sum(counts)
-    for dtype in (torch.int32, torch.bfloat16):
+    for dtype in (exact(scheme), torch.bfloat16):
         want = op(**given | {"out_dtype": dtype})
         got = poisoned(op, there | {"out_dtype": dtype}).cpu()
         assert torch.equal(got[:rows], want[:rows])
         assert (got[rows:].contiguous().view(torch.uint8) == 0xA5).all()
 
 
-@pytest.mark.parametrize("tile", TABLE, ids=str)
-@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8"])
-def test_every_tile_is_right(scheme: str, tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+#: scheme, group and scales' dtype, and every tile
+TILES = [
+    *(("w4a8-lqq", 64, torch.float32, tile) for tile in TABLE),
+    *(("w8a8", None, torch.float32, tile) for tile in TABLE),
+    *(("w4a16", 128, torch.bfloat16, tile) for tile in TABLE_HALF),
+    *(("w4a16", 32, torch.float32, tile) for tile in TABLE_HALF_SUMS),
+]
+
+
+@pytest.mark.parametrize(("scheme", "group", "scale", "tile"), TILES, ids=str)
+def test_every_tile_is_right(
+    scheme: str,
+    group: int | None,
+    scale: torch.dtype,
+    tile: Tile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Many tiles a block, and fewer than blocks; splits of three and more have one each."""
-    group = None if scheme == "w8a8" else 64
     generator = torch.Generator().manual_seed(3)
     few = tile.split > 2
     sizes = [(1, 256)] if few else [(6, 256), (60, 128)]
     for experts, n in sizes:
         counts = torch.randint(0, 200, (experts,), generator=generator).tolist()
         counts = [min(count, tile.tokens) for count in counts] if few else counts
-        op, given = grouped(scheme, group, counts, beyond=1, n=n, k=1152)
-        module = op_module(op)
-        monkeypatch.setattr(module, "choose_experts", lambda *_: tile)
-        want = given | {"out_dtype": torch.int32}
-        got = poisoned(op, on_gpu(want))
-        assert torch.equal(got[: sum(counts)], gpu_reference(scheme, on_gpu(given), counts))
+        op, given = grouped(scheme, group, counts, beyond=1, n=n, k=1152, scale=scale)
+        chooses = "choose" if scheme == "w4a16" else "choose_experts"
+        monkeypatch.setattr(op_module(op), chooses, lambda *_: tile)
+        there = on_gpu(given | {"out_dtype": exact(scheme)})
+        got = poisoned(op, there)
+        assert torch.equal(got[: sum(counts)], by_experts(scheme, there, counts))
 
 
 def op_module(op: Any) -> Any:
@@ -66,28 +81,6 @@ def op_module(op: Any) -> Any:
     from qtool.kernels.op import OPERATORS
 
     return sys.modules[OPERATORS[op].__module__]  # type: ignore[attr-defined]
-
-
-def gpu_reference(scheme: str, given: dict[str, Any], counts: list[int]) -> Tensor:
-    """The dense kernel, expert by expert, bare sums."""
-    from qtool.kernels.hopper.w4a8 import w4a8_gemm
-    from qtool.kernels.hopper.w8a8 import w8a8_gemm
-
-    parts, first = [], 0
-    for expert, count in enumerate(counts):
-        own = {
-            name: value
-            if not isinstance(value, Tensor)
-            else value[first : first + count].clone()
-            if name in ("x", "sx", "token_sum")
-            else value[expert]
-            for name, value in given.items()
-            if name != "expert_offsets"
-        }
-        dense: Any = w8a8_gemm if scheme == "w8a8" else w4a8_gemm
-        parts.append(dense(**own | {"bias": None, "out_dtype": torch.int32}))
-        first += count
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 64, 1000, 8192])
@@ -127,7 +120,24 @@ def test_quantizes_as_on_the_cpu() -> None:
             assert (got[0][:end].cpu().int() - want[0][:end].int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [64, 1032, 4096])
+def test_gathers_as_on_the_cpu(dtype: torch.dtype, columns: int) -> None:
+    """And leaves the rows as they are that no expert has."""
+    offsets, place = route_experts(torch.randint(-1, 7, (40, 3), dtype=torch.int32), None, 7)
+    for fusion, rows, end in (("none", place, int(offsets[-1])), ("silu-up", None, 33)):
+        x = torch.randn(40, columns * (2 if rows is None else 1)).to(dtype)
+        offsets[-1] = end
+        given = {"x": x, "place": rows, "expert_offsets": offsets, "fusion": fusion}
+        want, got = gather_expert_rows(**given)[:end], poisoned(gather_expert_rows, on_gpu(given))
+        assert (got[end:].contiguous().view(torch.uint8) == 0xA5).all()
+        if fusion == "none":
+            assert torch.equal(got[:end].cpu(), want)
+        else:  # another exponential, in the last place of SiLU and so of the product
+            assert torch.allclose(got[:end].cpu(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w8a8", "w4a16"])
 def test_a_graph_follows_the_ids(scheme: str) -> None:
     """Replays with other ids give what calls give, and the same in each run."""
     experts, top, n, k = 16, 4, 256, 256
@@ -139,9 +149,13 @@ def test_a_graph_follows_the_ids(scheme: str) -> None:
 
     def layer() -> Tensor:
         offsets, place = route_experts(ids, None, experts)
-        codes, scale, total = quantize_expert_rows(x, place, offsets, "none")
-        more = {} if scheme == "w8a8" else {"token_sum": total}
-        z = op(**there | {"x": codes, "sx": scale, "expert_offsets": offsets} | more)
+        if scheme == "w4a16":
+            rows = {"x": gather_expert_rows(x, place, offsets, "none")}
+        else:
+            codes, scale, total = quantize_expert_rows(x, place, offsets, "none")
+            rows = {"x": codes, "sx": scale, "token_sum": total}
+            rows = {name: rows[name] for name in rows.keys() & there.keys()}
+        z = op(**there | rows | {"expert_offsets": offsets})
         return combine_experts(z, place, weights)
 
     layer()

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels import compiled  # noqa: F401  (registers the operators)
-from qtool.kernels.attention import kv_attention  # noqa: F401  (registers its own)
+from qtool.kernels.attention import (  # noqa: F401  (register their own)
+    kv_append_paged,
+    kv_attention,
+    kv_attention_paged,
+)
 from qtool.kernels.op import OPERATORS, launched, operator
 
 
@@ -61,6 +65,7 @@ def test_every_kernel_is_an_operator_on_each_device() -> None:
     names = {op._schema.name.removeprefix("qtool::") for op in OPERATORS}
     assert names - {"scaled_for_tests"} == {
         "combine_experts",
+        "gather_expert_rows",
         "kv_append",
         "kv_append_paged",
         "kv_attention",
@@ -73,6 +78,7 @@ def test_every_kernel_is_an_operator_on_each_device() -> None:
         "quantize_residual_norm",
         "route_experts",
         "w4a16_24_gemm",
+        "w4a16_experts_gemm",
         "w4a16_gemm",
         "w4a8_experts_gemm",
         "w4a8_gemm",

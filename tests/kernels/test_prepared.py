@@ -18,6 +18,7 @@ from qtool.format import LinearFormat
 from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
 from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
 from qtool.kernels.mma.w4a16 import w4a16_gemm
@@ -119,7 +120,7 @@ def through_ops(call: Call) -> Tensor:
     if call.format.scheme == "w8a8":
         weight, channel = call.stored["qweight"].view(torch.int8), call.stored["scale"][:, 0]
         return launched(w8a8_gemm, codes, scale, weight, channel, call.bias, call.out_dtype)
-    tensors = _w4a8_tensors(call)
+    tensors = _w4a8_tensors(call.stored)
     variant = (call.format.scheme, call.format.group_size, call.out_dtype)
     return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *variant)
 
@@ -217,6 +218,24 @@ def test_w4a16_is_launched_with_boxes_of_marlin_tiles(
     assert struct.unpack_from("<7q", weights) == box
     assert numbers[3] == scale.data_ptr() and numbers[5] == bias.data_ptr()
     assert numbers[6:8] == [0, 0] and numbers[9:14] == [m, n, k, 2, 0]
+    assert numbers[-3:] == [0, n, n]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_w4a16_experts_are_launched_with_all_their_tiles(
+    parts: int, launches: list[Launch]
+) -> None:
+    experts, n, k, rows = 5, 256, 512, 40
+    x, offsets = torch.randn(rows, k).bfloat16(), torch.zeros(experts + 1).int()
+    qweight = torch.zeros(experts, parts, k // 16, 2 * n // parts, dtype=torch.int32)
+    scale = torch.ones(experts, parts, 4, n // parts).bfloat16()
+    launched(w4a16_experts_gemm, x, offsets, qweight, scale, torch.bfloat16)
+    (launch,) = launches
+    _, weights, *numbers = GEMM.unpack(launch[4])
+    box = (qweight.data_ptr(), experts * parts * k // 16, 2 * n // parts, 4, 8, 128, 0)
+    assert struct.unpack_from("<7q", weights) == box
+    assert numbers[3] == scale.data_ptr() and numbers[9:12] == [rows, experts * n, k]
+    assert numbers[-4:] == [offsets.data_ptr(), experts, n, n // parts]
 
 
 def test_w4a16_of_few_tokens_is_mma_sync(launches: list[Launch]) -> None:

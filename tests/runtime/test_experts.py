@@ -13,7 +13,7 @@ from qtool.models.experts import SeparateExperts
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.experts import GroupedExperts, group_experts
 from qtool.runtime.huggingface import dequantized
-from qtool.runtime.load import load_as_stored
+from qtool.runtime.load import load, load_as_stored
 from qtool.runtime.merge import merge_linears
 from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
 from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
@@ -38,7 +38,11 @@ CONFIGS: dict[str, Any] = {
 IDS = torch.randint(0, 64, (3, 5), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=[("mixtral", "w4a8-lqq"), ("qwen3-moe", "w8a8")])
+@pytest.fixture(
+    scope="module",
+    params=[("mixtral", "w4a8-lqq"), ("qwen3-moe", "w8a8"), ("mixtral", "w4a16")],
+    ids="-".join,
+)
 def packed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed mixture of random weights, in bfloat16."""
     kind, scheme = request.param
@@ -78,6 +82,15 @@ def test_all_at_once_are_one_after_another(packed: Path) -> None:
 
 
 @torch.no_grad()
+def test_in_float32_too(packed: Path) -> None:
+    """Where a kernel takes 16-bit tokens alone, experts are computed one after another."""
+    model = load_as_stored(packed, dtype=torch.float32)
+    expected = model(IDS).logits
+    group_experts(model)
+    assert (model(IDS).logits - expected).norm() <= 0.02 * expected.norm()
+
+
+@torch.no_grad()
 def test_a_token_s_experts_are_weighted(packed: Path) -> None:
     """By the experts' own linears, an expert beyond the last one adds nothing."""
     experts = stacks(load_as_stored(packed))[0]
@@ -94,6 +107,22 @@ def test_a_token_s_experts_are_weighted(packed: Path) -> None:
     apart = experts.grouped(x, index.mT.contiguous().mT, weights.mT.contiguous().mT)
     assert apart is not None and torch.equal(apart, found)  # routers that index give such
     assert experts.grouped(x[:0], index[:0], weights[:0]).shape == (0, 128)  # type: ignore[union-attr]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU (sm_90)",
+)
+@pytest.mark.parametrize("tokens", [1, 20, 500])
+@torch.no_grad()
+def test_a_gpu_computes_them_as_a_cpu(packed: Path, tokens: int) -> None:
+    here, there = (stacks(load(packed, device=device))[0] for device in ("cpu", "cuda"))
+    assert here.grouped is None and there.grouped is not None
+    x, index = torch.randn(tokens, 128).bfloat16(), torch.rand(tokens, len(here)).topk(2).indices
+    weights = torch.rand(tokens, 2).bfloat16()
+    expected, found = here(x, index, weights), there(x.cuda(), index.cuda(), weights.cuda()).cpu()
+    assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
 @torch.no_grad()

@@ -24,8 +24,9 @@ BY_ROWS = [("w4a8-lqq", "dual-mma"), ("w4a8-qoq", "dual-mma"), ("w8a8", "row-maj
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU runs the references of the kernels' ops, as a GPU its kernels."""
 
-    def kernel_for(linear_format: LinearFormat, *_: Any) -> Kernel | None:
-        return KERNELS.get((linear_format.scheme, linear_format.layout), (None,))[0]
+    def kernel_for(linear_format: LinearFormat, *given: Any) -> Kernel | None:
+        kernel = KERNELS.get((linear_format.scheme, linear_format.layout), (None,))[0]
+        return kernel if kernel is not None and given[-1] in kernel.dtypes else None
 
     monkeypatch.setattr(linear_module, "kernel_for", kernel_for)
 

@@ -162,7 +162,12 @@ def experts_of(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("scheme", "layout"),
-    [("w4a8-lqq", "dual-mma"), ("w4a8-qoq", "dual-mma"), ("w8a8", "row-major-8")],
+    [
+        ("w4a8-lqq", "dual-mma"),
+        ("w4a8-qoq", "dual-mma"),
+        ("w8a8", "row-major-8"),
+        ("w4a16", "marlin"),
+    ],
 )
 @torch.no_grad()
 def test_grouped_experts_compute_what_a_loop_over_them_does(
@@ -184,13 +189,14 @@ def test_grouped_experts_compute_what_a_loop_over_them_does(
                 own = int(expert) if expert_map is None else int(expert_map[expert])
                 if own >= 0:
                     expected[token] += weight * each[own, token].float()
-        assert torch.equal(y, expected.bfloat16())
+        distance = (y - expected.bfloat16()).norm()
+        assert distance <= (0 if scheme != "w4a16" else 4e-3) * expected.norm()
 
 
 @torch.no_grad()
 def test_few_tokens_go_through_all_experts_many_through_their_own(native: Native) -> None:
     """Of a scheme without grouped kernels."""
-    layer = experts_of(loaded(native("w4a16", "marlin", "mixtral")))
+    layer = experts_of(loaded(native("w4a8-lqq", "compute-aware", "mixtral")))
     method: Any = layer.quant_method
     assert not method.grouped
     x = torch.randn(600, 512).bfloat16()

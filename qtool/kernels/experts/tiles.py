@@ -1,8 +1,10 @@
 """The tile of a grouped GEMM, chosen without knowing how many tokens each expert has.
 
-The constants were measured on an H200 with random routing (benchmarks/journal/kernels.md).
+The constants of 8-bit tokens were measured on an H200 with random routing
+(benchmarks/journal/kernels.md); ``benchmarks/kernels/sweep_experts.py`` times every tile.
 """
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from math import ceil, erfc, expm1, sqrt
 
@@ -22,6 +24,28 @@ STEP = {
     Tile(128, 256): 0.69,
     Tile(256): 0.64,
 }
+#: and of 16-bit tokens: 64, 128 and 256 are the dense kernel's, the others guessed by them
+STEP_HALF = {
+    Tile(8, split=2, blocks_per_sm=2): 0.24,
+    Tile(16, split=2, blocks_per_sm=2): 0.26,
+    Tile(32, split=2, blocks_per_sm=2): 0.3,
+    Tile(48, blocks_per_sm=2): 0.35,
+    Tile(64, blocks_per_sm=2): 0.4,
+    Tile(80): 0.45,
+    Tile(96): 0.5,
+    Tile(128): 0.6,
+    Tile(256): 1.1,
+}
+#: with sums of groups that are scaled in the main loop, whatever the tile: no registers for more
+STEP_HALF_SUMS = {
+    Tile(8, split=2, blocks_per_sm=2): 0.24,
+    Tile(16, split=2, blocks_per_sm=2): 0.26,
+    Tile(32, split=2, blocks_per_sm=2): 0.3,
+    Tile(48, blocks_per_sm=2): 0.4,
+    Tile(64): 0.45,
+    Tile(96): 0.6,
+    Tile(128): 0.75,
+}
 #: tokens of the tiles that more than two blocks may share
 SPLIT_SIZES = (8, 16, 32, 64)
 #: bytes of weights that an SM takes from memory in a microsecond, all at work
@@ -34,6 +58,24 @@ def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) ->
 
     ``stage_bytes`` are those of 128 channels of 128 of its rows.
     """
+    return _choose(rows, experts, n, k, stage_bytes, STEP)
+
+
+@cache
+def choose_experts_half(
+    rows: int, experts: int, n: int, k: int, stage_bytes: int, *, scales_sums: bool = False
+) -> Tile:
+    """The tile for 16-bit tokens.
+
+    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile.
+    """
+    step_us = STEP_HALF_SUMS if scales_sums else STEP_HALF
+    return _choose(rows, experts, n, k, stage_bytes, step_us)
+
+
+def _choose(
+    rows: int, experts: int, n: int, k: int, stage_bytes: int, step_us: Mapping[Tile, float]
+) -> Tile:
     steps = -(-k // 128)
     if tokens := next((size for size in SPLIT_SIZES if rows <= size), None):
         tiles = most_token_tiles(rows, experts, tokens) * -(-n // 128)
@@ -48,10 +90,10 @@ def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) ->
         unit = tile.blocks_per_sm / tile.split  # of tiles that an SM has at once
         tiles = token_tiles(rows, experts, tile.tokens) * -(-n // tile.rows)
         waves = unit * max(1, ceil(tiles / RESIDENT[1] / unit))
-        us = waves * (steps * STEP[tile] + FINISH * tile.tokens * tile.rows / 128**2)
+        us = waves * (steps * step_us[tile] + FINISH * tile.tokens * tile.rows / 128**2)
         return (us**8 + (bytes_each / BYTES_PER_US) ** 8) ** (1 / 8)  # a maximum, but smooth
 
-    return min((tile for tile in STEP if tile.split <= steps), key=cost)
+    return min((tile for tile in step_us if tile.split <= steps), key=cost)
 
 
 def token_tiles(rows: int, experts: int, tokens: int) -> float:
@@ -66,12 +108,19 @@ def token_tiles(rows: int, experts: int, tokens: int) -> float:
     return experts * (sum(more) - expm1(-mean))
 
 
-#: every tile that :func:`choose_experts` may return
-TABLE = tuple(STEP) + tuple(
-    Tile(tokens, split=split, blocks_per_sm=per_sm)
-    for tokens in SPLIT_SIZES
-    for split, per_sm in sorted(
-        {choice for row in SMALL for choice in (row[3:] if tokens == 64 else row[1:3])}
+def _table(steps: Iterable[Tile]) -> tuple[Tile, ...]:
+    """Those of ``steps``, and those that few tokens have."""
+    few = (
+        Tile(tokens, split=split, blocks_per_sm=per_sm)
+        for tokens in SPLIT_SIZES
+        for split, per_sm in sorted(
+            {choice for row in SMALL for choice in (row[3:] if tokens == 64 else row[1:3])}
+        )
     )
-    if Tile(tokens, split=split, blocks_per_sm=per_sm) not in STEP
-)
+    return tuple(dict.fromkeys((*steps, *few)))
+
+
+#: every tile that :func:`choose_experts` may return
+TABLE = _table(STEP)
+#: and :func:`choose_experts_half`
+TABLE_HALF, TABLE_HALF_SUMS = _table(STEP_HALF), _table(STEP_HALF_SUMS)

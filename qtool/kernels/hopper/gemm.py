@@ -29,7 +29,7 @@ from qtool.kernels.launch import (
 THREADS = 384  # two consumer warpgroups and the producer's
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
 #: csrc/hopper/params.cuh
-PARAMETERS = struct.Struct("<128s128s9Q7i4xQ2i8x128s")
+PARAMETERS = struct.Struct("<128s128s9Q7i4xQ3i4x128s")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Weight:
     zero1: Tensor | None = None
     boxed: Tensor | None = None  # codes copied by boxes: a matrix of bytes, such as int8 [N, K]
     positions: Tensor | None = None  # of what 2:4 sparsity keeps: bytes, half those of its codes
+    part: int | None = None  # output channels of a matrix of marlin tiles, where there are several
 
 
 def definition(
@@ -160,7 +161,7 @@ class Plan:
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
         self.numbers = (m, n * (experts or 1), self.k, *kinds, token_tiles, tiles)
-        self.experts = (experts or 0, n)
+        self.experts = (experts or 0, n, weight.part or n)
 
     def launch(self, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
         """Start it for the tokens, their scales and sums, and the output at these addresses.

@@ -18,6 +18,9 @@ from qtool.kernels.hopper.gemm import KINDS, Operand, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 
 EXACT_TOKENS = 32
+#: by the dtype of the tokens; for 2:4 sparse weights
+INSTRUCTIONS = {torch.float16: "HGMMA.64x{}x16.F32", torch.bfloat16: "HGMMA.64x{}x16.F32.BF16"}
+INSTRUCTIONS_24 = {x: name.replace("64x{}x16", "SP.64x{}x32") for x, name in INSTRUCTIONS.items()}
 
 
 def operand(
@@ -66,8 +69,8 @@ def builds() -> Iterator[Build]:
     ):
         for tile, sparse in product(dict.fromkeys(tiles), (False, True)):
             kernel = operand(group, x, scale, tile.tokens, sparse=sparse)
-            name, shape = ("w4a16-24", "SP.64x{}x32") if sparse else ("w4a16", "64x{}x16")
-            instruction = f"HGMMA.{shape}.F32" + (".BF16" if x == bf16 else "")
+            name = "w4a16-24" if sparse else "w4a16"
+            instruction = (INSTRUCTIONS_24 if sparse else INSTRUCTIONS)[x]
             yield from gemm.builds(f"{name} g{group} {x} {scale}", kernel, (tile,), instruction)
 
 

@@ -64,8 +64,8 @@ class W4A16Gemm(NamedTuple):
     def weight(self) -> HalfWeight:
         return HalfWeight(self.qweight, self.scale)
 
-    def require(self) -> None:
-        _require("w4a16_gemm", self.x, self.weight, self.bias, self.out_dtype)
+    def require(self, op: str = "w4a16_gemm") -> None:
+        _require(op, self.x, self.weight, self.bias, self.out_dtype)
 
     def empty(self) -> Tensor:
         return self.x.new_empty((self.x.shape[0], self.weight.shape[0]), dtype=self.out_dtype)

@@ -203,7 +203,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         return have and self.experts <= MOST_EXPERTS
 
     def _stack(self, layer: Any, stack: str) -> ExpertStack:
-        stored = {part: getattr(layer, f"{stack}_{part}") for part in self.parts[stack]}
+        stored = {part: getattr(layer, f"{stack}_{part}")[:, None] for part in self.parts[stack]}
         return ExpertStack(self.kernels[stack], self.formats[stack], stored)
 
     def _grouped(self, layer: Any, x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:

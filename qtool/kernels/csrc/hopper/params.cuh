@@ -20,5 +20,6 @@ struct Params {
     // Several weights in one, for the experts of a mixture; else unused.
     const int* offsets;    // [E + 1] first token of each expert, then the end of the last
     int experts, columns;  // E, and the output channels of each: n = experts * columns
+    int part;              // W4A16, also of one weight: output channels of a matrix of tiles, one of which follows another
     TensorMap positions;   // of the weights that 2:4 sparsity keeps (marlin-24), else unused
 };

@@ -36,24 +36,25 @@ struct WeightsMarlin {
     // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros, their scales not at all.
     struct Source {
         const Params& p;
-        int row, step;
+        bool valid;
+        int column, line;  // within the rows' matrix; from the first matrix on
 
-        __device__ __forceinline__ Source(const Params& p, int row, int step) : p(p), row(row), step(step) {}
+        __device__ __forceinline__ Source(const Params& p, int row, int step)
+            : p(p), valid(row < p.n), column(row % p.part), line(row / p.part * (p.k / Layout::kInputs) + step * kInstructions) {}
         __device__ __forceinline__ void load(u32 stage, int half, u32 bar) {
             if (elect_one()) {
-                const bool valid = row < p.n;
                 mbar_expect(bar, kHalf + kPositionBytes + (valid ? kGroups * kScaleBytes : 0));
-                tensor_copy_once(stage + half * kHalf, &p.weights, 2 * row, step * kInstructions, bar);
+                tensor_copy_once(stage + half * kHalf, &p.weights, 2 * column, line, bar);
                 if constexpr (kPositionBytes > 0)
-                    tensor_copy_once(stage + kPositionsAt + half * kPositionBytes, &p.positions, 4 * row, step * kInstructions, bar);
+                    tensor_copy_once(stage + kPositionsAt + half * kPositionBytes, &p.positions, 4 * column, line, bar);
 #pragma unroll
                 for (int j = 0; j < kGroups; ++j) {
-                    const u64 first = static_cast<u64>(step * kStep / kSummed + j) * p.n + row;
+                    const u64 first = static_cast<u64>(line / kEach + j) * p.part + column;
                     const u32 at = stage + kScalesAt + (half * kGroups + j) * kScaleBytes;
                     if (valid) bulk_copy_once(at, static_cast<const u8*>(p.scale1) + first * (kScaleBytes / 64), kScaleBytes, bar);
                 }
             }
-            ++step;
+            line += kInstructions;
         }
     };
 
