@@ -158,6 +158,7 @@ SCRIPTS: dict[str, Case] = {
     "kernels/end_to_end.py": gpu(),
     "kernels/eval_cost.py": Case("{native} --tokens 4 --batch 1 --runs 1", r"\d s plain"),
     "kernels/sweep.py": gpu(),
+    "kernels/sweep_experts.py": gpu(),
     "kernels/sweep_half.py": gpu(),
     "layouts/pack.py": Case("--shape 128 128 --repeat 1", "^marlin-24 .*-$", "^apex4 "),
     "pictures.py": Case("--out {tmp}/images", check=made("images")),

@@ -21,7 +21,7 @@ from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
-from qtool.kernels.mma.w4a16 import w4a16_gemm
+from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 from qtool.kernels.op import launched
 from qtool.runtime.dispatch import KERNELS, Call
 from tests.runtime.test_linear import quantized
@@ -211,14 +211,31 @@ def test_w4a16_is_launched_with_boxes_of_marlin_tiles(
     scale = torch.ones(k // (group or k), n).bfloat16()
     launched(w4a16_gemm, x, qweight, scale, bias, torch.bfloat16)
     (launch,) = launches
-    tokens, weights, *numbers = GEMM.unpack(launch[4])
+    tokens, weights, *numbers, positions = GEMM.unpack(launch[4])
     # address, rows, columns, bytes of an item, rows and columns of a box, swizzle
     assert struct.unpack_from("<7q", tokens) == (x.data_ptr(), m, 2 * k, 1, width, 128, 128)
     box = (qweight.data_ptr(), k // 16, 2 * n, 4, step // 16, 128, 0)
     assert struct.unpack_from("<7q", weights) == box
     assert numbers[3] == scale.data_ptr() and numbers[5] == bias.data_ptr()
     assert numbers[6:8] == [0, 0] and numbers[9:14] == [m, n, k, 2, 0]
-    assert numbers[-3:] == [0, n, n]
+    assert numbers[-3:] == [0, n, n] and not any(positions)
+
+
+def test_2_4_sparse_w4a16_is_launched_with_boxes_of_codes_and_positions(
+    launches: list[Launch],
+) -> None:
+    m, n, k = 64, 256, 512
+    x, scale = torch.randn(m, k).bfloat16(), torch.ones(4, n).bfloat16()
+    qweight = torch.zeros(k // 32, 2 * n, dtype=torch.int32)
+    metadata = torch.zeros(k // 32, 2 * n, dtype=torch.int16)
+    launched(w4a16_24_gemm, x, qweight, metadata, scale, None, torch.bfloat16)
+    (launch,) = launches
+    _, weights, *numbers, positions = GEMM.unpack(launch[4])
+    box = (qweight.data_ptr(), k // 32, 2 * n, 4, 4, 128, 0)
+    assert struct.unpack_from("<7q", weights) == box
+    box = (metadata.data_ptr(), k // 32, 4 * n, 1, 4, 256, 0)
+    assert struct.unpack_from("<7q", positions) == box
+    assert numbers[9:14] == [m, n, k, 2, 0]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -231,7 +248,7 @@ def test_w4a16_experts_are_launched_with_all_their_tiles(
     scale = torch.ones(experts, parts, 4, n // parts).bfloat16()
     launched(w4a16_experts_gemm, x, offsets, qweight, scale, torch.bfloat16)
     (launch,) = launches
-    _, weights, *numbers = GEMM.unpack(launch[4])
+    _, weights, *numbers, _ = GEMM.unpack(launch[4])
     box = (qweight.data_ptr(), experts * parts * k // 16, 2 * n // parts, 4, 8, 128, 0)
     assert struct.unpack_from("<7q", weights) == box
     assert numbers[3] == scale.data_ptr() and numbers[9:12] == [rows, experts * n, k]
