@@ -1,7 +1,7 @@
 #!/bin/sh
-# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [70b] [distill] [tiny]
+# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [best] [70b] [qwen] [deepseek] [distill] [tiny]
 # Each run is a fresh process and leaves its JSON in WORK; random checkpoints are made in WORK and kept (8B: 16 GB, 70B:
-# 7.4 and 14.2 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
+# 7.4 and 14.2 GB, four blocks of Qwen3-235B 22 GB, of DeepSeek-V3 30 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
 set -e
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 here=$(dirname "$0") work=$1
@@ -22,6 +22,11 @@ for what in "${@:-8b}"; do
     70b) for layers in 8 4; do # the first compiles the kernels
             bench "llama-2-70b, $layers blocks, paper-gptq" llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
+    best) bench "llama-3-8b, 32 blocks, best" llama-3-8b --recipe best ;;
+    qwen) for recipe in paper best; do
+            bench "qwen3-235b-a22b, 4 blocks, $recipe" qwen3-235b-a22b --layers 4 --recipe $recipe
+        done ;;
+    deepseek) bench "deepseek-v3, 4 blocks, paper" deepseek-v3 --layers 4 --recipe paper ;;
     tiny) bench "llama-tiny" llama-tiny --samples 1 --seqlen 16 ;; # to try the script
     distill)
         bench "llama-3-8b, 1 block, distill" llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
