@@ -18,12 +18,13 @@ from qtool.bench import bench_quantize
 from qtool.bench import quantize as bench
 from qtool.bench.ceilings import Ceilings
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
+from qtool.calibration.alike import successive
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.distill.distill import ITERATION_TOKENS
-from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once, successive
+from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of

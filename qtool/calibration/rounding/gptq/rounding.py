@@ -11,11 +11,11 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import successive
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -276,16 +276,6 @@ def moments_observer(
                 hessians[name].add(part)
 
     return add
-
-
-def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one after another; equal parts of all experts come together."""
-
-    def role(group: LinearGroup) -> object:
-        return group.fold if group.routed else group.linears
-
-    for _, same in groupby(groups, role):
-        yield list(same)
 
 
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
