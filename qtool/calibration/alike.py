@@ -17,6 +17,7 @@ from torch import Tensor
 from qtool.calibration.block import Block
 from qtool.calibration.precision import stack
 from qtool.models.parts import LinearGroup
+from qtool.schemes.base import Clip
 
 Item = TypeVar("Item")
 
@@ -50,24 +51,25 @@ def alike(block: Block, names: Iterable[str]) -> list[list[str]]:
     return list(kinds.values())
 
 
-def in_turn(items: Sequence[Item], nbytes: int, device: torch.device) -> Iterator[Sequence[Item]]:
-    """Parts of ``items`` that are looked at together, where each holds ``nbytes``."""
-    size = at_once(nbytes, device.type == "cuda")
-    return (items[start : start + size] for start in range(0, len(items), size))
+def in_turn(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """``items`` in parts of ``size``, of one in any case."""
+    step = max(1, size)
+    return (items[start : start + step] for start in range(0, len(items), step))
 
 
-def at_once(nbytes: int, on_gpu: bool) -> int:
-    """How many linears are looked at together where each holds ``nbytes``."""
-    return max(1, TOGETHER[on_gpu] // nbytes)
+def searched_at_once(n: int, k: int, tokens: int, on_gpu: bool) -> int:
+    """How many linears ``[n, k]`` a search looks at together; none where one is too large.
 
-
-def search_bytes(n: int, k: int, tokens: int) -> int:
-    """Bytes that the search of a linear ``[n, k]`` holds, float32.
-
-    The weight, a candidate, what it is rounded to and two more of their size; the inputs likewise
-    thrice; two of the size of the outputs.
+    It holds of each, in float32: the weight, a candidate, what that is rounded to and two more of
+    their size; three of the size of its inputs, two of its outputs'.
     """
-    return 4 * (5 * n * k + 3 * tokens * k + 2 * tokens * n)
+    return TOGETHER[on_gpu] // (4 * (5 * n * k + 3 * tokens * k + 2 * tokens * n))
+
+
+def searched_in_turn(block: Block, names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
+    """Parts of ``names`` that a search looks at together; they are :func:`alike`."""
+    n, k = block.weight(names[0]).shape
+    return in_turn(names, searched_at_once(n, k, tokens, block.device.type == "cuda"))
 
 
 def stacked_weights(block: Block, names: Sequence[str]) -> Tensor:
@@ -80,3 +82,22 @@ def padded(inputs: Sequence[Tensor]) -> Tensor:
     if len(inputs) == 1:
         return inputs[0][None]
     return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True)
+
+
+def clips_of(block: Block, names: Sequence[str]) -> tuple[Clip, Clip]:
+    """The clips chosen for linears of one shape, ``[S N]`` and ``[S N, G]``; 1 where none was."""
+    if not any(name in block.clips for name in names):
+        return 1.0, 1.0
+    weight = block.weight(names[0])
+    groups = block.schemes[names[0]].groups(weight).shape[1]
+    clips, group_clips = zip(*(block.clips.get(name, (1.0, 1.0)) for name in names), strict=True)
+    rows, device = [len(weight)] * len(names), weight.device
+    return stacked_clips(clips, rows, device), stacked_clips(group_clips, rows, device, groups)
+
+
+def stacked_clips(
+    clips: Sequence[Clip], rows: Sequence[int], device: torch.device, *tail: int
+) -> Tensor:
+    """The clips of linears of so many ``rows``, one after another: ``[sum of rows, *tail]``."""
+    pairs = zip(clips, rows, strict=True)
+    return torch.cat([torch.as_tensor(c, device=device).expand(n, *tail) for c, n in pairs])

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import alike, in_turn, padded, search_bytes, stacked_weights
+from qtool.calibration.alike import alike, padded, searched_in_turn, stacked_weights
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -85,7 +85,7 @@ class Clip(Transform):
             block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed
         )
 
-        def searched(names: Sequence[str]) -> list[tuple[tuple[Ratio, Ratio], Tensor]]:
+        def searched(names: Sequence[str]) -> Sequence[tuple[tuple[Ratio, Ratio], Tensor]]:
             scheme, weight = block.schemes[names[0]], stacked_weights(block, names)
             x = padded([inputs[block.family.group_of(name).linears[0]].sample for name in names])
             params = scheme.fit_range(*scheme.range(weight[0], finite=True))
@@ -97,9 +97,7 @@ class Clip(Transform):
         turns = [
             names
             for same in alike(block, judged)
-            for names in in_turn(
-                same, search_bytes(*block.weight(same[0]).shape, self.tokens), block.device
-            )
+            for names in searched_in_turn(block, same, self.tokens)
         ]
         found = ranks.map_items(
             searched,

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from qtool.calibration.alike import (
     alike,
-    in_turn,
     padded,
-    search_bytes,
+    searched_in_turn,
     stacked_weights,
     successive,
 )
@@ -133,8 +132,7 @@ def together(
             continue
         by_name = {group.linears[0]: group for group in some}
         for same in alike(block, by_name):
-            nbytes = search_bytes(*block.weight(same[0]).shape, tokens)
-            for names in in_turn(same, nbytes, block.device):
+            for names in searched_in_turn(block, same, tokens):
                 yield [by_name[name] for name in names]
 
 
@@ -151,12 +149,11 @@ def search(
         stacks = [
             some
             for same in alike(block, groups[0].linears)
-            for some in in_turn(
-                same, search_bytes(*block.weight(same[0]).shape, x.shape[1]), block.device
-            )
+            for some in searched_in_turn(block, same, x.shape[1])
         ]
     largest = [
-        stacked_weights(block, some).abs().amax(1).view(len(x), -1, x.shape[2]).amax(1) for some in stacks
+        stacked_weights(block, some).abs().amax(1).view(len(x), -1, x.shape[2]).amax(1)
+        for some in stacks
     ]
     w_amax = torch.stack(largest).amax(0)
     if groups[0].fold is Fold.HEADS:
