@@ -120,7 +120,8 @@ def as_on_a_gpu(counted: Counted) -> Iterator[tuple[Any, str, Any]]:
     def grouped_error(groups: Tensor, importance: Tensor, grid: Any) -> Tensor:
         with counted.instead(1):
             times = len(grid.step) // len(groups)
-            return group_error(groups.repeat(times, 1, 1), importance, grid)
+            repeated = (t.repeat(times, 1, 1) for t in (groups, importance))
+            return group_error(*repeated, grid)
 
     def at_once(stack: Any, hidden: Tensor, counts: Sequence[int]) -> Iterator[Any]:
         yield slice(0, sum(counts)), list(counts), 0

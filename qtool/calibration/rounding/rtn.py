@@ -104,14 +104,7 @@ def round_together(
     errors = [
         (a / b) ** 0.5 if b else 0.0 for a, b in zip(lost.tolist(), power.tolist(), strict=True)
     ]
-    whole = _concatenate(scheme, parts)
-    by_linear = (
-        {
-            name: t if name in scheme.shared_params else t[e * n : (e + 1) * n]
-            for name, t in whole.items()
-        }
-        for e in range(count)
-    )
+    by_linear = scheme.split_params(scheme.stacked_params(parts), count)
     return [Rounded(*found) for found in zip(codes, by_linear, errors, strict=True)]
 
 
@@ -122,10 +115,3 @@ def _squares(x: Tensor) -> Tensor:
 
 def _rows(clip: Clip, rows: slice) -> Clip:
     return clip[rows] if isinstance(clip, Tensor) and clip.dim() else clip
-
-
-def _concatenate(scheme: Scheme, parts: list[Params]) -> Params:
-    return {
-        name: first if name in scheme.shared_params else torch.cat([part[name] for part in parts])
-        for name, first in parts[0].items()
-    }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import successive
+from qtool.calibration.alike import stacked_clips, successive
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -31,7 +31,6 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
-from qtool.schemes.base import Clip
 
 #: bytes of problems that are solved together: as many as that holds, one in any case
 TOGETHER = 2 << 30
@@ -60,16 +59,11 @@ class Stack:
         weights = [block.weight(name).float() for name in self.names]
         groups = scheme.groups(weights[0]).shape[1]
         clips, group_clips = zip(*(block.clips.get(n, (1.0, 1.0)) for n in self.names), strict=True)
+        rows, device = [len(weight) for weight in weights], weights[0].device
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        clip = _stacked(clips, weights)[part]
-        group_clip = _stacked(group_clips, weights, groups)[part]
+        clip = stacked_clips(clips, rows, device)[part]
+        group_clip = stacked_clips(group_clips, rows, device, groups)[part]
         return Problem(scheme, weight[part], self.hessian, clip, group_clip)
-
-
-def _stacked(clips: Sequence[Clip], weights: Sequence[Tensor], *tail: int) -> Tensor:
-    """The clips of several linears as one ``[N, *tail]`` for the stack of their rows."""
-    pairs = zip(clips, weights, strict=True)
-    return torch.cat([torch.as_tensor(c, device=w.device).expand(len(w), *tail) for c, w in pairs])
 
 
 @dataclass(kw_only=True)
