@@ -9,20 +9,22 @@ Legend: S linears at once, N output channels, K input channels, T tokens.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.block import Block
 from qtool.calibration.precision import stack
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import Clip
 
+if TYPE_CHECKING:
+    from qtool.calibration.block import Block
+
 Item = TypeVar("Item")
 
-#: bytes that a search holds on a CPU, in whose caches they should stay, and on a GPU: of as many
-#: linears together as take no more, of one in any case
+#: bytes that are held on a CPU, in whose caches they should stay, and on a GPU: of as many linears
+#: together as take no more, of one in any case
 TOGETHER = 4 << 20, 4 << 30
 
 
@@ -36,7 +38,7 @@ def successive(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
         yield list(same)
 
 
-def alike(block: Block, names: Iterable[str]) -> list[list[str]]:
+def alike(block: "Block", names: Iterable[str]) -> list[list[str]]:
     """``names`` gathered by scheme and shape, each kind where its first comes.
 
     A linear whose output channels share a parameter, or whose input's quantizer depends on one, is
@@ -57,6 +59,14 @@ def in_turn(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + step] for start in range(0, len(items), step))
 
 
+def packed_in_turn(names: Sequence[str], n: int, k: int, on_gpu: bool) -> Iterator[Sequence[str]]:
+    """Parts of linears ``[n, k]`` whose codes are packed, checked or made weights together.
+
+    That holds 16 bytes of each code at most.
+    """
+    return in_turn(names, TOGETHER[on_gpu] // (16 * n * k))
+
+
 def searched_at_once(n: int, k: int, tokens: int, on_gpu: bool) -> int:
     """How many linears ``[n, k]`` a search looks at together; none where one is too large.
 
@@ -66,13 +76,13 @@ def searched_at_once(n: int, k: int, tokens: int, on_gpu: bool) -> int:
     return TOGETHER[on_gpu] // (4 * (5 * n * k + 3 * tokens * k + 2 * tokens * n))
 
 
-def searched_in_turn(block: Block, names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
+def searched_in_turn(block: "Block", names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
     """Parts of ``names`` that a search looks at together; they are :func:`alike`."""
     n, k = block.weight(names[0]).shape
     return in_turn(names, searched_at_once(n, k, tokens, block.device.type == "cuda"))
 
 
-def stacked_weights(block: Block, names: Sequence[str]) -> Tensor:
+def stacked_weights(block: "Block", names: Sequence[str]) -> Tensor:
     """The weights ``[S, N, K]`` float32 of linears of one shape; a single one is not copied."""
     return stack([block.weight(name) for name in names]).float()
 
@@ -84,7 +94,7 @@ def padded(inputs: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True)
 
 
-def clips_of(block: Block, names: Sequence[str]) -> tuple[Clip, Clip]:
+def clips_of(block: "Block", names: Sequence[str]) -> tuple[Clip, Clip]:
     """The clips chosen for linears of one shape, ``[S N]`` and ``[S N, G]``; 1 where none was."""
     if not any(name in block.clips for name in names):
         return 1.0, 1.0
@@ -99,5 +109,8 @@ def stacked_clips(
     clips: Sequence[Clip], rows: Sequence[int], device: torch.device, *tail: int
 ) -> Tensor:
     """The clips of linears of so many ``rows``, one after another: ``[sum of rows, *tail]``."""
-    pairs = zip(clips, rows, strict=True)
-    return torch.cat([torch.as_tensor(c, device=device).expand(n, *tail) for c, n in pairs])
+    parts = (
+        c.expand(n, *tail) if isinstance(c, Tensor) else torch.full((n, *tail), c, device=device)
+        for c, n in zip(clips, rows, strict=True)
+    )
+    return torch.cat(list(parts))

@@ -243,12 +243,14 @@ def block_error(
 ) -> Tensor:
     """Squared error ``[]`` of the block's output with only the linears of ``clips`` rounded."""
     linears = {name: block.get(name) for name in clips}
+    rounded = {}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)
         params = scheme.fit_range(
             *scheme.range(weight, finite=True), clip=clip, group_clip=group_clip
         )
-        block.install(name, Rounded(scheme.quantize(weight, params), params))
+        rounded[name] = Rounded(scheme.quantize(weight, params), params)
+    block.install(rounded)
     try:
         pairs = zip(batches, exact, strict=True)
         return torch.stack(

@@ -25,7 +25,7 @@ def rounding_error(block, batches):
     exact = torch.cat([run(block, batch) for batch in batches])
     for name, scheme in block.schemes.items():
         params = block.fit(name)
-        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+        block.install({name: Rounded(scheme.quantize(block.weight(name), params), params)})
     output = torch.cat([run(block, batch) for batch in batches])
     return float((output - exact).square().sum() / exact.square().sum())
 

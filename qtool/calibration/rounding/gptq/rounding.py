@@ -88,8 +88,8 @@ class Gptq(GptqOptions, Rounding):
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
         ):
             found = self.round_groups(block, reference, turns, groups, tokens)
-            for name, result in found.items():
-                block.install(name, result)
+            block.install(found)
+            for name in found:
                 block.free_exact(name)
             rounded |= found
         for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
