@@ -69,9 +69,11 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if not func.is_view and func._schema.name.split("::")[1] not in FREE:
+        found = func(*args, **(kwargs or {}))
+        free = func.is_view or func._schema.name.split("::")[1] in FREE
+        if not free and not getattr(found, "is_meta", False):
             self.add()
-        return func(*args, **(kwargs or {}))
+        return found
 
     def add(self, count: int = 1) -> None:
         if self.open:

@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 #: bytes that are held on a CPU, in whose caches they should stay, and on a GPU: of as many linears
 #: together as take no more, of one in any case
-TOGETHER = 4 << 20, 4 << 30
+TOGETHER = 4 << 20, 2 << 30
 
 
 def successive(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
@@ -54,9 +54,8 @@ def alike(block: "Block", names: Iterable[str]) -> list[list[str]]:
 
 
 def in_turn(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """``items`` in parts of ``size``, of one in any case."""
-    step = max(1, size)
-    return (items[start : start + step] for start in range(0, len(items), step))
+    """``items`` in parts of ``size``."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def packed_in_turn(names: Sequence[str], n: int, k: int, on_gpu: bool) -> Iterator[Sequence[str]]:
@@ -64,22 +63,27 @@ def packed_in_turn(names: Sequence[str], n: int, k: int, on_gpu: bool) -> Iterat
 
     That holds 16 bytes of each code at most.
     """
-    return in_turn(names, TOGETHER[on_gpu] // (16 * n * k))
+    return in_turn(names, at_once(16 * n * k, on_gpu))
 
 
-def searched_at_once(n: int, k: int, tokens: int, on_gpu: bool) -> int:
-    """How many linears ``[n, k]`` a search looks at together; none where one is too large.
+def search_bytes(n: int, k: int, tokens: int) -> int:
+    """Bytes that a search holds of a linear ``[n, k]``, in float32.
 
-    It holds of each, in float32: the weight, a candidate, what that is rounded to and two more of
-    their size; three of the size of its inputs, two of its outputs'.
+    The weight, a candidate, what that is rounded to and two more of their size; four of the size of
+    its inputs, three of its outputs'.
     """
-    return TOGETHER[on_gpu] // (4 * (5 * n * k + 3 * tokens * k + 2 * tokens * n))
+    return 4 * (5 * n * k + 4 * tokens * k + 3 * tokens * n)
+
+
+def at_once(nbytes: int, on_gpu: bool) -> int:
+    """How many linears are looked at together where each holds ``nbytes``."""
+    return max(1, TOGETHER[on_gpu] // nbytes)
 
 
 def searched_in_turn(block: "Block", names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
     """Parts of ``names`` that a search looks at together; they are :func:`alike`."""
     n, k = block.weight(names[0]).shape
-    return in_turn(names, searched_at_once(n, k, tokens, block.device.type == "cuda"))
+    return in_turn(names, at_once(search_bytes(n, k, tokens), block.device.type == "cuda"))
 
 
 def stacked_weights(block: "Block", names: Sequence[str]) -> Tensor:

@@ -41,7 +41,7 @@ class RoundToNearest(Rounding):
         turns = [
             names
             for same in alike(block, block.schemes)
-            for names in in_turn(same, most // block.weight(same[0]).numel())
+            for names in in_turn(same, max(1, most // block.weight(same[0]).numel()))
         ]
         found = ranks.map_items(
             nearest, turns, cost=lambda names: len(names) * block.weight(names[0]).numel()
@@ -60,7 +60,8 @@ class RoundToNearest(Rounding):
         return Work(rounding_weights=block.weights)
 
     def held_bytes(self, block: BlockShape) -> int:
-        return block.exact_bytes + 20 * min(block.weights, CHUNK_ELEMENTS[1])
+        codes = block.weights
+        return block.exact_bytes + codes + 20 * min(block.weights, CHUNK_ELEMENTS[1])
 
 
 def round_to_nearest(

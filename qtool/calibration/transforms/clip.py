@@ -162,11 +162,11 @@ class Clip(Transform):
             * block.forward_flops(),
             search_weights=tried * block.weights,
             search_flops=2 * self.tokens * judged * block.weights,
-            search_tries=tried * len(block.quantized),
+            search_tries=tried * block.searched(block.family.groups, self.tokens)[0],
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        return block.exact_bytes + 20 * block.largest
+        return block.exact_bytes + block.searched(block.family.groups, self.tokens)[1]
 
 
 def search(

@@ -113,10 +113,20 @@ class Smooth(Transform):
 
     def work(self, block: BlockShape) -> Work:
         candidates = len(self.grid()) + 1
-        weights, linears = candidates * block.weights, candidates * len(block.quantized)
+        weights = candidates * block.weights
         return super().work(block) + Work(
-            search_weights=weights, search_flops=2 * self.tokens * weights, search_tries=linears
+            search_weights=weights,
+            search_flops=2 * self.tokens * weights,
+            search_tries=candidates * sum(turns for turns, _ in self._searches(block)),
         )
+
+    def held_bytes(self, block: BlockShape) -> int:
+        return block.exact_bytes + max((held for _, held in self._searches(block)), default=0)
+
+    def _searches(self, block: BlockShape) -> list[tuple[int, int]]:
+        """Turns and bytes of the search of each group, of experts of all."""
+        chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
+        return [block.searched(groups, self.tokens) for groups in successive(chosen)]
 
 
 def together(

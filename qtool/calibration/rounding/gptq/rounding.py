@@ -92,8 +92,10 @@ class Gptq(GptqOptions, Rounding):
             for name in found:
                 block.free_exact(name)
             rounded |= found
-        for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
-            note["error"] = float(note["error"])
+        notes = block.notes.get(self.name, {}).values()
+        errors = torch.stack([note["error"] for note in notes]) if notes else torch.empty(0)
+        for note, error in zip(notes, errors.tolist(), strict=True):  # a GPU is waited for once
+            note["error"] = error
         return rounded
 
     def round_groups(
@@ -216,6 +218,7 @@ class Gptq(GptqOptions, Rounding):
             if problems:
                 work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
             seen = block.tokens * block.share(groups[0].linears[0])
+            together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
             for n, k in problems:
                 moments = sum(
                     rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
@@ -224,7 +227,7 @@ class Gptq(GptqOptions, Rounding):
                     hessian_flops=2 * seen * (moments + drift * k * k),
                     rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
-                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
+                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds) / together,
                 )
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
