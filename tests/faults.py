@@ -517,7 +517,7 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/smooth.py",
-            "errors /= outputs * torch.tensor(tokens, device=x.device)",
+            "errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)",
             "errors /= outputs * x.shape[1]",
             "tests/calibration/test_alike.py -k lengths",
         ),

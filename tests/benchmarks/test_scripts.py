@@ -182,10 +182,7 @@ SCRIPTS: dict[str, Case] = {
     ),
     "quantize/experts.py": Case("--shape 2x64x128 --together 1,2", "1 together: ", "2 together: "),
     "quantize/launches.py": Case(
-        "--experts 2 --recipes fast,paper --where 1",
-        "^fast, 2 experts: ",
-        "search .*",
-        "^ +[0-9]+ ",
+        "--experts 8 --recipes paper --where 1", "^paper, 8 experts: .*search ", "^ +[0-9]+ "
     ),
     "quantize/mixture.py": Case(
         "--shape 64x64x4x2 --tokens 16", "forward, at once: ", "Hessians of down, by one observer: "

@@ -251,7 +251,7 @@ def best_factors(
         x_amax, w_amax: ``[E, K]``.
         grid: ``[C, 2]``.
     """
-    grid = grid.to(x.device)
+    grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
     factors = smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
     candidates, outputs = [None, *factors], 0
@@ -263,7 +263,7 @@ def best_factors(
                 errors[number] += output_error(x, scheme, weight, target, candidates[number])
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each number and zeros: exact
-    errors /= outputs * torch.tensor(tokens, device=x.device)
+    errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
     start, errors = errors[0], errors[1:]
     least = errors.argmin(0, keepdim=True)  # of equals the first
     best = errors.gather(0, least)[0]
