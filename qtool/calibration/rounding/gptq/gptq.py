@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import stacked_clips
+from qtool.calibration.alike import at_once, in_turn, stacked_clips
 from qtool.calibration.precision import by_rows, product, stack
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.calibration.rounding.gptq.hessian import Hessian
@@ -260,22 +260,22 @@ def fit(
     problems: Sequence[Problem], weights: Sequence[Tensor], options: GptqOptions
 ) -> list[Params]:
     """The parameters of each problem, its clipping search by group on its one of ``weights``."""
-    scheme, rows = problems[0].scheme, [len(weight) for weight in weights]
-    if scheme.shared_params and len(problems) > 1:
-        pairs = zip(problems, weights, strict=True)
-        return [fit([problem], [weight], options)[0] for problem, weight in pairs]
+    scheme, (n, k) = problems[0].scheme, weights[0].shape
+    size = 1 if scheme.shared_params else at_once(16 * n * k, weights[0].is_cuda)
     groups, device = scheme.groups(weights[0]).shape[1], weights[0].device
-    fitted = fit_groups(
-        scheme,
-        torch.cat(list(weights)) if len(weights) > 1 else weights[0],
-        stack([problem.hessian.h.diagonal() for problem in problems]),
-        options.clip_ratios(scheme),
-        clip=stacked_clips([problem.clip for problem in problems], rows, device),
-        group_clip=stacked_clips(
-            [problem.group_clip for problem in problems], rows, device, groups
-        ),
-    )
-    return scheme.split_params(fitted, len(problems))
+    found: list[Params] = []
+    for some in in_turn(range(len(problems)), size):
+        own, rows = [problems[e] for e in some], [n] * len(some)
+        fitted = fit_groups(
+            own[0].scheme,
+            stack([weights[e] for e in some]).flatten(0, 1),
+            stack([problem.hessian.h.diagonal() for problem in own]),
+            options.clip_ratios(scheme),
+            clip=stacked_clips([problem.clip for problem in own], rows, device),
+            group_clip=stacked_clips([problem.group_clip for problem in own], rows, device, groups),
+        )
+        found += scheme.split_params(fitted, len(some))
+    return found
 
 
 def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
