@@ -456,6 +456,12 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/group_fit.py",
+            "mul_(importance[:, None])",
+            "mul_(importance[:1, None])",
+            "tests/calibration/test_alike.py -k importance",
+        ),
+        (
+            "qtool/calibration/rounding/group_fit.py",
             "group_clip=group_clip * ratio)",
             "group_clip=ratio)",
             "tests/calibration/rounding/test_gptq.py",
@@ -468,9 +474,27 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/rtn.py",
-            "(lost / power) ** 0.5",
-            "lost / power",
+            "(a / b) ** 0.5",
+            "a / b",
             "tests/calibration/rounding/test_rtn.py",
+        ),
+        (
+            "qtool/calibration/rounding/rtn.py",
+            "slice(first * n + start,",
+            "slice(start,",
+            "tests/calibration/test_alike.py -k rounded_together",
+        ),
+        (
+            "qtool/calibration/alike.py",
+            "block.weight(name).shape, own and name)",
+            "block.weight(name).shape)",
+            "tests/calibration/test_alike.py -k alike",
+        ),
+        (
+            "qtool/calibration/alike.py",
+            "for c, n in zip(clips, rows, strict=True)",
+            "for c, n in zip(clips[::-1], rows, strict=True)",
+            "tests/calibration/test_alike.py -k clips",
         ),
         (
             "qtool/calibration/rounding/distill/learned_linear.py",
@@ -487,9 +511,15 @@ FAULTS = [
         # calibration: transforms
         (
             "qtool/calibration/transforms/smooth.py",
-            "return total / sum(target.numel() for target in targets)",
-            "return total / len(targets)",
+            "outputs += target.shape[0] * target.shape[2] // len(x)",
+            "outputs += target.shape[0]",
             "tests/calibration/transforms/test_smooth.py",
+        ),
+        (
+            "qtool/calibration/transforms/smooth.py",
+            "errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)",
+            "errors /= outputs * x.shape[1]",
+            "tests/calibration/test_alike.py -k lengths",
         ),
         (
             "qtool/calibration/transforms/smooth.py",
@@ -618,6 +648,12 @@ FAULTS = [
             "with quantized_kv(block, job.format.kv, parts):",
             "with quantized_kv(block, None, parts):",
             "tests/pipeline/test_reference.py",
+        ),
+        (
+            "qtool/format/linear.py",
+            "return self.layout_object.by_rows and not self.scheme_object.shared_params",
+            "return True",
+            "tests/layouts/test_together.py",
         ),
         (
             "qtool/pipeline/streaming/snapshots.py",

@@ -21,6 +21,11 @@ from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
 
+CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
 
 def qtool_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
@@ -503,11 +508,12 @@ def test_home_in_an_output_path(make_model: MakeModel, tmp_path: Path, monkeypat
     assert code == 0 and (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float, device: str) -> None:
     for n in (1, 31, 1000):
-        weight = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        weight = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(device, dtype)
         all_finite({"weight": weight, "empty": weight[:0]})
         for place in {0, n // 2, n - 1}:
             damaged = weight.clone()

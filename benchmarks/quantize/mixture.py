@@ -92,7 +92,8 @@ def main() -> None:
         for expert in experts:
             linear = expert.down_proj  # type: ignore[union-attr]
             rounded = round_to_nearest(scheme, linear.weight)  # type: ignore[union-attr, arg-type]
-            expert.down_proj = SimulatedLinear(linear, scheme, rounded, None)  # type: ignore[arg-type]
+            weight = scheme.dequantize(rounded.codes, rounded.params).to(dtype)
+            expert.down_proj = SimulatedLinear(linear, scheme, rounded.params, weight)  # type: ignore[arg-type]
     print(f"{chosen.shape}, {chosen.tokens} tokens, {device}, {dtype}")
     for name, experts in (("one after another", apart), ("at once", together)):
         took = seconds(lambda experts=experts: experts(x, index, weights), device)  # type: ignore[misc]

@@ -11,14 +11,15 @@ block.
 Legend: H hidden size, N x K a linear's weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
+from qtool.calibration.alike import alike, packed_in_turn
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.base import Clip, Params, Scheme
@@ -173,8 +174,16 @@ class Block:
         self.permutations[name] = order if earlier is None else earlier[order]
         self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
 
-    def install(self, name: str, rounded: Rounded) -> None:
-        """Let linear ``name`` compute what the quantized one will, from now on."""
-        linear, scheme = cast(nn.Linear, self.get(name)), self.schemes[name]
-        quantized = SimulatedLinear(linear, scheme, rounded, self.permutations.get(name))
-        self.module.set_submodule(name, quantized)
+    def install(self, rounded: Mapping[str, Rounded]) -> None:
+        """Let these linears compute what the quantized ones will, from now on."""
+        for same in alike(self, rounded):
+            n, k = rounded[same[0]].codes.shape
+            for names in packed_in_turn(same, n, k, rounded[same[0]].codes.is_cuda):
+                scheme = self.schemes[names[0]]
+                linears = [cast(nn.Linear, self.get(name)) for name in names]
+                weights = scheme.dequantize(*stacked(scheme, [rounded[name] for name in names]))
+                weights = weights.to(linears[0].weight.dtype).unflatten(0, (-1, n))
+                for name, linear, weight in zip(names, linears, weights, strict=True):
+                    order, params = self.permutations.get(name), rounded[name].params
+                    own = SimulatedLinear(linear, self.schemes[name], params, weight, order)
+                    self.module.set_submodule(name, own)

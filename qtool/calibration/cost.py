@@ -6,11 +6,13 @@ them into seconds.
 Legend: N x K a linear's weight.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
+from qtool.calibration.alike import at_once, search_bytes
 from qtool.models.family import Family
 from qtool.models.parts import Heads, LinearGroup
 
@@ -25,8 +27,8 @@ class Work:
         hessian_flops, learning_flops: likewise, of Hessians and of iterations that learn.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
-        search_tries: linears that a candidate was tried on: each takes some fifty launches,
-            whatever its size.
+        search_tries: stacks of linears that a candidate was tried on: each takes some fifty
+            launches, whatever its size.
         rounding_flops: of factors, sweeps and errors, float32.
         rounding_weights: weights looked at by the rounding's own search.
         rounding_panels: panels of columns swept one after another, launches again.
@@ -95,6 +97,20 @@ class BlockShape:
             [self.quantized[name] for name in g.linears if name in self.quantized] for g in groups
         )
         return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]
+
+    def searched(self, groups: Iterable[LinearGroup], tokens: int) -> tuple[int, int]:
+        """In how many turns a search on ``tokens`` looks at the linears of ``groups`` on a GPU.
+
+        Linears of one shape share a turn as long as memory is meant to. And the bytes of the
+        largest turn.
+        """
+        names = [name for group in groups for name in group.linears if name in self.quantized]
+        turns = held = 0
+        for shape, count in Counter(self.quantized[name] for name in names).items():
+            nbytes = search_bytes(*shape, tokens)
+            most = at_once(nbytes, on_gpu=True)
+            turns, held = turns + -(-count // most), max(held, min(count, most) * nbytes)
+        return turns, held
 
     @property
     def exact_bytes(self) -> int:

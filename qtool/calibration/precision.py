@@ -35,6 +35,16 @@ def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
     return out
 
 
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """``a_s b_s`` of ``a [S, T, K]``, or one ``a [1, T, K]`` for all, and ``b [S, K, L]``.
+
+    One operation on a GPU; elsewhere each has the bits that it has alone.
+    """
+    if a.is_cuda:
+        return a @ b
+    return stack([one @ own for one, own in zip(a.expand(len(b), -1, -1), b, strict=True)])
+
+
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """``[E, ...]`` of E tensors of one shape; a single one is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))

@@ -5,7 +5,7 @@ scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order)
 has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -92,6 +92,30 @@ class LinearFormat:
                 params[name] = layout.unpack_channel(stored[name])
         packed = {name: stored[name] for name in layout.tensors}
         return layout.unpack(packed, n, k, signed=scheme.signed), params
+
+    def pack_all(self, weights: Sequence[tuple[Tensor, Params]]) -> list[dict[str, Tensor]]:
+        """:meth:`pack` of weights of one shape, together where the layout goes by rows."""
+        if len(weights) == 1 or not self._by_rows:
+            return [self.pack(*weight) for weight in weights]
+        codes, params = zip(*weights, strict=True)
+        stored = self.pack(torch.cat(codes), self.scheme_object.stacked_params(params))
+        parts = {name: t.unflatten(0, (len(weights), -1)) for name, t in stored.items()}
+        return [{name: t[i] for name, t in parts.items()} for i in range(len(weights))]
+
+    def unpack_all(
+        self, stored: Sequence[Mapping[str, Tensor]], n: int, k: int
+    ) -> list[tuple[Tensor, Params]]:
+        """Codes ``[n, k]`` and parameters of each of ``stored``. Inverse of :meth:`pack_all`."""
+        if len(stored) == 1 or not self._by_rows:
+            return [self.unpack(own, n, k) for own in stored]
+        whole = {name: torch.cat([own[name] for own in stored]) for name in self.tensors(n, k)}
+        codes, params = self.unpack(whole, len(stored) * n, k)
+        by_weight = self.scheme_object.split_params(params, len(stored))
+        return list(zip(codes.unflatten(0, (-1, n)), by_weight, strict=True))
+
+    @property
+    def _by_rows(self) -> bool:
+        return self.layout_object.by_rows and not self.scheme_object.shared_params
 
     def parameters(self, n: int, k: int) -> Params:
         """The scheme's parameters of a weight ``[n, k]``, on ``meta``."""

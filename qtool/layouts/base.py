@@ -18,6 +18,8 @@ class Layout(ABC):
 
     name: str
     bits: int
+    #: whether what is stored of weights whose rows come one after another does so too
+    by_rows: bool = False
     #: the stored tensors ``pack`` makes
     tensors: ClassVar[tuple[str, ...]] = ("qweight",)
 

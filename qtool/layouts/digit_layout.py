@@ -54,6 +54,12 @@ class DigitLayout(Layout):
         return 4 if self.nibble else 8
 
     @property
+    def by_rows(self) -> bool:  # type: ignore[override]
+        first = self.n.split()[0]
+        orders = (self.order, self.group_order, self.channel_order)
+        return all(order is None or order.replace(",", " ").split()[0] == first for order in orders)
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns a weight must be a multiple of."""
         return tile_size(self.n), tile_size(self.k)

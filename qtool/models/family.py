@@ -235,12 +235,16 @@ class Family:
         return next(group for group in self.groups if linear in group.linears)
 
     def folds(self) -> Iterator[LinearGroup]:
-        """The groups that share a factor on their input: all that reads one norm is one of them."""
+        """The groups that share a factor on their input: all that reads one norm is one of them.
+
+        That one is not ``routed``: the norm sees every token.
+        """
         merged: dict[str, LinearGroup] = {}
         for group in self.groups:
             key = group.source if group.reads_residual else group.linears[0]
             before = merged[key].linears if key in merged else self.readers.get(group.source, ())
-            merged[key] = replace(group, linears=(*before, *group.linears), routed=False)
+            routed = group.routed and not group.reads_residual
+            merged[key] = replace(group, linears=(*before, *group.linears), routed=routed)
         yield from merged.values()
 
     def owner(self, name: str) -> str:

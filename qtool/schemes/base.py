@@ -12,7 +12,7 @@ a range of legal codes. GPTQ, clipping and distillation see only that
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -69,6 +69,27 @@ class Scheme(ABC):
             )
         self.group_size = group_size
         self.scale_dtype = scale_dtype
+
+    def stacked_params(self, parts: Sequence[Params]) -> Params:
+        """The parameters of weights whose output channels come one after another.
+
+        Those that all channels share are the first one's.
+        """
+        first = parts[0]
+        return {
+            name: t
+            if name in self.shared_params or len(parts) == 1
+            else torch.cat([part[name] for part in parts])
+            for name, t in first.items()
+        }
+
+    def split_params(self, params: Params, count: int) -> list[Params]:
+        """The inverse of :meth:`stacked_params` for ``count`` weights of one shape."""
+        by_part = {
+            name: [t] * count if name in self.shared_params else t.unflatten(0, (count, -1))
+            for name, t in params.items()
+        }
+        return [{name: t[i] for name, t in by_part.items()} for i in range(count)]
 
     @property
     def code_dtype(self) -> torch.dtype:

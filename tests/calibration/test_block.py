@@ -112,9 +112,8 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     assert block.parameters()["mlp.up_proj.weight"].dtype == torch.float32
     scheme = block.schemes["mlp.up_proj"] = get("w8a8")
     params = block.fit("mlp.up_proj")
-    block.install(
-        "mlp.up_proj", Rounded(scheme.quantize(block.weight("mlp.up_proj"), params), params)
-    )
+    codes = scheme.quantize(block.weight("mlp.up_proj"), params)
+    block.install({"mlp.up_proj": Rounded(codes, params)})
     block.free_exact("mlp.up_proj")
     block.weight("mlp.gate_proj").mul_(2)
     run(block, batch)

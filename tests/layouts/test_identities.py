@@ -52,6 +52,27 @@ def test_unpack_inverts_pack(
     assert torch.equal(restored, codes)
 
 
+@every_digit_layout
+def test_rows_come_one_after_another_where_a_layout_says_so(layout: DigitLayout) -> None:
+    n, k = layout.tile[0], 2 * layout.tile[1]
+    codes = [random_codes(layout, n, k, seed, signed=False) for seed in (0, 1)]
+    groups = [torch.rand(n, 3) for _ in codes]
+    channels = [torch.rand(n) for _ in codes]
+    apart = [
+        [torch.cat([pack(one).flatten() for one in both])]
+        for pack, both in (
+            (lambda one: layout.pack(one)["qweight"], codes),
+            (layout.pack_group, groups),
+            (layout.pack_channel, channels),
+        )
+    ]
+    whole = [layout.pack(torch.cat(codes))["qweight"], layout.pack_group(torch.cat(groups))]
+    whole.append(layout.pack_channel(torch.cat(channels)))
+    same = all(torch.equal(a.flatten(), b) for a, (b,) in zip(whole, apart, strict=True))
+    assert same == layout.by_rows
+    assert same or layout.name not in ("dual-mma", "row-major", "row-major-8")
+
+
 @every_layout
 def test_the_packed_bytes_are_the_codes_bits(layout: Layout) -> None:
     n, k = (2 * size for size in layout.tile)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from qtool.bench import bench_quantize
 from qtool.bench import quantize as bench
 from qtool.bench.ceilings import Ceilings
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
+from qtool.calibration import alike
+from qtool.calibration.alike import successive
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.distill.distill import ITERATION_TOKENS
-from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once, successive
+from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
+from qtool.calibration.transforms import clip, smooth
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -35,6 +39,7 @@ from qtool.pipeline.planning.memory import working_bytes
 from qtool.pipeline.planning.plan import as_dict, as_text, plan
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
 from qtool.pipeline.units import bytes_text
+from qtool.schemes import get
 from tests.conftest import VARIANTS, MakeModel
 
 PAPER_GPTQ = Path(__file__).parents[2] / "benchmarks/quantize/paper-gptq.yaml"
@@ -45,6 +50,7 @@ GPTQ = recipes.parse(
     },
     "test",
 )
+LQQ = {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}]}
 DISTILLED = {
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}],
     "rounding": "distill",
@@ -283,6 +289,46 @@ def test_what_learning_keeps_is_planned() -> None:
     assert (
         work.learning_flops == 27.5 * work.forward_flops
     )  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
+
+
+def test_searches_are_planned_in_the_turns_that_run(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts several share a turn, as memory is meant to hold them."""
+    source = make_model("qwen3_moe", num_experts=8)
+    model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("qwen3_moe")
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.arange(480).remainder(320).view(4, 120)
+    batches, own = first_inputs(model, family, list(ids.split(2))), family.at(model.config, 0)
+    recipe = recipes.parse(LQQ | {"transforms": ["smooth", "clip"]}, "test")
+    job = Job.of(json.loads((source / "config.json").read_text()), recipe)
+    shape, turns = block_shape(job, 0, 4, 120), []
+    factors, search = smooth.best_factors, clip.search
+
+    def counted_factors(stacks: Any, *rest: Any) -> Any:
+        whole = list(stacks)
+        turns.extend(len(weight) for _, weight in whole)
+        return factors(whole, *rest)
+
+    def counted_clips(scheme: Any, weight: torch.Tensor, *rest: Any) -> Any:
+        turns.append(len(weight))
+        return search(scheme, weight, *rest)
+
+    monkeypatch.setattr(smooth, "best_factors", counted_factors)
+    monkeypatch.setattr(clip, "search", counted_clips)
+    pairs = zip(job.transforms, (512, 1024), (37, 23), strict=True)
+    for method, tokens, candidates in pairs:
+        for most in (1, 3, 1000):
+            nbytes = most * alike.search_bytes(256, 128, tokens)
+            monkeypatch.setattr(alike, "TOGETHER", (nbytes, nbytes))
+            module = model.get_submodule(family.blocks)[0]  # type: ignore[index]
+            schemes = dict.fromkeys(own.linears(), get("w4a8-lqq", 64))
+            turns.clear()
+            method.apply(Block(0, module, own, model.config, schemes), batches)
+            assert sum(turns) == len(schemes) and (len(turns) < len(schemes) or most == 1)
+            assert method.work(shape).search_tries == candidates * len(turns)
 
 
 def test_where_activations_go_is_planned() -> None:

@@ -32,6 +32,7 @@ if find_spec("triton"):
         groups,
         size,
         own,
+        each,
         count,
         MANY: tl.constexpr,
         SIZE: tl.constexpr,
@@ -44,6 +45,7 @@ if find_spec("triton"):
         )
         low = tl.load(low_ptr + at, there, 0).to(tl.float32)[:, None]
         high = tl.load(high_ptr + at, there, 0).to(tl.float32)[:, None]
+        importance_ptr += ((at % own) // each * groups + group)[:, None] * size
         total = tl.zeros([MANY, SIZE], tl.float32)
         for start in range(0, size, SIZE):
             column = (start + tl.arange(0, SIZE))[None, :]
@@ -51,7 +53,7 @@ if find_spec("triton"):
             weight = tl.load(weight_ptr + (at % own)[:, None] * size + column, inside, 0.0)
             code = tl.minimum(tl.maximum(tl.div_rn(weight - offset, step), low), high)
             lost = ((code + MAGIC) - MAGIC) * step + offset - weight
-            worth = tl.load(importance_ptr + group[:, None] * size + column, inside, 0.0)
+            worth = tl.load(importance_ptr + column, inside, 0.0)
             total += tl.where(inside, lost * lost, 0.0) * worth
         tl.store(error_ptr + at, tl.sum(total, 1), there)
 
@@ -62,7 +64,7 @@ def runs_on(weight: Tensor) -> bool:
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """``group_fit.group_error`` ``[C N, G]`` of C candidates, for grids of C N rows."""
+    """``group_fit.group_error`` ``[C E N, G]`` of C candidates, for grids of C E N rows."""
     n, count, size = len(grid.step), *groups.shape[1:]
     inputs = [
         t.contiguous() for t in (groups, importance, grid.step, grid.offset, grid.low, grid.high)
@@ -70,7 +72,8 @@ def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
     error = torch.empty(n, count, device=groups.device)
     block = min(ELEMENTS, triton.next_power_of_2(size))
     many, own = ELEMENTS // block, len(groups) * count
+    each = own // len(importance)
     _group_error[(triton.cdiv(n * count, many),)](
-        *inputs, error, count, size, own, n * count, MANY=many, SIZE=block
+        *inputs, error, count, size, own, each, n * count, MANY=many, SIZE=block
     )
     return error

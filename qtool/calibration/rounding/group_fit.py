@@ -4,7 +4,8 @@ MARLIN (arXiv 2408.11743) section 3.5.
 
 For each group the ratio r of a grid with the least ``sum_k H_kk (w_k - nearest_r(w_k))^2``.
 
-Legend: N output channels, K input channels, G groups, g channels of a group.
+Legend: E weights of one shape, N output channels, K input channels, G groups, g channels of a
+group.
 """
 
 from collections.abc import Sequence
@@ -30,20 +31,18 @@ def fit_groups(
     clip: Clip = 1.0,
     group_clip: Clip = 1.0,
 ) -> Params:
-    """Parameters for ``weight [N, K]`` float32 with the best of ``ratios`` in each group.
+    """Parameters for ``weight [E N, K]`` float32 with the best of ``ratios`` in each group.
 
     The ratios multiply ``group_clip``.
 
     Args:
-        importance: ``diag H [K]``.
+        importance: ``diag H`` of each weight ``[E, K]``, or ``[K]`` of one.
         ratios: candidates; of equals the first wins. One below 0 fits a scale below 0.
         clip, group_clip: what ``Scheme.fit`` takes.
     """
     low, high = scheme.range(weight, finite=True)
-    groups, importance = (
-        scheme.groups(weight),
-        scheme.groups(importance[None]),
-    )  # [N, G, g], [1, G, g]
+    groups = scheme.groups(weight)  # [E N, G, g]
+    importance = scheme.groups(importance.view(-1, weight.shape[1]))  # [E, G, g]
     fused = group_error_triton.runs_on(weight)
     error_of, many = (
         (group_error_triton.group_error, max(1, AT_ONCE // low.numel()))
@@ -70,8 +69,9 @@ def fit_groups(
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """Weighted rounding error ``sum_k H_kk (w_k - nearest(w_k))^2 [N, G]`` of each group.
+    """Weighted rounding error ``sum_k H_kk (w_k - nearest(w_k))^2 [E N, G]`` of each group.
 
-    ``groups`` is ``[N, G, g]``, ``importance`` the diagonal of H as ``[1, G, g]``.
+    ``groups`` is ``[E N, G, g]``, ``importance`` the diagonals of H as ``[E, G, g]``.
     """
-    return (grid.value(grid.nearest(groups)) - groups).square_().mul_(importance).sum(-1)
+    lost = (grid.value(grid.nearest(groups)) - groups).square_()
+    return lost.unflatten(0, (len(importance), -1)).mul_(importance[:, None]).sum(-1).flatten(0, 1)

@@ -1,7 +1,9 @@
 """A rounded linear before it is packed: its codes, and a module that computes with them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qtool.schemes.arithmetic.activation import Activation
@@ -20,15 +22,32 @@ class Rounded:
     weight_error: float | None = None
 
 
+def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:
+    """Codes ``[S N, K]`` and parameters of S linears, as those of one; a single one's as they are.
+
+    They share the parameters that the scheme's output channels share.
+    """
+    codes = torch.cat([part.codes for part in parts]) if len(parts) > 1 else parts[0].codes
+    return codes, scheme.stacked_params([part.params for part in parts])
+
+
 class SimulatedLinear(nn.Module):
-    """Computes as the quantized linear will, on dequantized numbers and on any device."""
+    """Computes as the quantized linear will, on dequantized numbers and on any device.
+
+    Args:
+        linear: it takes its place. weight: the dequantized one ``[N, K]``.
+    """
 
     def __init__(
-        self, linear: nn.Linear, scheme: Scheme, rounded: Rounded, permutation: Tensor | None
+        self,
+        linear: nn.Linear,
+        scheme: Scheme,
+        params: Params,
+        weight: Tensor,
+        permutation: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.scheme, self.params, self.permutation = scheme, rounded.params, permutation
-        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
+        self.scheme, self.params, self.permutation = scheme, params, permutation
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
 

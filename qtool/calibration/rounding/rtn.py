@@ -1,7 +1,9 @@
 """Round to nearest: each weight to the closest code its scheme allows, without data.
 
 Works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
-memory is the stored weight plus its codes.
+memory is the stored weight plus its codes. A chunk may hold several linears.
+
+Legend: S linears of one shape, N output channels, K input channels.
 """
 
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import alike, clips_of, in_turn, stacked_weights
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -30,61 +33,86 @@ class RoundToNearest(Rounding):
     needs_data = False
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        def nearest(name: str) -> Rounded:
-            return round_to_nearest(
-                block.schemes[name], block.weight(name), *block.clips.get(name, (1.0, 1.0))
-            )
+        def nearest(names: Sequence[str]) -> list[Rounded]:
+            weights = stacked_weights(block, names)
+            return round_together(block.schemes[names[0]], weights, *clips_of(block, names))
 
-        names = list(block.schemes)
-        found = ranks.map_items(nearest, names, cost=lambda name: block.weight(name).numel())
-        for name, rounded in zip(names, found, strict=True):
-            block.notes.setdefault(self.name, {})[name] = {"weight_error": rounded.weight_error}
-        return dict(zip(names, found, strict=True))
+        most = CHUNK_ELEMENTS[block.device.type == "cuda"]
+        turns = [
+            names
+            for same in alike(block, block.schemes)
+            for names in in_turn(same, max(1, most // block.weight(same[0]).numel()))
+        ]
+        found = ranks.map_items(
+            nearest, turns, cost=lambda names: len(names) * block.weight(names[0]).numel()
+        )
+        by_name = {
+            name: rounded
+            for names, some in zip(turns, found, strict=True)
+            for name, rounded in zip(names, some, strict=True)
+        }
+        for name in block.schemes:
+            note = {"weight_error": by_name[name].weight_error}
+            block.notes.setdefault(self.name, {})[name] = note
+        return {name: by_name[name] for name in block.schemes}
 
     def work(self, block: BlockShape) -> Work:
         return Work(rounding_weights=block.weights)
 
     def held_bytes(self, block: BlockShape) -> int:
-        return block.exact_bytes + 16 * min(block.largest, CHUNK_ELEMENTS[1])
+        codes = block.weights
+        return block.exact_bytes + codes + 20 * min(block.weights, CHUNK_ELEMENTS[1])
 
 
 def round_to_nearest(
     scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0
 ) -> Rounded:
-    """Fit, quantize and check ``weight [N, K]``, a chunk of rows at a time.
+    """:func:`round_together` of a single ``weight [N, K]``."""
+    return round_together(scheme, weight[None], clip, group_clip)[0]
+
+
+def round_together(
+    scheme: Scheme, weights: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0
+) -> list[Rounded]:
+    """Fit, quantize and check ``weights [S, N, K]``, a chunk of linears or of rows at a time.
+
+    The clips are those of all ``S N`` channels.
 
     Raises:
         CheckFailed: if an invariant of the scheme broke.
     """
-    n, k = weight.shape
-    step = max(1, CHUNK_ELEMENTS[weight.device.type == "cuda"] // k)
-    codes, parts = torch.empty(n, k, dtype=scheme.code_dtype, device=weight.device), []
-    lost = power = 0.0
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        params = scheme.fit(
-            weight[rows], clip=_rows(clip, rows), group_clip=_rows(group_clip, rows)
-        )
-        codes[rows] = scheme.quantize(weight[rows], params)
-        scheme.check(codes[rows], params)
-        exact = weight[rows].float()
-        power += _square(exact)
-        lost += _square(exact - scheme.dequantize(codes[rows], params))
-        parts.append(params)
-    return Rounded(codes, _concatenate(scheme, parts), (lost / power) ** 0.5 if power else 0.0)
+    count, n, k = weights.shape
+    most = CHUNK_ELEMENTS[weights.device.type == "cuda"]
+    linears, rows = max(1, most // (n * k)), min(n, max(1, most // k))
+    codes = torch.empty(count, n, k, dtype=scheme.code_dtype, device=weights.device)
+    parts: list[Params] = []
+    lost, power = torch.zeros(2, count, dtype=torch.float64, device=weights.device)
+    for first in range(0, count, linears):
+        own = slice(first, first + linears)
+        for start in range(0, n, rows):
+            weight = weights[own, start : start + rows]
+            size = weight.shape[:2]
+            weight = weight.flatten(0, 1)
+            at = slice(first * n + start, first * n + start + len(weight))
+            params = scheme.fit(weight, clip=_rows(clip, at), group_clip=_rows(group_clip, at))
+            found = scheme.quantize(weight, params)
+            scheme.check(found, params)
+            codes[own, start : start + rows] = found.view(*size, k)
+            exact = weight.float()
+            power[own] += _squares(exact).view(size).sum(1)
+            lost[own] += _squares(exact - scheme.dequantize(found, params)).view(size).sum(1)
+            parts.append(params)
+    errors = [
+        (a / b) ** 0.5 if b else 0.0 for a, b in zip(lost.tolist(), power.tolist(), strict=True)
+    ]
+    by_linear = scheme.split_params(scheme.stacked_params(parts), count)
+    return [Rounded(*found) for found in zip(codes, by_linear, errors, strict=True)]
 
 
-def _square(x: Tensor) -> float:
-    """The sum of squares of ``x [n, K]``, with the same bits for any number of threads."""
-    return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
+def _squares(x: Tensor) -> Tensor:
+    """The sums of squares ``[n]`` float64 of ``x [n, K]``, alike for any number of threads."""
+    return torch.linalg.vector_norm(x, dim=1).double().square()
 
 
 def _rows(clip: Clip, rows: slice) -> Clip:
     return clip[rows] if isinstance(clip, Tensor) and clip.dim() else clip
-
-
-def _concatenate(scheme: Scheme, parts: list[Params]) -> Params:
-    return {
-        name: first if name in scheme.shared_params else torch.cat([part[name] for part in parts])
-        for name, first in parts[0].items()
-    }

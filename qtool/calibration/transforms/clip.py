@@ -21,12 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import alike, padded, searched_in_turn, stacked_weights
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.precision import tensor_cores
+from qtool.calibration.precision import products, tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
@@ -84,21 +85,33 @@ class Clip(Transform):
             block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed
         )
 
-        def searched(name: str) -> tuple[tuple[Ratio, Ratio], Tensor]:
-            scheme, seen = block.schemes[name], inputs[block.family.group_of(name).linears[0]]
-            weight = block.weight(name).float()
-            params = scheme.fit_range(*scheme.range(weight, finite=True))
-            return search(scheme, weight, scheme.fake_activation(seen.sample, params), self.ratios)
+        def searched(names: Sequence[str]) -> Sequence[tuple[tuple[Ratio, Ratio], Tensor]]:
+            scheme, weight = block.schemes[names[0]], stacked_weights(block, names)
+            x = padded([inputs[block.family.group_of(name).linears[0]].sample for name in names])
+            params = scheme.fit_range(*scheme.range(weight[0], finite=True))
+            return search(scheme, weight, scheme.fake_activation(x, params), self.ratios)
 
         judged = [
             name for name in block.schemes if block.family.group_of(name).linears[0] in inputs
         ]
+        turns = [
+            names
+            for same in alike(block, judged)
+            for names in searched_in_turn(block, same, self.tokens)
+        ]
         found = ranks.map_items(
-            searched, judged, cost=lambda name: FIXED_COST + block.weight(name).numel()
+            searched,
+            turns,
+            cost=lambda names: FIXED_COST + len(names) * block.weight(names[0]).numel(),
         )
-        errors = torch.stack([error for _, error in found]).tolist() if found else []
-        for name, (clips, _), (least, unclipped) in zip(judged, found, errors, strict=True):
-            block.clips[name] = clips
+        clips = {
+            name: of_name
+            for names, of_names in zip(turns, found, strict=True)
+            for name, of_name in zip(names, of_names, strict=True)
+        }
+        errors = torch.stack([clips[name][1] for name in judged]).tolist() if judged else []
+        for name, (least, unclipped) in zip(judged, errors, strict=True):
+            block.clips[name] = clips[name][0]
             block.notes.setdefault("clip", {})[name] = {
                 "error": least,
                 "error_unclipped": unclipped,
@@ -149,35 +162,36 @@ class Clip(Transform):
             * block.forward_flops(),
             search_weights=tried * block.weights,
             search_flops=2 * self.tokens * judged * block.weights,
-            search_tries=tried * len(block.quantized),
+            search_tries=tried * block.searched(block.family.groups, self.tokens)[0],
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        return block.exact_bytes + 20 * block.largest
+        return block.exact_bytes + block.searched(block.family.groups, self.tokens)[1]
 
 
 def search(
     scheme: Scheme, weight: Tensor, x: Tensor, ratios: Sequence[float]
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
+) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
     """The ``clip [N]`` and ``group_clip [N, G]`` with the least output error, and that error.
 
     Args:
-        weight: ``[N, K]``, finite.
-        x: inputs ``[T, K]``.
+        weight: of S linears ``[S, N, K]``, finite.
+        x: the inputs of each ``[S, T, K]``.
         ratios: candidates; the first is 1.
 
     Returns:
-        Both clips, and ``[2]`` on the device: the error with them and without.
+        For each linear both clips, and ``[2]`` on the device: the error with them and without.
     """
-    low, high = scheme.range(weight, finite=True)
-    rows, groups = low.shape
+    rows = weight.flatten(0, 1)
+    low, high = scheme.range(rows, finite=True)
+    groups = low.shape[1]
 
     def difference(clip: Ratio, group_clip: Ratio) -> Tensor:
         params = scheme.fit_range(low, high, clip=clip, group_clip=group_clip)
-        return scheme.weight_error(weight, params)
+        return scheme.weight_error(rows, params).view_as(weight)
 
-    clip = torch.ones(rows, device=weight.device)
-    group_clip = torch.ones(rows, groups, device=weight.device)
+    clip = torch.ones(len(rows), device=weight.device)
+    group_clip = torch.ones(len(rows), groups, device=weight.device)
     start = best = row_error(difference(clip, group_clip), x)
     if groups == 1 or two_levels(scheme, groups):
         for ratio in ratios[1:]:
@@ -185,8 +199,8 @@ def search(
             clip = torch.where(error < best, ratio, clip)
             best = torch.minimum(error, best)
     if groups > 1:
-        moments = x.view(len(x), groups, -1).permute(1, 2, 0)  # [G, g, T]
-        moments = moments @ moments.mT  # [G, g, g]
+        moments = x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)  # [S, G, g, T]
+        moments = moments @ moments.mT  # [S, G, g, g]
         chosen, least = group_clip, group_error(difference(clip, group_clip), moments)
         for ratio in ratios[1:]:
             error = group_error(difference(clip, ratio), moments)
@@ -195,7 +209,10 @@ def search(
         error = row_error(difference(clip, chosen), x)
         group_clip = torch.where((error < best)[:, None], chosen, group_clip)
         best = torch.minimum(error, best)
-    return (clip, group_clip), torch.stack([best.sum(), start.sum()])
+    linears = len(weight)
+    both = zip(clip.view(linears, -1), group_clip.view(linears, -1, groups), strict=True)
+    errors = torch.stack([best.view(linears, -1).sum(1), start.view(linears, -1).sum(1)], 1)
+    return list(zip(both, errors, strict=True))
 
 
 def two_levels(scheme: Scheme, groups: int) -> bool:
@@ -207,15 +224,15 @@ def two_levels(scheme: Scheme, groups: int) -> bool:
 
 
 def row_error(difference: Tensor, x: Tensor) -> Tensor:
-    """``|| x d_n ||^2 [N]`` of the weight error ``difference [N, K]``."""
+    """``|| x d_n ||^2 [S N]`` of the weight errors ``difference [S, N, K]``; ``x [S, T, K]``."""
     with tensor_cores():
-        return (x @ difference.mT).square().sum(0)
+        return products(x, difference.mT).square().sum(1).flatten()
 
 
 def group_error(difference: Tensor, moments: Tensor) -> Tensor:
-    """``|| x_G d_nG ||^2 [N, G]`` with ``moments [G, g, g]``, the x_G^T x_G."""
-    by_group = difference.view(len(difference), len(moments), -1).transpose(0, 1)  # [G, N, g]
-    return ((by_group @ moments) * by_group).sum(-1).T
+    """``|| x_G d_nG ||^2 [S N, G]`` with ``moments [S, G, g, g]``, the x_G^T x_G."""
+    by_group = difference.unflatten(2, (moments.shape[1], -1)).transpose(1, 2)  # [S, G, N, g]
+    return ((by_group @ moments) * by_group).sum(-1).mT.flatten(0, 1)
 
 
 def block_error(
@@ -226,12 +243,14 @@ def block_error(
 ) -> Tensor:
     """Squared error ``[]`` of the block's output with only the linears of ``clips`` rounded."""
     linears = {name: block.get(name) for name in clips}
+    rounded = {}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)
         params = scheme.fit_range(
             *scheme.range(weight, finite=True), clip=clip, group_clip=group_clip
         )
-        block.install(name, Rounded(scheme.quantize(weight, params), params))
+        rounded[name] = Rounded(scheme.quantize(weight, params), params)
+    block.install(rounded)
     try:
         pairs = zip(batches, exact, strict=True)
         return torch.stack(

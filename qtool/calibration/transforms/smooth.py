@@ -15,18 +15,25 @@ The factor folds into what makes X: a norm's weight, the rows of v (shared by th
 kv head) or the rows of up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import (
+    alike,
+    padded,
+    searched_in_turn,
+    stacked_weights,
+    successive,
+)
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
-from qtool.calibration.precision import tensor_cores
+from qtool.calibration.precision import products, stack, tensor_cores
 from qtool.calibration.statistics import Inputs, collect
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.distributed import ranks
@@ -39,7 +46,7 @@ FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 
 @dataclass(kw_only=True)
 class Smooth(Transform):
-    """Search and fold a smoothing factor for each group of linears.
+    """Search and fold a smoothing factor for each group of linears, of experts together.
 
     Args:
         groups: which groups by what their factor folds into: ``norm`` (qkv, gate and up),
@@ -77,19 +84,26 @@ class Smooth(Transform):
         inputs = collect(
             block, batches, [group.linears[0] for group in chosen], self.tokens, self.seed
         )
-        found: dict[str, Tensor] = {}
+        judged = [
+            group
+            for group in reversed(chosen)
+            if group.linears[0] in inputs and any(name in block.schemes for name in group.linears)
+        ]
+        names: list[str] = []
+        found: list[Tensor] = []
         # backwards: a factor that changes the rows of up or v is in place when their inputs are
         # smoothed
-        for group in reversed(chosen):
-            seen = inputs.get(group.linears[0])
-            if seen is not None and any(name in block.schemes for name in group.linears):
-                factor, found[group.linears[0]] = search(block, group, seen, self.grid())
+        for groups in together(block, judged, self.tokens):
+            seen = [inputs[group.linears[0]] for group in groups]
+            factors, values = search(block, groups, seen, self.grid())
+            for group, factor in zip(groups, factors, strict=True):
                 fold_factor(block, group, factor)
-        for name, values in found.items():  # only here is a GPU waited for
-            keys = ("alpha", "beta", "error", "error_unsmoothed")
-            block.notes.setdefault("smooth", {})[name] = dict(
-                zip(keys, values.tolist(), strict=True)
-            )
+                names.append(group.linears[0])
+            found.append(values)
+        keys = ("alpha", "beta", "error", "error_unsmoothed")
+        numbers = torch.cat(found).tolist() if found else []  # only here is a GPU waited for
+        for name, of_group in zip(names, numbers, strict=True):
+            block.notes.setdefault("smooth", {})[name] = dict(zip(keys, of_group, strict=True))
 
     def grid(self) -> Tensor:
         """The exponents tried, ``[C, 2]`` float64."""
@@ -99,27 +113,69 @@ class Smooth(Transform):
 
     def work(self, block: BlockShape) -> Work:
         candidates = len(self.grid()) + 1
-        weights, linears = candidates * block.weights, candidates * len(block.quantized)
+        weights = candidates * block.weights
         return super().work(block) + Work(
-            search_weights=weights, search_flops=2 * self.tokens * weights, search_tries=linears
+            search_weights=weights,
+            search_flops=2 * self.tokens * weights,
+            search_tries=candidates * sum(turns for turns, _ in self._searches(block)),
         )
 
+    def held_bytes(self, block: BlockShape) -> int:
+        return block.exact_bytes + max((held for _, held in self._searches(block)), default=0)
 
-def search(block: Block, group: LinearGroup, inputs: Inputs, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`smooth_factors` of a group of linears; query heads of one kv head share a factor."""
-    weights = {name: block.weight(name) for name in group.linears}
-    w_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0).float()
-    x_amax = inputs.amax
-    if group.fold is Fold.HEADS:
-        x_amax, w_amax = (per_kv_head(amax, block.heads) for amax in (x_amax, w_amax))
-    quantized = [name for name in weights if name in block.schemes]
-    return smooth_factors(
-        [weights[name] for name in quantized],
-        inputs.sample,
-        [block.schemes[name] for name in quantized],
-        grid=grid,
-        x_amax=x_amax,
-        w_amax=w_amax,
+    def _searches(self, block: BlockShape) -> list[tuple[int, int]]:
+        """Turns and bytes of the search of each group, of experts of all."""
+        chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
+        return [block.searched(groups, self.tokens) for groups in successive(chosen)]
+
+
+def together(
+    block: Block, groups: Sequence[LinearGroup], tokens: int
+) -> Iterator[Sequence[LinearGroup]]:
+    """``groups`` in their order; experts' of one linear each come together.
+
+    ``tokens``: that each looks at, at most.
+    """
+    for some in successive(groups):
+        if not some[0].routed or len(some[0].linears) > 1:
+            yield from ([group] for group in some)
+            continue
+        by_name = {group.linears[0]: group for group in some}
+        for same in alike(block, by_name):
+            for names in searched_in_turn(block, same, tokens):
+                yield [by_name[name] for name in names]
+
+
+def search(
+    block: Block, groups: Sequence[LinearGroup], inputs: Sequence[Inputs], grid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`best_factors` of a group of linears, or of several groups of one linear each.
+
+    Query heads of one kv head share a factor.
+    """
+    x, x_amax = padded([seen.sample for seen in inputs]), stack([seen.amax for seen in inputs])
+    stacks: list[Sequence[str]] = [[group.linears[0] for group in groups]]
+    if len(groups) == 1:
+        stacks = [
+            some
+            for same in alike(block, groups[0].linears)
+            for some in searched_in_turn(block, same, x.shape[1])
+        ]
+    largest = [
+        stacked_weights(block, some).abs().amax(1).view(len(x), -1, x.shape[2]).amax(1)
+        for some in stacks
+    ]
+    w_amax = torch.stack(largest).amax(0)
+    if groups[0].fold is Fold.HEADS:
+        x_amax, w_amax = (per_kv_head(amax[0], block.heads)[None] for amax in (x_amax, w_amax))
+    quantized = [some for some in stacks if some[0] in block.schemes]
+    return best_factors(
+        ((block.schemes[some[0]], stacked_weights(block, some)) for some in quantized),
+        x,
+        [len(seen.sample) for seen in inputs],
+        x_amax,
+        w_amax,
+        grid,
     )
 
 
@@ -163,27 +219,59 @@ def smooth_factors(
     >>> int(factor.argmax()), bool(error < before / 4)
     (5, True)
     """
-    grid = (exponent_grid(5) if grid is None else grid).to(inputs.device)
     if x_amax is None:
         x_amax = inputs.abs().amax(0)
     if w_amax is None:
         w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
-    pairs = grid.to(x_amax.dtype)
-    factors = smoothing_factor(x_amax, w_amax, pairs[:, :1], pairs[:, 1:])
-    problems = [(s, weight.float()) for s, weight in zip(schemes, weights, strict=True)]
-    targets = [inputs @ weight.T for _, weight in problems]
+    factors, values = best_factors(
+        ((s, weight[None].float()) for s, weight in zip(schemes, weights, strict=True)),
+        inputs[None],
+        [len(inputs)],
+        x_amax[None],
+        w_amax[None],
+        exponent_grid(5) if grid is None else grid,
+    )
+    return factors[0], values[0]
 
-    def error_of(factor: Tensor | None) -> Tensor:
+
+def best_factors(
+    stacks: Iterable[tuple[Scheme, Tensor]],
+    x: Tensor,
+    tokens: Sequence[int],
+    x_amax: Tensor,
+    w_amax: Tensor,
+    grid: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """:func:`smooth_factors` of E groups: ``lambda [E, K]``, and ``[E, 4]``.
+
+    Args:
+        stacks: scheme and weights ``[S, N, K]`` float32 of all linears of the one group, or of the
+            only linear of each of S = E; one after another, so that an iterator holds one of them.
+        x: samples ``[E, T, K]``, zeros behind the ``tokens`` of each.
+        x_amax, w_amax: ``[E, K]``.
+        grid: ``[C, 2]``.
+    """
+    grid = grid.to(x.device, non_blocking=True)
+    pairs = grid.to(x_amax.dtype)[:, None]
+    factors = smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
+    candidates, outputs = [None, *factors], 0
+    errors = torch.zeros(len(candidates), len(x), dtype=torch.float64, device=x.device)
+    for scheme, weight in stacks:
+        target = products(x, weight.mT)
         with tensor_cores():
-            return output_error(inputs, problems, targets, factor)
-
-    errors = ranks.map_scalars(error_of, [None, *factors])
-    errors, start = errors[1:], errors[:1]
+            for number in ranks.local_items(range(len(candidates))):
+                errors[number] += output_error(x, scheme, weight, target, candidates[number])
+        outputs += target.shape[0] * target.shape[2] // len(x)
+    ranks.all_reduce(errors)  # each number and zeros: exact
+    errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
+    start, errors = errors[0], errors[1:]
     least = errors.argmin(0, keepdim=True)  # of equals the first
-    better = (errors[least] < start) | (len(grid) == 1)
-    factor = torch.where(better, factors[least], 1.0)[0]
-    choice = torch.where(better, grid[least], 0.0)[0]
-    return factor, torch.cat([choice, torch.where(better, errors[least], start), start])
+    best = errors.gather(0, least)[0]
+    better = (best < start) | (len(grid) == 1)
+    factor = factors.gather(0, least[..., None].expand(1, *x_amax.shape))[0]
+    choice = torch.where(better[:, None], grid[least[0]], 0.0)
+    found = torch.stack([torch.where(better, best, start), start], 1)
+    return torch.where(better[:, None], factor, 1.0), torch.cat([choice, found], 1)
 
 
 def smoothing_factor(
@@ -191,7 +279,7 @@ def smoothing_factor(
 ) -> Tensor:
     """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1.
 
-    ``[C, K]`` for C candidates, with ``alpha`` and ``beta [C, 1]``.
+    ``[C, E, K]`` for C candidates and E groups, with ``alpha`` and ``beta [C, 1, 1]``.
     """
     factor = x_amax**alpha / w_amax**beta
     alive = (x_amax > 0) & (w_amax > 0)
@@ -201,17 +289,19 @@ def smoothing_factor(
 
 
 def output_error(
-    x: Tensor,
-    problems: Sequence[tuple[Scheme, Tensor]],
-    targets: Sequence[Tensor],
-    factor: Tensor | None,
+    x: Tensor, scheme: Scheme, weight: Tensor, target: Tensor, factor: Tensor | None
 ) -> Tensor:
-    """Mean squared error ``[]`` of all outputs when ``x [T, K]`` and weights are quantized."""
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    smoothed = x if factor is None else x / factor
-    for (scheme, weight), target in zip(problems, targets, strict=True):
-        scaled = weight if factor is None else weight * factor
-        params = scheme.fit_range(*scheme.range(scaled, finite=True))
-        output = scheme.fake_activation(smoothed, params) @ scheme.fake_weight(scaled, params).T
-        total += (output - target).square_().sum(dtype=torch.float64)
-    return total / sum(target.numel() for target in targets)
+    """Squared errors ``[E]`` of the outputs ``target [S, T, N]`` of linears ``[S, N, K]``.
+
+    Their inputs ``x [E, T, K]`` and weights are quantized, after they were smoothed by ``factor [E,
+    K]``.
+    """
+    smoothed, scaled = x, weight
+    if factor is not None:
+        smoothed, scaled = x / factor[:, None], weight * factor[:, None]
+    rows = scaled.flatten(0, 1)
+    params = scheme.fit_range(*scheme.range(rows, finite=True))
+    rounded = scheme.fake_weight(rows, params).view_as(scaled)
+    output = products(scheme.fake_activation(smoothed, params), rounded.mT)
+    squares = (output - target).square_().flatten(1).sum(1, dtype=torch.float64)  # [S]
+    return squares.view(len(x), -1).sum(1)

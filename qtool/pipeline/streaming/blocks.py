@@ -9,20 +9,21 @@ On CUDA forwards are in the model's 16-bit dtype; the weights that methods chang
 float32.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import packed_in_turn
 from qtool.calibration.batch import Batch, Batches, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -202,17 +203,19 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
-            for name in ranks.local_items(list(formats)):
-                formats[name].scheme_object.check(rounded[name].codes, rounded[name].params)
-            for name, linear_format in formats.items():
-                for part, tensor in linear_format.pack(
-                    rounded[name].codes, rounded[name].params
-                ).items():
-                    stored[f"{prefix}{name}.{part}"] = tensor
+            turns = list(_together(formats, job.linears(index), self.device))
+            for names in ranks.local_items(turns):
+                scheme = formats[names[0]].scheme_object
+                scheme.check(*stacked(scheme, [rounded[name] for name in names]))
+            for names in turns:
+                linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
+                packed = linear_format.pack_all([(one.codes, one.params) for one in found])
+                for name, own in zip(names, packed, strict=True):
+                    stored |= {f"{prefix}{name}.{part}": tensor for part, tensor in own.items()}
+            for name in formats:
                 if job.format.is_permuted(prefix + name):
                     order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
                     stored[f"{prefix}{name}.permutation"] = order.to(torch.int32)
-                del rounded[name]
         _empty(block.module)
         return [(name, stored[name]) for name in spec]
 
@@ -316,17 +319,20 @@ class BuiltBlocks:
             }
             module = self._module(index, weights, dtype)
             block = Block(index, module, job.block_family(index), job.namespace, {})
-            for name, (n, k) in job.linears(index).items():
-                if linear_format := job.format.of(prefix + name):
-                    own = {
-                        p.removeprefix(f"{name}."): t
-                        for p, t in parts.items()
-                        if p.startswith(f"{name}.")
-                    }
-                    block.schemes[name] = linear_format.scheme_object
-                    if "permutation" in own:
-                        block.permutations[name] = own["permutation"].long()
-                    block.install(name, Rounded(*linear_format.unpack(own, n, k)))
+            linears = job.linears(index)
+            formats = {name: f for name in linears if (f := job.format.of(prefix + name))}
+            for name, linear_format in formats.items():
+                block.schemes[name] = linear_format.scheme_object
+                if (order := parts.get(f"{name}.permutation")) is not None:
+                    block.permutations[name] = order.long()
+            for names in _together(formats, linears, self.device):
+                linear_format, (n, k) = formats[names[0]], linears[names[0]]
+                stored_parts = [
+                    {part: parts[f"{name}.{part}"] for part in linear_format.tensors(n, k)}
+                    for name in names
+                ]
+                found = linear_format.unpack_all(stored_parts, n, k)
+                block.install({n: Rounded(*one) for n, one in zip(names, found, strict=True)})
         if self.device.type == "cuda":
             self.read_ahead.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
@@ -355,6 +361,20 @@ class BuiltBlocks:
         all_finite({prefix + name: weight for name, weight in there.items() if not weight.is_meta})
         fill(module, {n: as_computed(w, dtype) for n, w in there.items()}, self.device)
         return module
+
+
+def _together(
+    formats: Mapping[str, LinearFormat],
+    shapes: Mapping[str, tuple[int, int]],
+    device: torch.device,
+) -> Iterator[Sequence[str]]:
+    """The linears of ``formats`` that are packed, or unpacked, at once: of one format and shape."""
+    kinds: dict[Hashable, list[str]] = {}
+    for name, linear_format in formats.items():
+        alone = linear_format.scheme_object.shared_params and name
+        kinds.setdefault((linear_format, shapes[name], alone), []).append(name)
+    for names in kinds.values():
+        yield from packed_in_turn(names, *shapes[names[0]], device.type == "cuda")
 
 
 def as_computed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

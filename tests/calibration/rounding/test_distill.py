@@ -58,7 +58,7 @@ def distilled(
     rounded = Distill(**QUICK | options).round(own, batches)
     for name, result in rounded.items():
         own.schemes[name].check(result.codes, result.params)
-        own.install(name, result)
+        own.install({name: result})
     off = sum(
         float((run(own, b) - t).square().sum()) for b, t in zip(batches, targets, strict=True)
     )

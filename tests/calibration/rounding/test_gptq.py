@@ -208,7 +208,7 @@ def test_a_block_is_rounded_better_than_to_nearest_and_the_same_twice(
         for name in rounded:
             own.schemes[name].check(rounded[name].codes, rounded[name].params)
             if rounding.name == "rtn":
-                own.install(name, rounded[name])
+                own.install({name: rounded[name]})
         off = sum(
             float((run(own, b) - t).square().sum()) for b, t in zip(batches, targets, strict=True)
         )

@@ -125,6 +125,15 @@ def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None
     )
     expected = torch.cat([group_error_triton.group_error(shaped, importance, wide), found])
     assert torch.equal(group_error_triton.group_error(shaped, importance, both), expected)
+    # two weights, each with an importance of its own, and both candidates of each
+    two, its_own = torch.cat([shaped, shaped]), torch.cat([importance, importance.flip(1, 2)])
+    of_two = type(grid)(
+        *(t.view(2, n, groups).repeat_interleave(2, 0).flatten(0, 1) for t in vars(both).values())
+    )
+    other = group_error_triton.group_error(shaped, importance.flip(1, 2), both)
+    pairs = zip(expected.split(n), other.split(n), strict=True)
+    whole = group_error_triton.group_error(two, its_own, of_two)
+    assert torch.equal(whole, torch.cat([error for pair in pairs for error in pair]))
 
 
 def test_halves_are_the_whole_and_fit_tf32() -> None:

@@ -40,7 +40,7 @@ def output_error(scheme, weight, x, clip=1.0, group_clip=1.0):
 def test_every_row_gains_or_stays(heavy_tails, name, group_size):
     weight, x = heavy_tails
     scheme = get(name, group_size)
-    clips, (least, unclipped) = search(scheme, weight, x, RATIOS)
+    ((clips, (least, unclipped)),) = search(scheme, weight[None], x[None], RATIOS)
     before, after = output_error(scheme, weight, x), output_error(scheme, weight, x, *clips)
     assert (after <= before * (1 + 1e-5)).all()
     assert after.sum() < 0.9 * before.sum()
@@ -51,14 +51,14 @@ def test_every_row_gains_or_stays(heavy_tails, name, group_size):
 def test_ratios_are_searched_a_row_apart(heavy_tails):
     weight, x = heavy_tails
     scheme = get("w4a8-qoq", None)
-    (clip, _), _ = search(scheme, weight, x, RATIOS)
+    (((clip, _), _),) = search(scheme, weight[None], x[None], RATIOS)
     best = torch.stack([output_error(scheme, weight, x, ratio) for ratio in RATIOS]).argmin(0)
     assert torch.equal(clip, torch.tensor(RATIOS)[best])
 
 
 def test_a_grid_of_one_changes_nothing(heavy_tails):
     weight, x = heavy_tails
-    (clip, group_clip), _ = search(get("w4a8-lqq", 32), weight, x, [1.0])
+    (((clip, group_clip), _),) = search(get("w4a8-lqq", 32), weight[None], x[None], [1.0])
     assert clip.eq(1).all() and group_clip.eq(1).all()
 
 
@@ -125,5 +125,5 @@ def test_a_channel_that_is_one_group_needs_no_moments_of_its_inputs() -> None:
     """Which are K x K: the products of a search are the outputs alone."""
     x, weight, ratios = torch.randn(32, 512), torch.randn(8, 512), [1.0, 0.9, 0.8]
     with FlopCounterMode(display=False) as counter:
-        search(get("w4a8-qoq"), weight, x, ratios)
+        search(get("w4a8-qoq"), weight[None], x[None], ratios)
     assert counter.get_total_flops() == len(ratios) * 2 * x.numel() * len(weight)

@@ -64,7 +64,7 @@ def test_a_rounded_linear_gathers(llama, blocks):
     Reorder(groups=ALL).apply(block, batches)
     for name, scheme in block.schemes.items():
         params = block.fit(name)
-        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+        block.install({name: Rounded(scheme.quantize(block.weight(name), params), params)})
     error = (run(block, batches[0]) - before).square().mean() / before.square().mean()
     assert error < 1e-2
 

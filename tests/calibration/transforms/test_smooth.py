@@ -25,7 +25,7 @@ def rounding_error(block, batches):
     exact = torch.cat([run(block, batch) for batch in batches])
     for name, scheme in block.schemes.items():
         params = block.fit(name)
-        block.install(name, Rounded(scheme.quantize(block.weight(name), params), params))
+        block.install({name: Rounded(scheme.quantize(block.weight(name), params), params)})
     output = torch.cat([run(block, batch) for batch in batches])
     return float((output - exact).square().sum() / exact.square().sum())
 
@@ -93,7 +93,8 @@ def test_reported_errors_are_mean_squares_of_the_quantized_outputs(llama, blocks
     weights = [block.weight(name).clone() for name in group.linears]
     assert len({len(weight) for weight in weights}) == 2
     scheme = block.schemes[group.linears[0]]
-    factor, (alpha, beta, error, unsmoothed) = search(block, group, seen, Smooth(steps=2).grid())
+    factors, values = search(block, [group], [seen], Smooth(steps=2).grid())
+    (factor,), ((alpha, beta, error, unsmoothed),) = factors, values
 
     def mean_square(factor):
         inputs, scaled = seen.sample / factor, [weight * factor for weight in weights]

@@ -28,11 +28,12 @@ Legend: E problems, N output channels, K input channels, G groups, b columns of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import at_once, in_turn, stacked_clips
 from qtool.calibration.precision import by_rows, product, stack
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.calibration.rounding.gptq.hessian import Hessian
@@ -114,8 +115,7 @@ class Solution:
     def stacked(cls, parts: Sequence["Solution"], scheme: Scheme) -> "Solution":
         """The solution of all rows from those of some rows each."""
         first = parts[0]
-        params = {k: t if k in scheme.shared_params else torch.cat([p.params[k] for p in parts])
-                  for k, t in first.params.items()}  # fmt: skip
+        params = scheme.stacked_params([part.params for part in parts])
         codes, lost, power = (
             torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "lost", "power")
         )
@@ -169,7 +169,15 @@ def gptq(
 
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     """Solve problems of one scheme and shape, each as if it were alone."""
-    scheme, states = problems[0].scheme, [prepare(problem, options) for problem in problems]
+    scheme = problems[0].scheme
+    # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits
+    # for that
+    plain = problems[0].hessian.d is None and not scheme.sparsity
+    fitted = fit(problems, [problem.weight for problem in problems], options) if plain else []
+    states = [prepare(problem, options) for problem in problems]
+    fitted = fitted or fit(problems, [s.kept_target for s in states], options)
+    for s, params in zip(states, fitted, strict=True):
+        s.params = params
     target = stack([s.target[:, s.order] for s in states])
     feedback = stack([s.feedback for s in states])
     keep = stack([s.keep for s in states if s.keep is not None]) if scheme.sparsity else None
@@ -178,8 +186,9 @@ def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     for s in states:
         s.feedback = s.feedback.new_empty(0)
     for turn in range(1 + options.rounds):
-        grids = [scheme.grid(s.params) for s in states]
-        grid = Grid(*(stack([getattr(g, f.name) for g in grids]) for f in fields(Grid)))
+        whole = scheme.grid(scheme.stacked_params([s.params for s in states]))
+        by_problem = (getattr(whole, f.name).unflatten(0, (len(states), -1)) for f in fields(Grid))
+        grid = Grid(*by_problem)
         panel = options.column_panel
         codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=panel)
         for s, found in zip(states, codes, strict=True):
@@ -210,11 +219,16 @@ class State:
     back: Tensor
     target: Tensor
     keep: Tensor | None
-    params: Params
     damping: float
     damped: Tensor | None
     feedback: Tensor
-    codes: Tensor
+    params: Params = field(default_factory=dict)
+    codes: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def kept_target(self) -> Tensor:
+        """The target of what pruning left ``[N, K]``, in the order of the weight."""
+        return self.target if self.keep is None else self.target * self.keep[:, self.back]
 
     def solution(self, problem: Problem) -> Solution:
         """The codes and parameters found, in the order of the weight."""
@@ -224,20 +238,10 @@ class State:
 
 
 def prepare(problem: Problem, options: GptqOptions) -> State:
-    """The state before the first column: visiting order, target, grid and feedback."""
+    """The state before the first column: visiting order, target and feedback."""
     scheme, weight, hessian = problem.scheme, problem.weight, problem.hessian
     order = visiting_order(hessian.h.diagonal(), scheme, options.act_order)
     back = torch.argsort(order)
-
-    def fit(kept: Tensor) -> Params:
-        clips = {"clip": problem.clip, "group_clip": problem.group_clip}
-        ratios = options.clip_ratios(scheme)
-        return fit_groups(scheme, kept, hessian.h.diagonal(), ratios, **clips)
-
-    # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits
-    # for that
-    plain = hessian.d is None and not scheme.sparsity
-    params = fit(weight) if plain else {}
     factor = Factor(hessian.h, options.damping, order)
     damped = factor.h if options.rounds else None
     target = weight
@@ -248,12 +252,30 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     if scheme.sparsity:
         pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity
         keep = prune(*pruned, options.column_panel)
-    if not plain:
-        params = fit(target if keep is None else target * keep[:, back])
     factor.free_damped()
-    no_codes = weight.new_empty(0)
-    feedback = factor.feedback
-    return State(order, back, target, keep, params, factor.damping, damped, feedback, no_codes)
+    return State(order, back, target, keep, factor.damping, damped, factor.feedback)
+
+
+def fit(
+    problems: Sequence[Problem], weights: Sequence[Tensor], options: GptqOptions
+) -> list[Params]:
+    """The parameters of each problem, its clipping search by group on its one of ``weights``."""
+    scheme, (n, k) = problems[0].scheme, weights[0].shape
+    size = 1 if scheme.shared_params else at_once(16 * n * k, weights[0].is_cuda)
+    groups, device = scheme.groups(weights[0]).shape[1], weights[0].device
+    found: list[Params] = []
+    for some in in_turn(range(len(problems)), size):
+        own, rows = [problems[e] for e in some], [n] * len(some)
+        fitted = fit_groups(
+            own[0].scheme,
+            stack([weights[e] for e in some]).flatten(0, 1),
+            stack([problem.hessian.h.diagonal() for problem in own]),
+            options.clip_ratios(scheme),
+            clip=stacked_clips([problem.clip for problem in own], rows, device),
+            group_clip=stacked_clips([problem.group_clip for problem in own], rows, device, groups),
+        )
+        found += scheme.split_params(fitted, len(some))
+    return found
 
 
 def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:

@@ -11,11 +11,11 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.alike import stacked_clips, successive
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -31,7 +31,6 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
-from qtool.schemes.base import Clip
 
 #: bytes of problems that are solved together: as many as that holds, one in any case
 TOGETHER = 2 << 30
@@ -60,16 +59,11 @@ class Stack:
         weights = [block.weight(name).float() for name in self.names]
         groups = scheme.groups(weights[0]).shape[1]
         clips, group_clips = zip(*(block.clips.get(n, (1.0, 1.0)) for n in self.names), strict=True)
+        rows, device = [len(weight) for weight in weights], weights[0].device
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        clip = _stacked(clips, weights)[part]
-        group_clip = _stacked(group_clips, weights, groups)[part]
+        clip = stacked_clips(clips, rows, device)[part]
+        group_clip = stacked_clips(group_clips, rows, device, groups)[part]
         return Problem(scheme, weight[part], self.hessian, clip, group_clip)
-
-
-def _stacked(clips: Sequence[Clip], weights: Sequence[Tensor], *tail: int) -> Tensor:
-    """The clips of several linears as one ``[N, *tail]`` for the stack of their rows."""
-    pairs = zip(clips, weights, strict=True)
-    return torch.cat([torch.as_tensor(c, device=w.device).expand(len(w), *tail) for c, w in pairs])
 
 
 @dataclass(kw_only=True)
@@ -94,12 +88,14 @@ class Gptq(GptqOptions, Rounding):
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
         ):
             found = self.round_groups(block, reference, turns, groups, tokens)
-            for name, result in found.items():
-                block.install(name, result)
+            block.install(found)
+            for name in found:
                 block.free_exact(name)
             rounded |= found
-        for note in block.notes.get(self.name, {}).values():  # a GPU is waited for at the end
-            note["error"] = float(note["error"])
+        notes = block.notes.get(self.name, {}).values()
+        errors = torch.stack([note["error"] for note in notes]) if notes else torch.empty(0)
+        for note, error in zip(notes, errors.tolist(), strict=True):  # a GPU is waited for once
+            note["error"] = error
         return rounded
 
     def round_groups(
@@ -222,6 +218,7 @@ class Gptq(GptqOptions, Rounding):
             if problems:
                 work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
             seen = block.tokens * block.share(groups[0].linears[0])
+            together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
             for n, k in problems:
                 moments = sum(
                     rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
@@ -230,7 +227,7 @@ class Gptq(GptqOptions, Rounding):
                     hessian_flops=2 * seen * (moments + drift * k * k),
                     rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
-                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds),
+                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds) / together,
                 )
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
@@ -276,16 +273,6 @@ def moments_observer(
                 hessians[name].add(part)
 
     return add
-
-
-def successive(groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one after another; equal parts of all experts come together."""
-
-    def role(group: LinearGroup) -> object:
-        return group.fold if group.routed else group.linears
-
-    for _, same in groupby(groups, role):
-        yield list(same)
 
 
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:

@@ -1,0 +1,39 @@
+"""Weights that are packed together have the bytes that each has alone, and come back."""
+
+import pytest
+import torch
+
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+from qtool.layouts import LAYOUTS
+from qtool.schemes import SCHEMES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_together_they_are_what_each_is(scheme: str, layout: str) -> None:
+    linear_format = LinearFormat(scheme, SCHEMES[scheme].default_group_size, layout)
+    n, k, chosen = 256, 256, linear_format.scheme_object
+    try:
+        linear_format.require("linear", n, k)
+    except QtoolError:
+        pytest.skip(f"no {scheme} lies in {layout}")
+    weights = []
+    for seed in range(3):
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+        params = chosen.fit(weight)
+        if "eight_bit" in params:  # a map for each
+            params["eight_bit"] = torch.tensor([seed % 2, 1], dtype=torch.uint8)
+        weights.append((chosen.quantize(weight, params), params))
+    packed = linear_format.pack_all(weights)
+    for own, (codes, params) in zip(packed, weights, strict=True):
+        alone = linear_format.pack(codes, params)
+        assert own.keys() == alone.keys()
+        for name, tensor in alone.items():
+            assert own[name].dtype == tensor.dtype and torch.equal(own[name], tensor)
+            assert own[name].is_contiguous()
+    for (codes, params), (expected, kept) in zip(
+        linear_format.unpack_all(packed, n, k), weights, strict=True
+    ):
+        assert torch.equal(codes, expected) and codes.dtype == expected.dtype
+        assert all(torch.equal(params[name], t) for name, t in kept.items())
