@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -176,15 +176,20 @@ class _Export(Conversion):
             for name, tensor in read(owner):
                 yield self.family.disk_name(name), tensor
             return
-        for disk in dict.fromkeys(part.name for part in parts):
-            pieces: list[Tensor] = []
-            places: list[int] = []
-            for piece in self.pieces[disk]:
-                ((_, tensor),) = read(piece.tensor)
-                pieces.append(tensor[piece.start : piece.start + len(piece.places)])
+
+        @cache
+        def rows(tensor: str) -> Tensor:
+            ((_, found),) = read(tensor)
+            return found.flatten(0, 1) if found.dim() == 3 else found
+
+        for disk, part in {part.name: part for part in parts}.items():
+            pieces, places = self.pieces[disk], list[int]()
+            for piece in pieces:
                 places += piece.places
-            whole = torch.cat(pieces)
-            yield disk, whole if whole.is_meta else whole[torch.tensor(places).argsort()]
+            whole = torch.cat([rows(p.tensor)[p.start : p.start + len(p.places)] for p in pieces])
+            if not whole.is_meta:
+                whole = whole[torch.tensor(places).argsort()]
+            yield disk, whole.unflatten(0, (part.matrices, -1)) if part.matrices else whole
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]

@@ -79,8 +79,8 @@ class Computed(ABC):
 class Entry:
     """One tensor of a file: position, dtype and shape, and what it is a part of.
 
-    With ``parts`` it is those, one after another along dimension 0, and lies nowhere itself; nor
-    does one that is ``computed``.
+    With ``parts`` it is those, one row after another, and lies nowhere itself; nor does one that is
+    ``computed``.
     """
 
     path: Path
@@ -201,7 +201,7 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 def _made(entry: Entry, rows: slice) -> Tensor:
     """The ``rows`` of a tensor that does not lie in a file as it is."""
     if entry.parts:
-        return torch.cat([read(part) for part in entry.parts])[rows]
+        return torch.cat([read(part) for part in entry.parts]).reshape(entry.shape)[rows]
     if (within := entry.within) is None:
         assert entry.computed is not None
         return entry.computed.read(rows)

@@ -124,11 +124,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them."""
+    """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them.
+
+    Those of a stack of ``matrices`` are counted one matrix after another.
+    """
 
     name: str
     count: int
     rows: tuple[int, ...] | None = None
+    matrices: int = 0
 
 
 @dataclass(frozen=True)

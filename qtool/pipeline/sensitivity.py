@@ -25,6 +25,7 @@ from qtool.data.mix import CalibrationMix
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
+from qtool.models.auto import text_model
 from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import job_of
@@ -110,7 +111,8 @@ class Probe:
     """A model in float, windows (batches ``[B, S]``), and what the model makes of them."""
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
-        self.model, self.windows = model, [ids.to(model.device) for ids in windows]
+        self.model, self.text = model, text_model(model)
+        self.windows = [ids.to(model.device) for ids in windows]
         self.expected = list(map(self._log_probabilities, self.windows))
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
@@ -133,7 +135,7 @@ class Probe:
 
     @torch.no_grad()
     def _log_probabilities(self, ids: Tensor) -> Tensor:
-        return self.model(ids, use_cache=False).logits.log_softmax(-1, dtype=torch.float32)
+        return self.text(ids, use_cache=False).logits.log_softmax(-1, dtype=torch.float32)
 
 
 @contextmanager

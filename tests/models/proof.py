@@ -19,7 +19,7 @@ import qtool
 from qtool import recipes
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
-from qtool.models.auto import auto_class
+from qtool.models.auto import auto_class, text_model
 from qtool.models.describe import kinds_of_blocks
 from qtool.models.experts import expert_tensors, is_experts
 from qtool.pipeline import quantize as pipeline
@@ -148,7 +148,7 @@ def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None
 
 def logits(model: PreTrainedModel) -> Tensor:
     """Of a few tokens, ``[1, 12, V]``."""
-    found: Tensor = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
+    found: Tensor = text_model(model)(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
     return found.float()
 
 
@@ -167,7 +167,7 @@ def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
     family = family_of(quantized.config)
     places = dict(model.state_dict(keep_vars=False))
     for name, module in model.named_modules():
-        if family.experts and is_experts(module):
+        if family.experts and name.startswith(f"{family.blocks}.") and is_experts(module):
             for part in [n for n, _ in module.named_parameters(recurse=False)]:
                 del places[f"{name}.{part}"]
             roles = {
