@@ -21,8 +21,9 @@ from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
+from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
+from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.exchange.target import Target, native_activations
-from qtool.exchange.write_gguf import FILE, NO_TOKENIZER, pre_tokenizer, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import RECORD
 from qtool.io.model_card import results_in
@@ -316,8 +317,8 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
             "precision when serving"
         )
-    if target.one_file and not pre_tokenizer(work.source.directory):
-        notes.append(NO_TOKENIZER)
+    if target.one_file and (otherwise := tokenizer_caution(work.source.directory)):
+        notes.append(otherwise)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
     if target.read_by_transformers and (own := _converted(work)):
         notes.append(
