@@ -274,6 +274,13 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
         for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     },
     "gemma3": {"text_config": {"layer_types": MIXED}},
+    "gemma3n": {"vision_config": {"architecture": "mobilenetv3_small_050"}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": [28, 28]},
+        }
+    },
     "gemma4": {"text_config": GEMMA4},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": {"hidden_size": 128}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
