@@ -190,7 +190,9 @@ class _Export(Conversion):
             whole = torch.cat([rows(p.tensor)[p.start : p.start + len(p.places)] for p in pieces])
             if not whole.is_meta:
                 whole = whole[torch.tensor(places).argsort()]
-            yield disk, whole.unflatten(0, (part.matrices, -1)) if part.matrices else whole
+            if part.matrices:
+                whole = whole.unflatten(0, (part.matrices, -1))
+            yield disk, whole.T.contiguous() if part.transposed else whole
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]

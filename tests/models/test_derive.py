@@ -96,7 +96,6 @@ def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
     [
         ("shieldgemma2", r"transformers saves .*embed_tokens.weight of Gemma3.* finds no place"),
         ("longcat_flash", r"mlp.experts has 4 in down_proj and 6 in gate_up_proj: transformers"),
-        ("ernie4_5_vl_moe", r"text_moe.experts: transformers computes its stacks when it loads"),
     ],
 )
 def test_what_transformers_does_not_load_as_it_is_stored(model_type: str, said: str) -> None:

@@ -64,10 +64,11 @@ def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "model_type", ["bailing_hybrid", "minimax_m2", "step3p7", "qwen3_omni_moe"]
+    "model_type", ["bailing_hybrid", "minimax_m2", "step3p7", "qwen3_omni_moe", "ernie4_5_vl_moe"]
 )
 def test_an_export_has_the_names_of_published_checkpoints(model_type: str, tmp_path: Path) -> None:
-    """And what stays in 16 bit lies there as it was, convolutions and a talker's experts too."""
+    """And what stays in 16 bit lies there as it was: convolutions, a talker's experts, and those of
+    a mixture that lie behind another's, with a router that is transposed."""
     source = save_tiny(model_type, tmp_path / "source")
     published = Checkpoint(source)
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -199,9 +200,10 @@ def _takes_first(found: Recorded) -> bool:
 
 
 def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
-    """The name of the module list of the decoder's blocks: the one with the most parameters.
+    """The name of the module list of the decoder's blocks.
 
-    An encoder's only where the model has no other.
+    It is the one nearest to the embedding of tokens among modules; of several the one with the most
+    parameters.
     """
     config = model.config.get_text_config(decoder=True)
     if not hasattr(config, "num_hidden_layers"):
@@ -213,18 +215,22 @@ def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     sizes = {
         name: sum(p.numel() for p in module.parameters())
         for module, name in names.items()
-        if isinstance(module, nn.ModuleList)
-        and len(module) in counts
-        and not any(part in name for part in ("vision", "visual", "audio"))
+        if isinstance(module, nn.ModuleList) and len(module) in counts
     }
-    sizes = {name: s for name, s in sizes.items() if "encoder." not in name} or sizes
     if not sizes:
         raise QtoolError(
             f"{type(model).__name__} has no list of {config.num_hidden_layers} blocks, which is "
             "what qtool quantizes one after another"
         )
     outermost = [n for n in sizes if not any(n.startswith(f"{o}.") for o in sizes)]
-    return max(outermost, key=lambda name: sizes[name])
+    embedding = names[model.get_input_embeddings()].split(".")
+
+    def steps(name: str) -> int:
+        parts = name.split(".")
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(embedding, parts, strict=False))
+        return len(embedding) + len(parts) - 2 * len(list(shared))
+
+    return min(outermost, key=lambda name: (steps(name), -sizes[name]))
 
 
 def _alike(model: Any, blocks: Any) -> list[int]:

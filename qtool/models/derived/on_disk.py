@@ -23,6 +23,8 @@ LEAVES = "gate_proj", "up_proj", "down_proj"
 COLUMNS = 2
 #: dimensions of a stack of matrices
 STACK = 3
+#: a weight of the first of experts that are stored one by one
+FIRST = re.compile(r"(.+)\.0\.\w+\.weight")
 
 
 def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
@@ -98,14 +100,23 @@ def disk_names(
         stacked = is_experts(module) and name.startswith(f"{blocks}.")
         if stacked and any(n.startswith(f"{name}.") for n in made):
             stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
-            made = [n for n in made if n not in stacks]
             with suppress(ValueError):  # it makes them of more than this stack
                 for disk in revert_weight_conversion(model, stacks):
-                    if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
-                        found.setdefault(name, base)
-            if name not in found:
+                    if first := FIRST.fullmatch(disk):
+                        found[name] = first[1]
+            if name in found:
+                made = [n for n in made if n not in stacks]
+            elif Form.of(module).transposed:
                 raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
-    return {own: disk for own, disk in found.items() if own != disk}, _rows(model, state, made)
+    rows = _rows(model, state, made)
+    for name in {own.rpartition(".")[0] for own in rows if own.startswith(f"{blocks}.")}:
+        # the first of more experts than this stack's: its names need no rows
+        own = {n: rows[n][0].name for n in rows if n.rpartition(".")[0] == name}
+        firsts = {first[1] for disk in own.values() if (first := FIRST.fullmatch(disk))}
+        if is_experts(model.get_submodule(name)) and len(firsts) == 1:
+            found[name] = firsts.pop()
+            rows = {n: parts for n, parts in rows.items() if n not in own}
+    return {own: disk for own, disk in found.items() if own != disk}, rows
 
 
 def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
@@ -174,13 +185,17 @@ def _rows(
     except (ValueError, RuntimeError, IndexError, TypeError) as error:
         raise QtoolError(f"{min(made)}: transformers computes it when it loads it") from error
     owner, place = torch.full((total,), -1), torch.empty(total, dtype=torch.long)
+    turned = set()
     for number, (disk, tensor) in enumerate(stored.items()):
-        table = tensor.reshape(prod(_leading(tensor.shape)), -1)
-        rows = table[:, :1] // COLUMNS
-        if not torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1])):
-            name = max((n for n in made if first[n] <= int(rows[0])), key=first.__getitem__)
+        held = _whole_rows(tensor)
+        if held is None and tensor.dim() == 2:
+            held = _whole_rows(tensor.T)
+            turned.add(disk)
+        if held is None:
+            row = int(tensor.flatten()[0]) // COLUMNS
+            name = max((n for n in made if first[n] <= row), key=first.__getitem__)
             raise QtoolError(f"{name}: transformers computes it from {disk} when it loads it")
-        owner[rows[:, 0]], place[rows[:, 0]] = number, torch.arange(len(table))
+        owner[held], place[held] = number, torch.arange(len(held))
     disks, found = list(stored), {}
     for name in made:
         own = slice(first[name], first[name] + prod(_leading(state[name].shape)))
@@ -188,8 +203,18 @@ def _rows(
             raise QtoolError(f"{name}: transformers computes a part of it when it loads it")
         numbers, lengths = owner[own].unique_consecutive(return_counts=True)
         parts = zip(numbers.tolist(), place[own].split(lengths.tolist()), strict=True)
-        found[name] = tuple(_part(disks[n], stored[disks[n]].shape, rows) for n, rows in parts)
+        found[name] = tuple(
+            _part(disks[n], stored[disks[n]].shape, rows, disks[n] in turned) for n, rows in parts
+        )
     return found
+
+
+def _whole_rows(tensor: Tensor) -> Tensor | None:
+    """The numbers of the rows that ``tensor`` holds; None if it holds anything but whole ones."""
+    table = tensor.reshape(prod(_leading(tensor.shape)), -1)
+    rows = table[:, :1] // COLUMNS
+    whole = torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1]))
+    return rows[:, 0] if whole else None
 
 
 def _leading(shape: Sequence[int]) -> Sequence[int]:
@@ -197,11 +222,11 @@ def _leading(shape: Sequence[int]) -> Sequence[int]:
     return shape[:2] if len(shape) == STACK else shape[:1]
 
 
-def _part(disk: str, shape: Sequence[int], rows: Tensor) -> RowsOf:
-    """The ``rows`` of the tensor ``disk``, which has this ``shape``."""
-    whole = torch.equal(rows, torch.arange(prod(_leading(shape))))
+def _part(disk: str, shape: Sequence[int], rows: Tensor, turned: bool) -> RowsOf:
+    """The ``rows`` of the tensor ``disk``, which has this ``shape``, or its columns."""
+    whole = torch.equal(rows, torch.arange(shape[1] if turned else prod(_leading(shape))))
     matrices = shape[0] if len(shape) == STACK else 0
-    return RowsOf(disk, len(rows), None if whole else tuple(rows.tolist()), matrices)
+    return RowsOf(disk, len(rows), None if whole else tuple(rows.tolist()), matrices, turned)
 
 
 def _matches(target: str, name: str) -> bool:
