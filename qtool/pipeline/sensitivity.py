@@ -111,8 +111,7 @@ class Probe:
     """A model in float, windows (batches ``[B, S]``), and what the model makes of them."""
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
-        self.model, self.text = model, text_model(model)
-        self.windows = [ids.to(model.device) for ids in windows]
+        self.model, self.windows = model, [ids.to(model.device) for ids in windows]
         self.expected = list(map(self._log_probabilities, self.windows))
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
@@ -135,7 +134,8 @@ class Probe:
 
     @torch.no_grad()
     def _log_probabilities(self, ids: Tensor) -> Tensor:
-        return self.text(ids, use_cache=False).logits.log_softmax(-1, dtype=torch.float32)
+        logits: Tensor = text_model(self.model)(ids, use_cache=False).logits
+        return logits.log_softmax(-1, dtype=torch.float32)
 
 
 @contextmanager

@@ -111,6 +111,16 @@ def test_a_config_that_does_not_say_where_its_blocks_are() -> None:
         derive(tiny_config("blt").to_dict())
 
 
+@pytest.mark.parametrize("model_type", ["emu3", "idefics2", "janus"])
+def test_blocks_are_the_list_that_is_nearest_to_the_embedding(model_type: str) -> None:
+    """Not what has as many, a resampler or a tokenizer of images."""
+    config = tiny_config(model_type)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = 3, None
+    blocks = derive(config.to_dict()).blocks
+    assert blocks.endswith(".layers") and ("text_model" in blocks or "language_model" in blocks)
+
+
 def test_experts_of_another_form_than_is_known_stay() -> None:
     """Muse Spark norms each expert's output; its stacks are looked into, whatever their dtype."""
     family = family_of(tiny_config("muse_spark").to_dict())
