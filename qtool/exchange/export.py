@@ -319,6 +319,10 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
             "precision when serving"
         )
+    if target.one_file and work.family.outside:
+        notes.append(
+            "towers and projectors left out: llama.cpp takes them from a file of their own"
+        )
     if target.one_file and (otherwise := tokenizer_caution(work.source.directory)):
         notes.append(otherwise)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))

@@ -21,9 +21,12 @@ from qtool.exchange.gguf.architectures import ARCHITECTURES
 from qtool.exchange.gguf.tokenizer import PRE_TOKENIZERS
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
-from tests.exchange.conftest import Export, Native
+from tests.exchange.conftest import Export, Native, recipe_of, rule
+from tests.models.tiny import save_tiny
 
 gguf = pytest.importorskip("gguf")
 
@@ -74,7 +77,11 @@ def test_every_tensor_of_a_model_that_llama_cpp_knows(
 
 def assert_all_ours(ours: Path, directory: Path) -> None:
     """Every tensor in the GGUF of ``directory`` is that of the native checkpoint, bit for bit."""
-    model = dequantized(load(ours, dtype=torch.float32))
+    assert_same(dequantized(load(ours, dtype=torch.float32)), directory)
+
+
+def assert_same(model: Any, directory: Path) -> None:
+    """Every tensor in the GGUF of ``directory`` is that of ``model``, and none is missing."""
     kind = model.config.model_type
     names = gguf.get_tensor_name_map(
         next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == ARCHITECTURES[kind].name), 2
@@ -83,7 +90,7 @@ def assert_all_ours(ours: Path, directory: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if kind in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+        if ARCHITECTURES[kind].name == "llama" and (".q_proj." in name or ".k_proj." in name):
             tensor = in_pairs(tensor, model.config.head_dim)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
@@ -276,3 +283,27 @@ def test_the_card_names_it(native: Native, exported: Export) -> None:
     done: Exported = exported(native("w4a16", 32), "gguf")
     assert "llama.cpp" in (done.directory / "README.md").read_text()
     assert any("int8 per token and group of 32 there" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "mistral3"])
+def test_the_text_model_of_a_wrapper(kind: str, tmp_path: Path) -> None:
+    """As the GGUF of a model that is nothing else; its tower is said to be left out."""
+    source = save_tiny(kind, tmp_path / "float32")
+    whole = load(source, dtype=torch.float16)
+    whole.save_pretrained(tmp_path / "source")
+    recipe = recipe_of([rule("w4a16", 32)])
+    native = quantize(Checkpoint(tmp_path / "source"), recipe, tmp_path / "native")
+    config = json.loads((native / "config.json").read_text())
+    config["text_config"] |= {"query_pre_attn_scalar": 32, "sliding_window": None}
+    if kind == "gemma3":
+        config["text_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+    (native / "config.json").write_text(json.dumps(config))
+    done = export(native, "gguf", tmp_path / "out")
+    assert any("towers and projectors left out" in note for note in done.notes)
+    model = dequantized(load(native, dtype=torch.float32))
+    state = {n.replace("model.language_model.", "model."): t for n, t in model.state_dict().items()}
+    text = AutoConfig.from_pretrained(native).get_text_config()
+    text.tie_word_embeddings = model.config.tie_word_embeddings
+    alone = AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+    alone.load_state_dict({n: state[n] for n in alone.state_dict()})
+    assert_same(alone, done.directory)

@@ -38,6 +38,7 @@ class Gguf(Target):
     uniform: ClassVar[bool] = False
     tensor_parallel: ClassVar[bool] = False
     one_file: ClassVar[bool] = True
+    any_architecture: ClassVar[bool] = True  # that :meth:`require_model` takes
 
     def require_model(self, config: Mapping[str, Any]) -> None:
         architectures.require(config)

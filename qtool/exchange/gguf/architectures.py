@@ -68,7 +68,7 @@ ARCHITECTURES = {
 
 
 def settings_of(config: Mapping[str, Any]) -> Any:
-    """transformers' config object of a config.json.
+    """transformers' config object of the text model of a config.json.
 
     Raises:
         QtoolError: it has none of it.
@@ -77,7 +77,7 @@ def settings_of(config: Mapping[str, Any]) -> Any:
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
-        return transformers.AutoConfig.for_model(**plain)
+        return transformers.AutoConfig.for_model(**plain).get_text_config(decoder=True)
     except (KeyError, TypeError, ValueError) as error:
         raise QtoolError(f"gguf: transformers does not take this config.json ({error})") from error
 
@@ -88,13 +88,13 @@ def require(config: Mapping[str, Any]) -> None:
     Raises:
         QtoolError: naming what is not known there.
     """
-    kind = str(config["model_type"])
-    if kind not in ARCHITECTURES:
+    settings = settings_of(config)
+    if (kind := settings.model_type) not in ARCHITECTURES:
         raise QtoolError(
             f"gguf: written for {', '.join(ARCHITECTURES)}; a {kind} model needs llama.cpp's own "
             "converter"
         )
-    own, settings = ARCHITECTURES[kind], settings_of(config)
+    own = ARCHITECTURES[kind]
     fixed: dict[str, Any] = {**own.fixed}
     fixed["hidden_activation" if hasattr(settings, "hidden_activation") else "hidden_act"] = (
         own.activation

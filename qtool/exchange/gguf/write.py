@@ -30,6 +30,7 @@ from qtool.io.integrity import RECORD, recorded_hashes, require_file_intact
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import space_for, write_json
 from qtool.io.source import BASE_CARD, CARD
+from qtool.models import Family, family_of
 
 FILE = "model.gguf"
 #: what the blocks of a scheme, and a 16-bit tensor, are called there
@@ -158,15 +159,20 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
         QtoolError: llama.cpp has no place for one of ours.
     """
     tensors: dict[str, _Stored] = {}
+    family = family_of(work.source.config)
     for file, owners in shards_of(work).items():
         for owner in owners:
-            ((own, spec),) = work.specs(owner)
+            packed = formats.get(owner)
+            own = f"{owner}.weight" if packed else owner
+            if own in family.outside:
+                continue  # of a tower
             expert = EXPERT.search(own)
-            asked = EXPERT.sub(".experts.", own)
+            asked = EXPERT.sub(".experts.", _in_a_text_model(own, family))
             found = names.get_name(asked, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise QtoolError(f"{own}: llama.cpp's {settings.model_type} has no such tensor")
-            data, packed = as_stored(own, spec, settings), formats.get(owner)
+            ((_, spec),) = work.specs(owner)
+            data = as_stored(own, spec, settings)
             stored = tensors.setdefault(
                 found, _Stored(KINDS[packed.scheme] if packed else DTYPES[data.dtype])
             )
@@ -175,9 +181,18 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
     return tensors
 
 
+def _in_a_text_model(name: str, family: Family) -> str:
+    """What a tensor is called in a model that is nothing but the text model of its wrapper."""
+    decoder = family.blocks.rpartition(".")[0]
+    for own, alone in ((family.head, "lm_head"), (decoder, "model")):
+        if name.startswith(f"{own}."):
+            return alone + name.removeprefix(own)
+    return name
+
+
 def _read(work: Conversion, owner: str, settings: Any, notes: Json) -> Tensor:
     """The bytes of what is made of ``owner``."""
-    ((own, tensor),) = work.tensors(owner, notes)
+    ((own, tensor),) = work.tensors(owner, notes)  # its own name ends as ours does
     return _bytes(as_stored(own, tensor, settings))
 
 
