@@ -66,4 +66,5 @@ peers:
 # every causal class of transformers at a tiny size, about a quarter of an hour
 .PHONY: families
 families: install
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt timm  # some towers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accuracy/families.py --write

@@ -111,7 +111,8 @@ class _Part:
     @property
     def can_be_kept(self) -> bool:
         """Whether the cache is nothing but the keys and values of all tokens."""
-        return 0 < len(self.layers) == len(self.cache.layers)
+        plain = isinstance(self.cache, DynamicCache)
+        return plain and 0 < len(self.layers) == len(self.cache.layers)
 
     def draw(self, random: torch.Generator) -> None:
         """One token more for each window."""

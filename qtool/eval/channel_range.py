@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool.models import family_of
+from qtool.models.auto import text_model
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
     Of each group of linears with the same input, in every block, it is the first.
     """
     found: dict[str, Tensor] = {}
+    text = text_model(model)
     with _watching(model, found):
         for window in windows:
-            model(input_ids=window[None].to(model.device), use_cache=False)
+            text(input_ids=window[None].to(model.device), use_cache=False)
     return {name: amax.float().cpu() for name, amax in found.items()}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qtool.models.auto import text_model
 from qtool.runtime.kv_cache import QuantCache
 
 
@@ -25,6 +26,7 @@ class KVError:
 @torch.no_grad()
 def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
     """The error of each block on ``windows [b, s]``; empty for a cache that is not quantized."""
+    text = text_model(model)
     if getattr(model.get_decoder(), "kv_quantizer", None) is None:
         return []
     sums: list[list[Tensor]] = []
@@ -35,7 +37,7 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
         ]
         for layer, total in zip(cache.layers, sums, strict=True):
             layer.update = _measured(layer.update, total)  # type: ignore[method-assign]
-        model(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
+        text(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
     return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
 
 

@@ -14,6 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerBase
 
 from qtool.eval.engine import Engine, Model
+from qtool.models.auto import text_model
 
 
 class MergedPairs(TemplateLM):
@@ -38,5 +39,5 @@ def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size:
     if isinstance(model, Engine):
         return model.lm_eval_model()
     return _InProcess(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"
+        pretrained=text_model(model), tokenizer=tokenizer, batch_size=batch_size, backend="causal"
     )

@@ -28,6 +28,7 @@ from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
+from qtool.models.auto import text_model
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -118,10 +119,11 @@ class _InProcess:
     """A model of this process, asked as an :class:`Engine` is."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int, deterministic: bool) -> None:
-        self.model, self.at_once, self.deterministic = model.eval(), batch_size, deterministic
-        embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
+        self.model = text_model(model.eval())
+        self.at_once, self.deterministic = batch_size, deterministic
+        embeddings = cast(torch.nn.Embedding, self.model.get_input_embeddings())
         self.vocabulary = embeddings.num_embeddings
-        text = model.config.get_text_config()
+        text = self.model.config.get_text_config()
         self.context_length: int | None = getattr(text, "max_position_embeddings", None)
 
     def nll(self, windows: torch.Tensor) -> list[float]:

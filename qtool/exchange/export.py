@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -21,8 +21,9 @@ from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
+from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
+from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.exchange.target import Target, native_activations
-from qtool.exchange.write_gguf import FILE, NO_TOKENIZER, pre_tokenizer, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import RECORD
 from qtool.io.model_card import results_in
@@ -176,15 +177,22 @@ class _Export(Conversion):
             for name, tensor in read(owner):
                 yield self.family.disk_name(name), tensor
             return
-        for disk in dict.fromkeys(part.name for part in parts):
-            pieces: list[Tensor] = []
-            places: list[int] = []
-            for piece in self.pieces[disk]:
-                ((_, tensor),) = read(piece.tensor)
-                pieces.append(tensor[piece.start : piece.start + len(piece.places)])
+
+        @cache
+        def rows(tensor: str) -> Tensor:
+            ((_, found),) = read(tensor)
+            return found.flatten(0, 1) if found.dim() == 3 else found
+
+        for disk, part in {part.name: part for part in parts}.items():
+            pieces, places = self.pieces[disk], list[int]()
+            for piece in pieces:
                 places += piece.places
-            whole = torch.cat(pieces)
-            yield disk, whole if whole.is_meta else whole[torch.tensor(places).argsort()]
+            whole = torch.cat([rows(p.tensor)[p.start : p.start + len(p.places)] for p in pieces])
+            if not whole.is_meta:
+                whole = whole[torch.tensor(places).argsort()]
+            if part.matrices:
+                whole = whole.unflatten(0, (part.matrices, -1))
+            yield disk, whole.T.contiguous() if part.transposed else whole
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
@@ -311,8 +319,12 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
             "precision when serving"
         )
-    if target.one_file and not pre_tokenizer(work.source.directory):
-        notes.append(NO_TOKENIZER)
+    if target.one_file and work.family.outside:
+        notes.append(
+            "towers and projectors left out: llama.cpp takes them from a file of their own"
+        )
+    if target.one_file and (otherwise := tokenizer_caution(work.source.directory)):
+        notes.append(otherwise)
     notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
     if target.read_by_transformers and (own := _converted(work)):
         notes.append(

@@ -46,7 +46,7 @@ class Target(ABC):
     #: transformers itself loads it: it looks modules up by its own names for them, and of weights
     #: that it converts it drops those in 16 bit
     read_by_transformers: ClassVar[bool] = False
-    #: it is written as one file, by :mod:`qtool.exchange.write_gguf`
+    #: it is written as one file, by :mod:`qtool.exchange.gguf.write`
     one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True

@@ -10,10 +10,13 @@ import errno
 import hashlib
 import json
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -53,7 +56,7 @@ class Within:
     transposed: bool = False
     start: int = 0
     step: int = 1
-    order: tuple[int, ...] | None = None
+    order: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ class Computed(ABC):
 class Entry:
     """One tensor of a file: position, dtype and shape, and what it is a part of.
 
-    With ``parts`` it is those, one after another along dimension 0, and lies nowhere itself; nor
-    does one that is ``computed``.
+    With ``parts`` it is those, one row after another, and lies nowhere itself; nor does one that is
+    ``computed``.
     """
 
     path: Path
@@ -100,11 +103,40 @@ class Entry:
         one = replace(self, shape=self.shape[1:])
         if self.computed is not None:
             return replace(one, computed=self.computed.matrix(number))
+        if self.parts or self.within:
+            flat = replace(self, shape=(prod(self.shape[:2]), *self.shape[2:]))
+            return flat.rows(range(number * self.shape[1], (number + 1) * self.shape[1]))
         return replace(one, start=self.start + number * one.nbytes)
+
+    def rows(self, order: Sequence[int]) -> "Entry":
+        """These rows, in this order."""
+        if not self.parts:
+            within = self.within or Within(self.shape)
+            own = within.order or range(within.start, sys.maxsize, within.step)
+            within = replace(within, order=_compact([own[row] for row in order]))
+            return replace(self, shape=(len(order), *self.shape[1:]), within=within)
+        ends = list(accumulate(part.shape[0] for part in self.parts))
+        found = []
+        for place, run in groupby(order, key=lambda row: bisect_right(ends, row)):
+            part = self.parts[place]
+            some = [row - ends[place] + part.shape[0] for row in run]
+            found.append(part if some == [*range(part.shape[0])] else part.rows(some))
+        return (
+            found[0]
+            if len(found) == 1
+            else replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
+        )
 
     def turned(self) -> "Entry":
         """The transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], within=Within(self.shape, transposed=True))
+
+
+def _compact(numbers: list[int]) -> Sequence[int]:
+    """``numbers`` that do not change any more, as a range if they are one."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    short = range(numbers[0], numbers[0] + step * len(numbers), step) if numbers and step else ()
+    return short if list(short) == numbers else tuple(numbers)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -201,13 +233,16 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 def _made(entry: Entry, rows: slice) -> Tensor:
     """The ``rows`` of a tensor that does not lie in a file as it is."""
     if entry.parts:
-        return torch.cat([read(part) for part in entry.parts])[rows]
+        return torch.cat([read(part) for part in entry.parts]).reshape(entry.shape)[rows]
     if (within := entry.within) is None:
         assert entry.computed is not None
         return entry.computed.read(rows)
     if within.order is not None:
+        order = within.order[rows]
+        first, last = min(order, default=0), max(order, default=-1)
         stored = replace(entry, shape=within.shape, within=None)
-        return read(stored)[list(within.order)][rows]
+        stored = stored.turned() if within.transposed else stored
+        return read(stored, slice(first, last + 1))[[row - first for row in order]]
     stop = within.start + within.step * entry.shape[0]
     picked = range(within.start, stop, within.step)[rows]
     wanted = slice(picked.start, picked.stop, picked.step)

@@ -38,18 +38,11 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     """
     family = model.family
     own_names = {d: o for o, d in family.disk_names.items()}
+    made = _made(source.entries, model) if family.rows_on_disk else {}
     if own_names:
         source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}
+    source.entries |= made
     entries = source.entries
-    made = {
-        own: [_rows_of(entries[part.name], part) for part in parts]
-        for own, parts in family.rows_on_disk.items()
-        if own not in entries and all(part.name in entries for part in parts)
-    }
-    for own in made:
-        for part in family.rows_on_disk[own]:
-            entries.pop(part.name, None)
-    entries |= {own: _joined(parts) for own, parts in made.items()}
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     prefix, _, bare = embedding.partition(".")
     if embedding not in entries and bare in entries:
@@ -94,21 +87,47 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
     return found
 
 
+def _made(entries: dict[str, Entry], model: Architecture) -> dict[str, Entry]:
+    """What is made of rows of ``entries``, which it takes out of there."""
+    rows, shapes = model.family.rows_on_disk, model.source_shapes()
+    experts = model.family.sizes.get("experts", lambda _: 1)(model.namespace)
+    made = {
+        own: _joined(
+            [_rows_of(entries[part.name], part) for part in parts], shapes.get(own), experts
+        )
+        for own, parts in rows.items()
+        if own not in entries and all(part.name in entries for part in parts)
+    }
+    for own in made:
+        for part in rows[own]:
+            entries.pop(part.name, None)
+    return made
+
+
 def _rows_of(stored: Entry, part: RowsOf) -> Entry:
-    """The rows ``part`` of a tensor."""
+    """The rows ``part`` of a tensor, those of a stack's matrices one after another."""
+    if len(stored.shape) == 3:
+        stored = replace(stored, shape=(prod(stored.shape[:2]), stored.shape[2]))
+    if part.transposed:
+        stored = stored.turned()
     if part.rows is None:
         return stored
     if max(part.rows) >= stored.shape[0]:
         raise QtoolError(f"{part.name} has {stored.shape[0]} rows, of which {part.count} are read")
-    shape = (part.count, *stored.shape[1:])
-    return replace(stored, shape=shape, within=Within(stored.shape, order=part.rows))
+    return stored.rows(part.rows)
 
 
-def _joined(parts: list[Entry]) -> Entry:
-    if len(parts) == 1:
+def _joined(parts: list[Entry], shape: tuple[int, ...] | None, experts: int) -> Entry:
+    """All rows of ``parts``, in ``shape`` if that is a stack of as many.
+
+    Without a shape they are a stack of ``experts``, whose parts have shapes.
+    """
+    rows = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    shape = shape or (experts, rows[0] // experts, *rows[1:])
+    stacked = len(shape) == 3 and rows == (prod(shape[:2]), shape[2])
+    if len(parts) == 1 and not stacked:
         return parts[0]
-    rows = sum(part.shape[0] for part in parts)
-    return replace(parts[0], shape=(rows, *parts[0].shape[1:]), parts=tuple(parts))
+    return replace(parts[0], shape=shape if stacked else rows, parts=tuple(parts), within=None)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -183,6 +202,8 @@ def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entr
     transposed = names.transposed and len(one.shape) == 2
     shape = one.shape[::-1] if transposed else one.shape
     part = (shape[0] // share, *shape[1:])
+    if one.parts or one.within:
+        return one.rows(range(start, start + step * part[0], step))
     if transposed or step > 1 or one.computed:
         return replace(one, shape=part, within=Within(one.shape, transposed, start, step))
     row = prod(shape[1:]) * one.dtype.itemsize

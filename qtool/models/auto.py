@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from qtool.errors import QtoolError
+from qtool.models import family_of
+
 
 def float_config(directory: Path) -> Any:
     """transformers' config of a directory, as of the model before it was quantized."""
@@ -29,3 +32,14 @@ def auto_class(config: Any) -> Any:
     if multimodal is None or (causal and causal in (config.architectures or [multimodal])):
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForMultimodalLM
+
+
+def text_model(model: Any) -> Any:
+    """The part of a transformers model that takes text alone: mostly ``model`` itself.
+
+    So it is for a model that has no family.
+    """
+    try:
+        return model.get_submodule(family_of(model.config).text)
+    except QtoolError:
+        return model

@@ -43,6 +43,7 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "model_types": list(family.model_types),
         "derived": family.derived,
         "embedding": family.embedding,
+        "text": family.text,
         "positions": family.positions,
         "blocks": family.blocks,
         "final_norm": family.final_norm,

@@ -304,8 +304,11 @@ def separate_experts(model: nn.Module) -> None:
     if (names := family.experts) is None:
         return
     for block in model.get_submodule(family.blocks):  # type: ignore[attr-defined]
-        moe = block.get_submodule(names.attribute) if hasattr(block, names.attribute) else None
-        if moe is None or not is_experts(getattr(moe, "experts", nn.Identity())):
+        try:
+            moe = block.get_submodule(names.attribute)
+        except AttributeError:
+            continue
+        if not is_experts(getattr(moe, "experts", nn.Identity())):
             continue
         moe.experts = SeparateExperts(moe.experts, names)
         if names.moe != names.attribute:

@@ -50,6 +50,8 @@ class Family:
         layer_norm: norms subtract the mean over channels and have biases.
         experts: where experts are; groups and tensors with ``*`` in their names are repeated for
             each.
+        text: the part that takes text alone, where the whole model takes none; mostly ``""``,
+            the whole.
         positions: the table of learned positions, which the residual stream begins with too.
         sizes: sizes that config.json has under other keys than Llama's. defaults: of keys it may
             leave out.
@@ -90,6 +92,7 @@ class Family:
     norm_offset: float = 0.0
     layer_norm: bool = False
     experts: Experts | None = None
+    text: str = ""
     embedding: str = "model.embed_tokens"
     positions: str | None = None
     blocks: str = "model.layers"

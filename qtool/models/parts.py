@@ -124,11 +124,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them."""
+    """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them.
+
+    Those of a stack of ``matrices`` are counted one matrix after another. Of a ``transposed`` one
+    they are what the file holds as columns.
+    """
 
     name: str
     count: int
     rows: tuple[int, ...] | None = None
+    matrices: int = 0
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

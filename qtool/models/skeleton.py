@@ -116,7 +116,7 @@ def block_arguments(
         block.forward = recorder(number, inspect.signature(block.forward))
     try:
         with suppress(_LastBlock), OffMeta(ids.device):
-            model(input_ids=ids, use_cache=False)
+            model.get_submodule(family.text)(input_ids=ids, use_cache=False)
     finally:
         for block in blocks:
             del block.forward

@@ -28,6 +28,7 @@ from qtool.errors import QtoolError
 from qtool.io.output import Output
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
+from qtool.models.auto import text_model
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import BATCH_TOKENS, continuation_memory
 from qtool.pipeline.quantize import Calibration, fingerprint
@@ -182,7 +183,7 @@ class Windows(Calibration):
             )
         began = time.monotonic()
         dtype = None if self.device.type == "cuda" else torch.float32
-        model = load(self.source, device=str(self.device), dtype=dtype)
+        model = text_model(load(self.source, device=str(self.device), dtype=dtype))
         beginnings = ids[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:

@@ -25,6 +25,7 @@ from qtool.data.mix import CalibrationMix
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
+from qtool.models.auto import text_model
 from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import job_of
@@ -133,7 +134,8 @@ class Probe:
 
     @torch.no_grad()
     def _log_probabilities(self, ids: Tensor) -> Tensor:
-        return self.model(ids, use_cache=False).logits.log_softmax(-1, dtype=torch.float32)
+        logits: Tensor = text_model(self.model)(ids, use_cache=False).logits
+        return logits.log_softmax(-1, dtype=torch.float32)
 
 
 @contextmanager

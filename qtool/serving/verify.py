@@ -23,6 +23,7 @@ from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
+from qtool.models.auto import text_model
 from qtool.pipeline.verify import Verified
 from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
@@ -206,7 +207,7 @@ def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.tensor(prompts, device=device)
-    model: Any = load(directory, device=device)
+    model: Any = text_model(load(directory, device=device))
     whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -221,7 +222,8 @@ def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer
     best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
     scores = _our_scores(model, ids)
     del model
-    exact = _our_scores(load(directory, device=device, dtype=torch.float32), ids)
+    float_model = load(directory, device=device, dtype=torch.float32)
+    exact = _our_scores(text_model(float_model), ids)
     if device == "cuda":
         torch.cuda.empty_cache()
     return Answer(

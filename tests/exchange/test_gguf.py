@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,29 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import Exported, export
-from qtool.exchange.formats.gguf import ARCHITECTURES
+from qtool.exchange.gguf.architectures import ARCHITECTURES
+from qtool.exchange.gguf.tokenizer import PRE_TOKENIZERS
+from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
-from qtool.exchange.write_gguf import FILE, PRE_TOKENIZERS
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
-from tests.exchange.conftest import Export, Native
+from tests.exchange.conftest import Export, Native, recipe_of, rule
+from tests.models.tiny import save_tiny
 
 gguf = pytest.importorskip("gguf")
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
-VARIANTS = ("llama", "llama-tied", "llama-biases", "qwen2", "qwen3")
+VARIANTS = ("llama", "llama-tied", "llama-biases", "qwen2", "qwen3", "mixtral", "qwen2_moe")
+#: what llama.cpp takes for granted of others
+KNOWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 64},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 SCHEMES = [("w4a16", 32), ("w4a16", 128), ("w4a16", "channel"), ("w8a8", "channel")]
 
 
@@ -51,20 +64,63 @@ def test_every_tensor_is_ours(
     ours = native(scheme, size, variant=variant, dtype=dtype)
     done = exported(ours, "gguf")
     assert set(done.errors.values()) == {0.0}
-    model = dequantized(load(ours, dtype=torch.float32))
+    assert_all_ours(ours, done.directory)
+
+
+@pytest.mark.parametrize("variant", KNOWN)
+def test_every_tensor_of_a_model_that_llama_cpp_knows(
+    variant: str, native: Native, tmp_path: Path
+) -> None:
+    ours = changed(native("w4a16", 32, variant=variant), tmp_path / "native", **KNOWN[variant])
+    assert_all_ours(ours, export(ours, "gguf", tmp_path / "out").directory)
+
+
+def assert_all_ours(ours: Path, directory: Path) -> None:
+    """Every tensor in the GGUF of ``directory`` is that of the native checkpoint, bit for bit."""
+    assert_same(dequantized(load(ours, dtype=torch.float32)), directory)
+
+
+def assert_same(model: Any, directory: Path) -> None:
+    """Every tensor in the GGUF of ``directory`` is that of ``model``, and none is missing."""
     kind = model.config.model_type
     names = gguf.get_tensor_name_map(
-        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == ARCHITECTURES[kind]), 2
+        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == ARCHITECTURES[kind].name), 2
     )
-    left = read(done.directory)
+    left = read(directory)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if ARCHITECTURES[kind].name == "llama" and (".q_proj." in name or ".k_proj." in name):
             tensor = in_pairs(tensor, model.config.head_dim)
-        found = left.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))
-        assert np.array_equal(found, tensor.float().numpy()), name
-    assert not left
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        stored = names.get_name(
+            re.sub(r"\.experts\.\d+\.", ".experts.", name), try_suffixes=(".weight", ".bias")
+        )
+        found = left[stored][int(expert[1])] if expert else left.pop(stored)
+        assert np.array_equal(found, tensor.squeeze(0).float().numpy()), name
+    assert all(name.endswith("_exps.weight") for name in left)
+
+
+@pytest.mark.parametrize("variant", ["qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"])
+def test_transformers_computes_the_logits_of_stacks_and_offset_norms(
+    variant: str, native: Native, tmp_path: Path
+) -> None:
+    """By its own reader, which does not look for how wide experts are."""
+    ours = changed(
+        native("w4a16", 32, variant=variant), tmp_path / "native", **KNOWN.get(variant, {})
+    )
+    directory = export(ours, "gguf", tmp_path / "out").directory
+    expected = dequantized(load(ours, dtype=torch.float32))
+    config = expected.config.to_dict()
+    plain = AutoConfig.for_model(**{k: v for k, v in config.items() if "quantiz" not in k})
+    theirs = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file=FILE, config=plain, dtype=torch.float32
+    )
+    with torch.no_grad():
+        found = theirs.eval()(IDS).logits
+        torch.testing.assert_close(found, expected(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2"])
@@ -164,15 +220,35 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     settings: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding window"),
         ({"model_type": "mistral"}, "has no sliding window"),  # transformers' own is of 4096 tokens
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn'"),
+        ({"rope_parameters": YARN}, "RoPE of type 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "does not take this config",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ]
     for number, (config, said) in enumerate(settings):
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
-        TARGETS["gguf"].require_model({"model_type": "gemma"})
-    with pytest.raises(QtoolError, match="attention_bias is set"):
-        TARGETS["gguf"].require_model({"model_type": "qwen3", "attention_bias": True})
+        TARGETS["gguf"].require_model({"model_type": "phi3"})
+    gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    local = {"rope_type": "default", "rope_theta": 5e4}
+    gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
+    for config, said in (
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "norm_topk_prob is True"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
+        ({"model_type": "mixtral", "sliding_window": 64}, "has no sliding window"),
+        (gemma2, "every 2. block"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 100}, "by the root of 256"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "softcapping is None"),
+        ({"model_type": "gemma3_text", "rope_parameters": gemma3}, "RoPE of base 10000"),
+    ):
+        with pytest.raises(QtoolError, match=said):
+            TARGETS["gguf"].require_model(config)
+    for kind in ("mixtral", "gemma", "gemma2", "gemma3_text"):  # as transformers has them
+        TARGETS["gguf"].require_model({"model_type": kind})
     (tmp_path / "there").mkdir()
     with pytest.raises(QtoolError, match="exists already"):
         export(ours, "gguf", tmp_path / "there")
@@ -207,3 +283,27 @@ def test_the_card_names_it(native: Native, exported: Export) -> None:
     done: Exported = exported(native("w4a16", 32), "gguf")
     assert "llama.cpp" in (done.directory / "README.md").read_text()
     assert any("int8 per token and group of 32 there" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "mistral3"])
+def test_the_text_model_of_a_wrapper(kind: str, tmp_path: Path) -> None:
+    """As the GGUF of a model that is nothing else; its tower is said to be left out."""
+    source = save_tiny(kind, tmp_path / "float32")
+    whole = load(source, dtype=torch.float16)
+    whole.save_pretrained(tmp_path / "source")
+    recipe = recipe_of([rule("w4a16", 32)])
+    native = quantize(Checkpoint(tmp_path / "source"), recipe, tmp_path / "native")
+    config = json.loads((native / "config.json").read_text())
+    config["text_config"] |= {"query_pre_attn_scalar": 32, "sliding_window": None}
+    if kind == "gemma3":
+        config["text_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+    (native / "config.json").write_text(json.dumps(config))
+    done = export(native, "gguf", tmp_path / "out")
+    assert any("towers and projectors left out" in note for note in done.notes)
+    model = dequantized(load(native, dtype=torch.float32))
+    state = {n.replace("model.language_model.", "model."): t for n, t in model.state_dict().items()}
+    text = AutoConfig.from_pretrained(native).get_text_config()
+    text.tie_word_embeddings = model.config.tie_word_embeddings
+    alone = AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+    alone.load_state_dict({n: state[n] for n in alone.state_dict()})
+    assert_same(alone, done.directory)

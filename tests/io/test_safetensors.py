@@ -1,6 +1,7 @@
 """Our streams against the safetensors library, both ways, and damage of every kind."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,37 @@ def test_rows_and_pieces(tmp_path: Path) -> None:
     assert torch.equal(read(entry), weight)
     assert torch.equal(read(entry, slice(3, 7)), weight[3:7])
     assert torch.equal(read(entry, slice(8, 99)), weight[8:])
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rows_of_rows(data, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    """Any rows of joined, transposed or reordered tensors, and matrices of the stack they make."""
+    path = tmp_path_factory.mktemp("rows") / "x.safetensors"
+    tensors = {"a": torch.randn(4, 3), "b": torch.randn(3, 4), "c": torch.randn(8, 3)}
+    write(path, tensors, tensors.items())
+    entries = read_header(path)
+    orders = st.lists(st.integers(0, 7), min_size=4, max_size=4)
+    first, whole = data.draw(orders), torch.cat([tensors["a"], tensors["b"].T, tensors["c"]])
+    parts = (
+        entries["a"],
+        entries["b"].turned(),
+        entries["c"].rows(range(8)),
+        entries["c"].rows(first),
+    )
+    whole = torch.cat([whole, tensors["c"][first]])
+    joined = replace(parts[0], shape=(20, 3), parts=parts)
+    assert torch.equal(read(joined), whole)
+    order = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=9))
+    rows = slice(*sorted(data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))))
+    picked = joined.rows(order)
+    assert torch.equal(read(picked, rows), whole[order][rows])
+    again = [len(order) - 1, 0]
+    assert torch.equal(read(picked.rows(again)), whole[order][again])
+    stack = replace(joined, shape=(4, 5, 3))
+    assert torch.equal(read(stack), whole.view(4, 5, 3))
+    number = data.draw(st.integers(0, 3))
+    assert torch.equal(read(stack.matrix(number)), whole.view(4, 5, 3)[number])
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
     [
         ("shieldgemma2", r"transformers saves .*embed_tokens.weight of Gemma3.* finds no place"),
         ("longcat_flash", r"mlp.experts has 4 in down_proj and 6 in gate_up_proj: transformers"),
-        ("ernie4_5_vl_moe", r"text_moe.experts: transformers computes its stacks when it loads"),
     ],
 )
 def test_what_transformers_does_not_load_as_it_is_stored(model_type: str, said: str) -> None:
@@ -110,6 +109,16 @@ def test_a_config_that_does_not_say_where_its_blocks_are() -> None:
         derive({"model_type": "musicgen"})
     with pytest.raises(QtoolError, match="the config of BltForCausalLM has no num_hidden_layers"):
         derive(tiny_config("blt").to_dict())
+
+
+@pytest.mark.parametrize("model_type", ["emu3", "idefics2", "janus"])
+def test_blocks_are_the_list_that_is_nearest_to_the_embedding(model_type: str) -> None:
+    """Not what has as many, a resampler or a tokenizer of images."""
+    config = tiny_config(model_type)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = 3, None
+    blocks = derive(config.to_dict()).blocks
+    assert blocks.endswith(".layers") and ("text_model" in blocks or "language_model" in blocks)
 
 
 def test_experts_of_another_form_than_is_known_stay() -> None:

@@ -7,7 +7,8 @@ import torch
 
 import qtool
 from qtool.io.source import Checkpoint
-from qtool.models.auto import auto_class
+from qtool.models import family_of
+from qtool.models.auto import auto_class, text_model
 from qtool.runtime.huggingface import quantized_linears
 from tests.models.proof import exported_right, quantize, quantized_right
 from tests.models.tiny import save_tiny, tiny_config
@@ -27,6 +28,23 @@ def test_the_text_model_of_a_wrapper_is_quantized(kind: str, tmp_path: Path) -> 
         assert torch.equal(state[name], whole.state_dict()[name]), name
     source_file, result = Checkpoint(source), Checkpoint(tmp_path / "out")
     assert source_file.config["vision_config"] == result.config["vision_config"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("blip-2", "language_model"), ("kosmos-2", "text_model"), ("qwen3_omni_moe", "thinker")],
+)
+def test_the_part_that_takes_text_alone_is_run(kind: str, text: str, tmp_path: Path) -> None:
+    """The whole wants pixels too, as an argument or when it looks, or has no forward at all."""
+    source = save_tiny(kind, tmp_path / "source")
+    assert family_of(Checkpoint(source).config).text == text
+    quantized_right(source, tmp_path / "out", "best")
+
+
+def test_a_model_without_a_family_is_run_as_it_is() -> None:
+    with torch.device("meta"):
+        model = auto_class(config := tiny_config("zamba")).from_config(config)
+    assert text_model(model) is model
 
 
 @pytest.mark.parametrize("kind", ["llava", "step3p7"])

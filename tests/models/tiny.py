@@ -121,6 +121,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         | {"num_attention_heads": 2, "nemo_conv_channels": 64, "ext_pw_out_channel": 64}
         | {"depthwise_separable_out_channel": 64},
     },
+    "qwen2_5_omni": {"enable_audio_output": False},  # its voices are a pickle
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
     "axk1": MLA,
     **dict.fromkeys(("mistral4", "mistral_large4_text"), MLA | {"head_dim": ...}),
@@ -273,6 +274,14 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
         for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     },
     "gemma3": {"text_config": {"layer_types": MIXED}},
+    "diffusion_gemma": {"text_config": {"top_k_experts": 2, "layer_types": MIXED}},
+    "gemma3n": {"vision_config": {"architecture": "mobilenetv3_small_050"}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": [28, 28]},
+        }
+    },
     "gemma4": {"text_config": GEMMA4},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": {"hidden_size": 128}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
@@ -285,6 +294,23 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
     "glmga": {"text_config": {"rope_parameters": MROPE}},
     "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_omni": {
+        "thinker_config": {"text_config": {"rope_parameters": MROPE}},
+        "talker_config": {"hidden_size": 128, "embedding_size": 128, "rope_parameters": MROPE},
+    },
+    "qwen3_omni_moe": {
+        "thinker_config": {"text_config": {"rope_parameters": MROPE}},
+        "talker_config": {
+            "text_config": {"rope_parameters": MROPE, "shared_expert_intermediate_size": 128},
+            "spatial_merge_size": 2,
+        },
+        "code2wav_config": {"decoder_dim": 64},
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "nemo_speechlm": {
+        "word_timestamp_config": {"blank_token_id": 319},
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}},
+    },
     "qwen3_5": {"text_config": GATED_DELTA},
     "qwen3_5_moe": {"text_config": GATED_DELTA},
 }
@@ -293,13 +319,9 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A small config of ``model_type``; ``...`` leaves a setting as the class has it."""
     config = AutoConfig.for_model(model_type)
-    inner = {
-        name: _tiny_part(name, getattr(config, name), INNER.get(model_type, {}).get(name, {}))
-        for name in type(config).sub_configs
-        if getattr(config, name, None) is not None and config.get_text_config() is not config
-    }
-    base = type(config)
-    known = set(base().to_dict()) | set(base.attribute_map)
+    wraps = config.get_text_config() is not config
+    inner = _tiny_parts(config, INNER.get(model_type, {})) if wraps else {}
+    known = set(config.to_dict()) | set(type(config).attribute_map)
     wanted = {**SIZES, **CHANGES.get(model_type, {}), **changes}
     if inner:
         wanted = {"image_token_index": 319, "image_token_id": 319, "projector_hidden_act": "gelu"}
@@ -308,13 +330,20 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **inner, **own)
 
 
+def _tiny_parts(config: Any, changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Small configs of the parts that ``config`` is made of."""
+    parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
+    return {n: _tiny_part(n, part, changes.get(n, {})) for n, part in parts.items() if part}
+
+
 def _tiny_part(name: str, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
     """A small config of a wrapper's text model or tower, of the class that ``config`` has."""
     sizes = SIZES if name in ("text_config", "language_config", "llm_config") else TOWER
     known = set(config.to_dict()) | set(config.attribute_map)
-    own = {**sizes, **CHANGES.get(config.model_type, {}), **changes}
+    own = {**sizes, **CHANGES.get(config.model_type, {}), **changes, **_tiny_parts(config, changes)}
     found: dict[str, Any] = {"model_type": config.model_type}
-    return found | {key: value for key, value in own.items() if key in known and value is not ...}
+    taken = known | changes.keys()
+    return found | {key: value for key, value in own.items() if key in taken and value is not ...}
 
 
 def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:

@@ -14,16 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import CheckFailed
 from qtool.exchange.formats.affine import Affine, int_8, symmetric_4
+from qtool.exchange.gguf import architectures
 from qtool.exchange.target import ANY, Formats, Target
 from qtool.format import LinearFormat
 from qtool.schemes import Params
 
 BLOCK = 32
-#: llama.cpp's architectures by model type; each has a linear layer for each of ours
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ROPE_TYPES = "default", "llama3"
 
 
 class Gguf(Target):
@@ -40,27 +38,10 @@ class Gguf(Target):
     uniform: ClassVar[bool] = False
     tensor_parallel: ClassVar[bool] = False
     one_file: ClassVar[bool] = True
+    any_architecture: ClassVar[bool] = True  # that :meth:`require_model` takes
 
     def require_model(self, config: Mapping[str, Any]) -> None:
-        kind = config["model_type"]
-        if kind not in ARCHITECTURES:
-            raise QtoolError(
-                f"gguf: written for {', '.join(ARCHITECTURES)}; a {kind} model needs llama.cpp's "
-                "own converter"
-            )
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if (found := rope.get("rope_type", rope.get("type", "default"))) not in ROPE_TYPES:
-            raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(ROPE_TYPES)}")
-        if (act := config.get("hidden_act", "silu")) != "silu":
-            raise QtoolError(f"gguf: hidden_act is {act!r}; llama.cpp's {kind} computes 'silu'")
-        if kind == "qwen3" and config.get("attention_bias"):
-            raise QtoolError("gguf: attention_bias is set; llama.cpp's qwen3 has no such biases")
-        sliding = config.get("use_sliding_window", kind == "mistral")
-        if sliding and config.get("sliding_window", True):  # where it is not given, 4096 tokens
-            raise QtoolError(f"gguf: llama.cpp's {kind} has no sliding window, this model has")
-
-    def refuses_experts(self, found: LinearFormat) -> str:
-        return "its experts are stacks there, which is not written"
+        architectures.require(config)
 
     def activations(self, scheme: str) -> str:
         return f"int8 per token and group of {BLOCK}"

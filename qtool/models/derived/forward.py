@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Recorded:
     """A model on ``meta`` and what one forward of it did.
 
     Attributes:
+        text: the name of the module that was run, :attr:`~qtool.models.family.Family.text`.
         blocks: the module list of its blocks. embedding, head: the modules' names.
         start: facts of what enters the first block.
         outputs: how long a tuple the blocks return; 0 for a bare tensor.
@@ -42,6 +44,7 @@ class Recorded:
     """
 
     model: Any
+    text: str
     trace: Trace
     blocks: str
     embedding: str
@@ -56,26 +59,58 @@ class Recorded:
     @property
     def config(self) -> Any:
         """The config of the text model."""
-        return self.model.config.get_text_config(decoder=True)
+        return self.text_model.config.get_text_config(decoder=True)
+
+    @property
+    def text_model(self) -> Any:
+        """The module that was run."""
+        return self.model.get_submodule(self.text)
 
 
 def record(model: Any) -> Recorded:
-    """Run ``model`` on a few tokens and record it.
+    """Run ``model``, or the part of it that takes text alone, on a few tokens and record it.
 
     Raises:
         QtoolError: it has no list of blocks, or its forward fails.
     """
+    refusals = []
+    for text in _text_models(model):
+        try:
+            return _recorded(model, text)
+        except QtoolError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    raise QtoolError(f"{type(model).__name__} has no head that makes logits of hidden states")
+
+
+def _text_models(model: Any) -> Iterator[str]:
+    """Names of what in ``model`` is a language model of its text config, the outermost first."""
+    from transformers import PreTrainedModel
+
+    kind = type(model.config.get_text_config(decoder=True))
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
+            continue
+        if type(module.config.get_text_config(decoder=True)) is kind:
+            yield name
+
+
+def _recorded(model: Any, text: str) -> Recorded:
+    """The forward of the part ``text`` of ``model``."""
     names = {module: name for name, module in model.named_modules()}
     recorder = Recorder(model)
-    blocks = _blocks(model, names)
+    run = model.get_submodule(text)
+    blocks = _blocks(run, {module: names[module] for module in run.modules()})
     found = Recorded(
         model,
+        text,
         recorder.trace,
         blocks,
-        names.get(model.get_input_embeddings(), ""),
-        names.get(model.get_output_embeddings(), ""),
+        names[run.get_input_embeddings()],
+        names[run.get_output_embeddings()],
     )
-    found.like = _alike(model, model.get_submodule(blocks))
+    found.like = _alike(run, model.get_submodule(blocks))
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -86,15 +121,15 @@ def record(model: Any) -> Recorded:
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
-            model(input_ids=ids, use_cache=False)
+            run(input_ids=ids, use_cache=False)
         found.reads_ids |= IDS in recorder.trace.escapes
         if not found.impure and _uses(recorder.trace, PASSED):
             found.impure = "its blocks pass each other more than the hidden states"
-        if found.outputs > 1 and not _takes_first(model, found):
+        if found.outputs > 1 and not _takes_first(found):
             found.impure = "its blocks return more than the hidden states"
     except Exception as error:
         raise QtoolError(
-            f"the forward of {type(model).__name__} cannot be followed "
+            f"the forward of {type(run).__name__} cannot be followed "
             f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
@@ -144,18 +179,18 @@ def _uses(trace: Trace, producer: str) -> bool:
 
 
 @torch.no_grad()
-def _takes_first(model: Any, found: Recorded) -> bool:
+def _takes_first(found: Recorded) -> bool:
     """Whether the model runs with blocks that return nothing beside their hidden states."""
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         return hidden, *(None,) * (found.outputs - 1)
 
-    modules: Any = model.get_submodule(found.blocks)
+    modules: Any = found.model.get_submodule(found.blocks)
     try:
         for block in modules:
             block.forward = forward
         with RandomNumbers():
-            model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
+            found.text_model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
     except (ValueError, IndexError, TypeError, AttributeError):
         return False
     finally:
@@ -165,9 +200,10 @@ def _takes_first(model: Any, found: Recorded) -> bool:
 
 
 def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
-    """The name of the module list of the decoder's blocks: the one with the most parameters.
+    """The name of the module list of the decoder's blocks.
 
-    An encoder's only where the model has no other.
+    It is the one nearest to the embedding of tokens among modules; of several the one with the most
+    parameters.
     """
     config = model.config.get_text_config(decoder=True)
     if not hasattr(config, "num_hidden_layers"):
@@ -179,18 +215,22 @@ def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     sizes = {
         name: sum(p.numel() for p in module.parameters())
         for module, name in names.items()
-        if isinstance(module, nn.ModuleList)
-        and len(module) in counts
-        and not any(part in name for part in ("vision", "visual", "audio"))
+        if isinstance(module, nn.ModuleList) and len(module) in counts
     }
-    sizes = {name: s for name, s in sizes.items() if "encoder." not in name} or sizes
     if not sizes:
         raise QtoolError(
             f"{type(model).__name__} has no list of {config.num_hidden_layers} blocks, which is "
             "what qtool quantizes one after another"
         )
     outermost = [n for n in sizes if not any(n.startswith(f"{o}.") for o in sizes)]
-    return max(outermost, key=lambda name: sizes[name])
+    embedding = names[model.get_input_embeddings()].split(".")
+
+    def steps(name: str) -> int:
+        parts = name.split(".")
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(embedding, parts, strict=False))
+        return len(embedding) + len(parts) - 2 * len(list(shared))
+
+    return min(outermost, key=lambda name: (steps(name), -sizes[name]))
 
 
 def _alike(model: Any, blocks: Any) -> list[int]:

@@ -7,6 +7,7 @@ is refused.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from qtool.models.parts import RowsOf
 LEAVES = "gate_proj", "up_proj", "down_proj"
 #: columns of a matrix whose rows are followed
 COLUMNS = 2
+#: dimensions of a stack of matrices
+STACK = 3
+#: a weight of the first of experts that are stored one by one
+FIRST = re.compile(r"(.+)\.0\.\w+\.weight")
 
 
 def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
@@ -92,16 +97,26 @@ def disk_names(
                 f"{name} has {counts}: transformers loads no such stack of experts that are "
                 "stored one by one"
             )
-        if is_experts(module) and any(n.startswith(f"{name}.") for n in made):
+        stacked = is_experts(module) and name.startswith(f"{blocks}.")
+        if stacked and any(n.startswith(f"{name}.") for n in made):
             stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
-            made = [n for n in made if n not in stacks]
             with suppress(ValueError):  # it makes them of more than this stack
                 for disk in revert_weight_conversion(model, stacks):
-                    if ".0." in disk and (base := disk.rpartition(".0.")[0]).rpartition(".")[2]:
-                        found.setdefault(name, base)
-            if name not in found:
+                    if first := FIRST.fullmatch(disk):
+                        found[name] = first[1]
+            if name in found:
+                made = [n for n in made if n not in stacks]
+            elif Form.of(module).transposed:
                 raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
-    return {own: disk for own, disk in found.items() if own != disk}, _rows(model, state, made)
+    rows = _rows(model, state, made)
+    for name in {own.rpartition(".")[0] for own in rows if own.startswith(f"{blocks}.")}:
+        # the first of more experts than this stack's: its names need no rows
+        own = {n: rows[n][0].name for n in rows if n.rpartition(".")[0] == name}
+        firsts = {first[1] for disk in own.values() if (first := FIRST.fullmatch(disk))}
+        if is_experts(model.get_submodule(name)) and len(firsts) == 1:
+            found[name] = firsts.pop()
+            rows = {n: parts for n, parts in rows.items() if n not in own}
+    return {own: disk for own, disk in found.items() if own != disk}, rows
 
 
 def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
@@ -155,52 +170,63 @@ def _rows(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    numbered, owners, first = {}, [], 0
+    numbered, first = {}, dict[str, int]()
+    total = 0
     for name in made:
         shape = state[name].shape
+        leading = _leading(shape)
         columns = torch.arange(COLUMNS if len(shape) > 1 else 1)
-        rows = torch.arange(shape[0])[:, None] + first
-        form = (shape[0], len(columns), *(1,) * (len(shape) - 2))[: len(shape)]
+        rows = torch.arange(total, total + prod(leading))[:, None]
+        form = (*leading, len(columns), *(1,) * len(shape))[: len(shape)]
         numbered[name] = (rows * COLUMNS + columns).reshape(form)
-        owners += [(name, row) for row in range(shape[0])]
-        first += shape[0]
+        first[name], total = total, total + prod(leading)
     try:
         stored = revert_weight_conversion(model, numbered)
     except (ValueError, RuntimeError, IndexError, TypeError) as error:
         raise QtoolError(f"{min(made)}: transformers computes it when it loads it") from error
-    found: dict[str, list[tuple[str, int] | None]] = {
-        name: [None] * state[name].shape[0] for name in made
-    }
-    counts = {disk: len(tensor) for disk, tensor in stored.items()}
-    for disk, tensor in stored.items():
-        table = tensor.reshape(counts[disk], -1)
-        rows, columns = table[:, :1] // COLUMNS, table % COLUMNS
-        if not torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1])):
-            name = owners[int(rows[0])][0]
+    owner, place = torch.full((total,), -1), torch.empty(total, dtype=torch.long)
+    turned = set()
+    for number, (disk, tensor) in enumerate(stored.items()):
+        held = _whole_rows(tensor)
+        if held is None and tensor.dim() == 2:
+            held = _whole_rows(tensor.T)
+            turned.add(disk)
+        if held is None:
+            row = int(tensor.flatten()[0]) // COLUMNS
+            name = max((n for n in made if first[n] <= row), key=first.__getitem__)
             raise QtoolError(f"{name}: transformers computes it from {disk} when it loads it")
-        for place, row in enumerate(rows.flatten().tolist()):
-            name, own = owners[row]
-            found[name][own] = disk, place
-    return {name: _parts(name, places, counts) for name, places in found.items()}
-
-
-def _parts(
-    name: str, places: Sequence[tuple[str, int] | None], counts: Mapping[str, int]
-) -> tuple[RowsOf, ...]:
-    """The rows at ``places``, one part for those of one tensor that follow one another."""
-    parts: list[tuple[str, list[int]]] = []
-    for place in places:
-        if place is None:
+        owner[held], place[held] = number, torch.arange(len(held))
+    disks, found = list(stored), {}
+    for name in made:
+        own = slice(first[name], first[name] + prod(_leading(state[name].shape)))
+        if int(owner[own].min()) < 0:
             raise QtoolError(f"{name}: transformers computes a part of it when it loads it")
-        disk, row = place
-        if not parts or parts[-1][0] != disk:
-            parts.append((disk, []))
-        parts[-1][1].append(row)
-    whole = {disk: list(range(count)) for disk, count in counts.items()}
-    return tuple(
-        RowsOf(disk, len(rows), None if rows == whole[disk] else tuple(rows))
-        for disk, rows in parts
-    )
+        numbers, lengths = owner[own].unique_consecutive(return_counts=True)
+        parts = zip(numbers.tolist(), place[own].split(lengths.tolist()), strict=True)
+        found[name] = tuple(
+            _part(disks[n], stored[disks[n]].shape, rows, disks[n] in turned) for n, rows in parts
+        )
+    return found
+
+
+def _whole_rows(tensor: Tensor) -> Tensor | None:
+    """The numbers of the rows that ``tensor`` holds; None if it holds anything but whole ones."""
+    table = tensor.reshape(prod(_leading(tensor.shape)), -1)
+    rows = table[:, :1] // COLUMNS
+    whole = torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1]))
+    return rows[:, 0] if whole else None
+
+
+def _leading(shape: Sequence[int]) -> Sequence[int]:
+    """The dimensions of a tensor that count its rows: two of a stack of matrices."""
+    return shape[:2] if len(shape) == STACK else shape[:1]
+
+
+def _part(disk: str, shape: Sequence[int], rows: Tensor, turned: bool) -> RowsOf:
+    """The ``rows`` of the tensor ``disk``, which has this ``shape``, or its columns."""
+    whole = torch.equal(rows, torch.arange(shape[1] if turned else prod(_leading(shape))))
+    matrices = shape[0] if len(shape) == STACK else 0
+    return RowsOf(disk, len(rows), None if whole else tuple(rows.tolist()), matrices, turned)
 
 
 def _matches(target: str, name: str) -> bool:

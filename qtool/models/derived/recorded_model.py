@@ -113,9 +113,9 @@ class RecordedModel:
         found["num_hidden_layers"] = len(self.modules[self.recorded.blocks])  # type: ignore[arg-type]
         found["num_experts_per_tok"] = self.recorded.active_experts or found["num_experts_per_tok"]
         found["num_attention_heads"] = found["num_attention_heads"] or 1  # no attention at all
-        head = self.model.get_output_embeddings()
-        embedding = self.model.get_input_embeddings()
-        tied = head is not None and head.weight is embedding.weight
+        head = self.modules[self.recorded.head]
+        embedding = self.modules[self.recorded.embedding]
+        tied = head.weight is embedding.weight
         return {k: v for k, v in found.items() if v is not None} | {"tie_word_embeddings": tied}
 
     @cached_property

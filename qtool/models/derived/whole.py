@@ -52,6 +52,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         "model_types": (model.model.config.model_type,),
         "refuses": refuses,
         "fixed_stream": stream,
+        "text": model.recorded.text,
         "embedding": model.recorded.embedding,
         "positions": model.positions,
         "blocks": model.recorded.blocks,

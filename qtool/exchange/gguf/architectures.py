@@ -1,0 +1,212 @@
+"""llama.cpp's models: what each computes that a config.json may say otherwise.
+
+llama.cpp knows a model by its architecture's name and a few numbers; the rest is in its code. A
+setting that its code does not look at must therefore be the one that the code has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.models import Heads, family_of
+
+ROPE_TYPES = "default", "llama3"
+#: the frequency base of sliding windows, and of the other layers' RoPE the kinds it scales
+LOCAL_BASE, LINEAR = 10000.0, ("default", "linear")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's architectures.
+
+    Args:
+        activation: of its MLP.
+        fixed: settings that it does not look at, and what it computes with.
+        pairs: it turns neighbouring channels of queries and keys together where transformers turns
+            channel i and i + D/2, so their rows are interleaved.
+        windows: every so many blocks one attends to all tokens, and the others to a window; 0:
+            all blocks to all tokens.
+        wide: the number of blocks of the one model whose queries are scaled by H / heads, all
+            others' by the head size.
+    """
+
+    name: str
+    activation: str = "silu"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    pairs: bool = False
+    windows: int = 0
+    wide: int = 0
+
+
+ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+NO_BIAS: dict[str, Any] = {"attention_bias": False}
+GELU = "gelu_pytorch_tanh"
+LLAMA = Architecture("llama", pairs=True)
+#: by model type; each has a tensor for each of ours
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", fixed=NO_BIAS),
+    "qwen2_moe": Architecture("qwen2moe", fixed=ALL_SPARSE | {"norm_topk_prob": False}),
+    "qwen3_moe": Architecture("qwen3moe", fixed=ALL_SPARSE | NO_BIAS | {"norm_topk_prob": True}),
+    "gemma": Architecture("gemma", GELU, NO_BIAS),
+    "gemma2": Architecture("gemma2", GELU, NO_BIAS, windows=2, wide=46),
+    "gemma3_text": Architecture(
+        "gemma3",
+        GELU,
+        NO_BIAS
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"use_bidirectional_attention": False},
+        windows=6,
+        wide=62,
+    ),
+}
+
+
+def settings_of(config: Mapping[str, Any]) -> Any:
+    """transformers' config object of the text model of a config.json.
+
+    Raises:
+        QtoolError: it has none of it.
+    """
+    import transformers
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        return transformers.AutoConfig.for_model(**plain).get_text_config(decoder=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise QtoolError(f"gguf: transformers does not take this config.json ({error})") from error
+
+
+def require(config: Mapping[str, Any]) -> None:
+    """Refuse a model that llama.cpp would compute in another way.
+
+    Raises:
+        QtoolError: naming what is not known there.
+    """
+    settings = settings_of(config)
+    if (kind := settings.model_type) not in ARCHITECTURES:
+        raise QtoolError(
+            f"gguf: written for {', '.join(ARCHITECTURES)}; a {kind} model needs llama.cpp's own "
+            "converter"
+        )
+    own = ARCHITECTURES[kind]
+    fixed: dict[str, Any] = {**own.fixed}
+    fixed["hidden_activation" if hasattr(settings, "hidden_activation") else "hidden_act"] = (
+        own.activation
+    )
+    for key, value in fixed.items():
+        if (found := getattr(settings, key, value)) != value:
+            raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
+    _require_windows(own, settings)
+    if own.windows:
+        heads = Heads.of(settings)
+        wide = settings.num_hidden_layers == own.wide
+        scale = settings.hidden_size // heads.query if wide else heads.dim
+        if settings.query_pre_attn_scalar != scale:
+            raise QtoolError(
+                f"gguf: query_pre_attn_scalar is {settings.query_pre_attn_scalar}; llama.cpp's "
+                f"{own.name} divides by the root of {scale}"
+            )
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if key not in fixed and getattr(settings, key) is None:
+                raise QtoolError(f"gguf: {key} is None; llama.cpp's {own.name} has a number")
+
+
+def _require_windows(own: Architecture, settings: Any) -> None:
+    """Refuse RoPE and windows that are not the architecture's."""
+    window = getattr(settings, "sliding_window", None)
+    if window and not own.windows:
+        raise QtoolError(
+            f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of {window}"
+        )
+    ropes, known = settings.rope_parameters, ROPE_TYPES
+    if own.windows:
+        kinds = [
+            "sliding_attention" if (block + 1) % own.windows else "full_attention"
+            for block in range(settings.num_hidden_layers)
+        ]
+        if settings.layer_types != kinds:
+            raise QtoolError(
+                f"gguf: llama.cpp's {own.name} attends to all tokens in every {own.windows}. "
+                "block, and to a window in the others; layer_types says otherwise"
+            )
+    if "sliding_attention" in ropes:
+        local, ropes, known = ropes["sliding_attention"], ropes["full_attention"], LINEAR
+        if (local["rope_type"], local["rope_theta"]) != ("default", LOCAL_BASE):
+            raise QtoolError(
+                f"gguf: llama.cpp's {own.name} has RoPE of base {LOCAL_BASE} in windows"
+            )
+    if (found := ropes["rope_type"]) not in known:
+        raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(known)}")
+
+
+def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
+    """Tell ``writer`` the numbers that llama.cpp looks at."""
+    heads, experts = Heads.of(settings), family_of(settings).sizes.get("experts")
+    rope = settings.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_block_count(settings.num_hidden_layers)
+    writer.add_context_length(settings.max_position_embeddings)
+    writer.add_embedding_length(settings.hidden_size)
+    writer.add_feed_forward_length(settings.intermediate_size)
+    writer.add_head_count(heads.query)
+    writer.add_head_count_kv(heads.kv)
+    writer.add_key_length(heads.dim)
+    writer.add_value_length(heads.dim)
+    writer.add_rope_dimension_count(heads.dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    writer.add_vocab_size(settings.vocab_size)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(package.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if experts:
+        writer.add_expert_count(experts(settings))
+        writer.add_expert_used_count(settings.num_experts_per_tok)
+    for key, add in (
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("sliding_window", writer.add_sliding_window),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):
+        if (value := getattr(settings, key, None)) is not None:
+            add(value)
+
+
+def rope_factors(settings: Any) -> Tensor | None:
+    """What llama.cpp divides Llama 3's frequencies by, float32 ``[D / 2]``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = settings.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    dim = Heads.of(settings).dim
+    plain = 1 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](settings, None)
+    return plain / scaled
+
+
+def as_stored(name: str, tensor: Tensor, settings: Any) -> Tensor:
+    """``tensor`` as llama.cpp wants it.
+
+    Vectors and routers are float32, norms what is multiplied by; Llama's q and k have rows in
+    pairs. ``name`` is ours.
+    """
+    module = name.rpartition(".")[0]
+    linear = module.rpartition(".")[2]
+    if linear.endswith("norm") and (offset := family_of(settings).norm_offset):
+        return tensor.float() + offset
+    if linear == "gate" or linear == "shared_expert_gate":
+        return tensor.float().squeeze(0)
+    tensor = tensor.float() if tensor.dim() == 1 else tensor
+    if ARCHITECTURES[settings.model_type].pairs and linear in ("q_proj", "k_proj"):
+        heads = Heads.of(settings)
+        count = heads.query if linear == "q_proj" else heads.kv
+        return tensor.unflatten(0, (count, 2, heads.dim // 2)).transpose(1, 2).flatten(0, 2)
+    return tensor

@@ -1,0 +1,207 @@
+"""Writes a native checkpoint as one GGUF file, by llama.cpp's ``gguf`` package.
+
+Names, hyper-parameters and tokenizer are llama.cpp's. The experts of a block are one stack there,
+[E, N, K], which is written where the last of them is read.
+"""
+
+import math
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.exchange.convert import Conversion, Json, Progress, shards_of
+from qtool.exchange.gguf.architectures import (
+    ARCHITECTURES,
+    as_stored,
+    rope_factors,
+    settings_of,
+    write_hyper_parameters,
+)
+from qtool.exchange.gguf.tokenizer import write_tokenizer
+from qtool.exchange.target import Formats
+from qtool.io.integrity import RECORD, recorded_hashes, require_file_intact
+from qtool.io.model_card import model_card
+from qtool.io.safetensors import space_for, write_json
+from qtool.io.source import BASE_CARD, CARD
+from qtool.models import Family, family_of
+
+FILE = "model.gguf"
+#: what the blocks of a scheme, and a 16-bit tensor, are called there
+KINDS = {"w4a16": "Q4_0", "w4a16-24": "Q4_0", "w8a8": "Q8_0"}
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def require_gguf() -> Any:
+    """The ``gguf`` package.
+
+    Raises:
+        QtoolError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise QtoolError(
+            "GGUF files are written by the gguf package: pip install 'qtool[gguf]'"
+        ) from None
+    return gguf
+
+
+def write_gguf(
+    work: Conversion, formats: Formats, facts: Json, out: Path, progress: Progress | None = None
+) -> Json:
+    """Write ``work``'s source into ``out``, as ``model.gguf`` with its model card and qtool.json.
+
+    Args:
+        formats: of the packed linears.
+        facts: for qtool.json.
+
+    Returns:
+        The notes of the tensors.
+
+    Raises:
+        QtoolError: ``out`` is there already, or the gguf package is not.
+        CheckFailed: a damaged source, or a scale that float16 does not hold.
+    """
+    package = require_gguf()
+    if out.exists():
+        raise QtoolError(f"{out} exists already; choose another --out or remove it")
+    # not OUT.partial, which a killed run may have left and goes on from
+    partial = out.with_name(f"{out.name}.gguf.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with space_for(out / FILE):
+            notes = _write(package, partial / FILE, work, formats, progress)
+        for name, file in work.source.side_files().items():
+            if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
+                shutil.copyfile(file, partial / name)
+        card = model_card(facts, partial / BASE_CARD)
+        (partial / CARD).write_text(card, encoding="utf-8")
+        write_json(partial / RECORD, facts | {"blocks": [notes]})
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return notes
+
+
+@dataclass
+class _Stored:
+    """A tensor of the file: what it is made of, by number of the expert, and the file of the last.
+
+    A tensor that is no stack has the number -1 alone.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    owners: dict[int, str] = field(default_factory=dict)
+    file: Path = Path()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape in bytes."""
+        return self.shape if -1 in self.owners else (len(self.owners), *self.shape)
+
+
+def _write(
+    package: Any, path: Path, work: Conversion, formats: Formats, progress: Progress | None
+) -> Json:
+    """Write the file, tensor by tensor; returns the notes of the tensors."""
+    notes = dict[str, Any]()
+    settings = settings_of(work.source.config)
+    arch = ARCHITECTURES[settings.model_type].name
+    shards, recorded = shards_of(work), recorded_hashes(work.source.directory)
+    architecture = next(a for a, name in package.MODEL_ARCH_NAMES.items() if name == arch)
+    names = package.get_tensor_name_map(architecture, settings.num_hidden_layers)
+    tensors = _tensors(work, formats, names, settings)
+    by_file = {
+        file: {name: stored for name, stored in tensors.items() if stored.file == file}
+        for file in shards
+    }
+    writer = package.GGUFWriter(path, arch)
+    write_hyper_parameters(package, writer, settings)
+    write_tokenizer(package, writer, work.source.directory, settings.vocab_size)
+    for some in by_file.values():
+        for name, stored in some.items():
+            _announce(package, writer, name, stored.whole, stored.kind)
+    if (factors := rope_factors(settings)) is not None:
+        _announce(package, writer, "rope_freqs.weight", _bytes(factors).shape, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for number, (file, some) in enumerate(by_file.items(), 1):
+        require_file_intact(file, recorded.get(file.name))
+        for stored in some.values():
+            parts = [
+                _read(work, owner, settings, notes) for _, owner in sorted(stored.owners.items())
+            ]
+            data = parts[0] if -1 in stored.owners else torch.stack(parts)
+            writer.write_tensor_data(data.numpy())
+        if progress:
+            progress(number, len(shards), {})
+    if factors is not None:
+        writer.write_tensor_data(_bytes(factors).numpy())
+    writer.close()
+    return notes
+
+
+def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> dict[str, _Stored]:
+    """The tensors of the file by name.
+
+    Raises:
+        QtoolError: llama.cpp has no place for one of ours.
+    """
+    tensors: dict[str, _Stored] = {}
+    family = family_of(work.source.config)
+    for file, owners in shards_of(work).items():
+        for owner in owners:
+            packed = formats.get(owner)
+            own = f"{owner}.weight" if packed else owner
+            if own in family.outside:
+                continue  # of a tower
+            expert = EXPERT.search(own)
+            asked = EXPERT.sub(".experts.", _in_a_text_model(own, family))
+            found = names.get_name(asked, try_suffixes=(".weight", ".bias"))
+            if found is None:
+                raise QtoolError(f"{own}: llama.cpp's {settings.model_type} has no such tensor")
+            ((_, spec),) = work.specs(owner)
+            data = as_stored(own, spec, settings)
+            stored = tensors.setdefault(
+                found, _Stored(KINDS[packed.scheme] if packed else DTYPES[data.dtype])
+            )
+            stored.shape, stored.file = tuple(_bytes(data).shape), file
+            stored.owners[int(expert[1]) if expert else -1] = owner
+    return tensors
+
+
+def _in_a_text_model(name: str, family: Family) -> str:
+    """What a tensor is called in a model that is nothing but the text model of its wrapper."""
+    decoder = family.blocks.rpartition(".")[0]
+    for own, alone in ((family.head, "lm_head"), (decoder, "model")):
+        if name.startswith(f"{own}."):
+            return alone + name.removeprefix(own)
+    return name
+
+
+def _read(work: Conversion, owner: str, settings: Any, notes: Json) -> Tensor:
+    """The bytes of what is made of ``owner``."""
+    ((own, tensor),) = work.tensors(owner, notes)  # its own name ends as ours does
+    return _bytes(as_stored(own, tensor, settings))
+
+
+def _announce(package: Any, writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:
+    """Tell ``writer`` of a tensor that it will get."""
+    quantization = package.GGMLQuantizationType[kind]
+    writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), quantization)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """``tensor`` as uint8, its last dimension longer."""
+    return tensor.contiguous().view(torch.uint8)
