@@ -1,7 +1,7 @@
 """A Llama-like model with outliers put in as real models have them, that computes what it did.
 
     python benchmarks/accuracy/outliers.py MODEL OUT [--norm 100] [--value 100] [--product 1000]
-    [--key 10] [--channels 4] [--massive 1000] [--first-token ID] [--seed 0]
+    [--key 10] [--channels 4] [--massive 1000] [--apart 16] [--first-token ID] [--seed 0]
 
 In every block a few channels become larger and what reads them as much smaller:
 
@@ -20,7 +20,9 @@ zero for all other tokens, with a norm's weights and epsilon scaled for the grea
 token that is always the same has one state in each block, known beforehand: the new channel's
 column in q, k, v, gate, up and the head is what makes their outputs there as they were.
 ``--first-token`` must therefore begin every text and come nowhere else; without it nothing massive
-is put in.
+is put in. Its embedding is ``--apart`` times as large in the new channel as embeddings are, which
+makes that most of its state: with 1 it is a small part, and rounding errors of other tokens in that
+channel reach the input of down too, squared and a thousandfold.
 
 What cannot be put in without changing what is computed: a channel of the residual stream that is
 large for every token, because a norm divides by it, and attention to the first token beyond what
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         found.add_argument(f"--{name}", type=float, default=factor)
     found.add_argument("--channels", type=int, default=4, help="of each kind in each block")
     found.add_argument("--massive", type=float, default=1000.0)
+    found.add_argument("--apart", type=float, default=16.0, help="of the first token's embedding")
     found.add_argument("--first-token", type=int, help="id that begins every text")
     found.add_argument("--room", type=int, default=128, help="channels more in the residual stream")
     found.add_argument("--seed", type=int, default=0)
@@ -96,7 +99,7 @@ def put_in(weights: Weights, config: dict[str, Any], arguments: argparse.Namespa
         widen(weights, config, arguments.room)
         if arguments.massive:
             Massive(before, narrow, weights, config).put_in(
-                arguments.first_token, arguments.massive
+                arguments.first_token, arguments.massive, arguments.apart
             )
     for block in range(config["num_hidden_layers"]):
         scale_channels(weights, narrow, block, arguments, random)
@@ -190,10 +193,10 @@ class Massive:
         self.before, self.narrow, self.weights, self.config = before, narrow, weights, config
         self.channel, self.product = narrow["hidden_size"], narrow["intermediate_size"]
 
-    def put_in(self, token: int, massive: float) -> None:
+    def put_in(self, token: int, massive: float, apart: float) -> None:
         """Change the new weights so that ``token`` at the start of a text has one."""
         usual = self.before[EMBEDDING].square().mean().sqrt()
-        self.weights[EMBEDDING][token, self.channel] = usual  # tells it from other tokens
+        self.weights[EMBEDDING][token, self.channel] = apart * usual  # tells it from other tokens
         old, new = self.before[EMBEDDING][token], self.weights[EMBEDDING][token]
         for block in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{block}"

@@ -1,7 +1,7 @@
 """What outliers cost each scheme and recipe: the divergence of a model with them and without.
 
     python benchmarks/accuracy/with_outliers.py MODEL [--schemes all] [--recipes fast,paper,best]
-    [--first-token ID] [--massive 1000 --norm 100 ...] [--write]
+    [--first-token ID] [--apart 16] [--massive 1000 --norm 100 ...] [--write]
 
 Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
 too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--first-token", type=int, help="begins every text")
     for kind, factor in KINDS.items():
         parser.add_argument(f"--{kind}", type=float, default=factor)
+    parser.add_argument("--apart", type=float, default=16)
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
@@ -55,6 +56,7 @@ def main() -> None:
     windows = sample(base, arguments.limit, arguments.length, 1, first)
     with tempfile.TemporaryDirectory() as work:
         kinds = {kind: getattr(arguments, kind) for kind in KINDS}
+        kinds["apart"] = arguments.apart
         none = dict.fromkeys(KINDS, 1) | {"massive": 0}
         models = [
             made(source, Path(work, name), first, factors)
