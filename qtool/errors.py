@@ -34,3 +34,8 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """
     if type(value) is not int or value < least:
         raise QtoolError(f"{name} {value!r}: a whole number of at least {least} is expected")
+
+
+def first_line(error: Exception) -> str:
+    """What ``error`` says, shortened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

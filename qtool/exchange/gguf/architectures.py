@@ -4,6 +4,7 @@ llama.cpp knows a model by its architecture's name and a few numbers; the rest i
 setting that its code does not look at must therefore be the one that the code has.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, first_line
 from qtool.models import Heads, family_of
 
 ROPE_TYPES = "default", "llama3"
@@ -77,9 +78,13 @@ def settings_of(config: Mapping[str, Any]) -> Any:
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
-        return transformers.AutoConfig.for_model(**plain).get_text_config(decoder=True)
-    except (KeyError, TypeError, ValueError) as error:
-        raise QtoolError(f"gguf: transformers does not take this config.json ({error})") from error
+        return transformers.AutoConfig.for_model(**copy.deepcopy(plain)).get_text_config(
+            decoder=True
+        )
+    except Exception as error:  # its own checks raise their own kinds
+        raise QtoolError(
+            f"gguf: transformers does not take this config.json ({first_line(error)})"
+        ) from error
 
 
 def require(config: Mapping[str, Any]) -> None:

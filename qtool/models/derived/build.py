@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, first_line
 from qtool.models.auto import auto_class
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
@@ -72,8 +72,3 @@ def _require_counts(config: Any) -> None:
     for key, most in MOST.items():
         if isinstance(found := getattr(config, key, None), int) and found > most:
             raise QtoolError(f"config.json: {key} is {found}; at most {most} are expected")
-
-
-def first_line(error: Exception) -> str:
-    """What ``error`` says, shortened."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

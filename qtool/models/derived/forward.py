@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError
-from qtool.models.derived.build import first_line
+from qtool.errors import QtoolError, first_line
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.module_kinds import acts_linear, is_norm
 from qtool.models.derived.numbers import RandomNumbers
