@@ -303,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in (
             "agreement",
             "agreement-books",
+            "agreement-kv",
             "kv",
             "outliers",
             "peers",

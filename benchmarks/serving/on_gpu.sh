@@ -141,35 +141,10 @@ task = {"task": "demo_questions", "dataset_path": "json", "test_split": "test", 
 (folder / "demo_questions.yaml").write_text(json.dumps(task))  # JSON is YAML
 '
 
-compare_code='
-import json, statistics, sys
-from pathlib import Path
-import torch
-from qtool.bench.stored import store
-folder, rows, wrong = Path(sys.argv[1]), [], 0
-for file in sorted(folder.glob("*-vllm*.json")):
-    scheme, _, ranks = file.stem.partition("-vllm")
-    try:
-        there, here = (json.loads(path.read_text())["tasks"][0]
-                       for path in (file, file.with_name(f"{scheme}-ours.json")))
-    except (OSError, ValueError) as error:
-        print(f"{file.stem}: WRONG: {error}")
-        wrong += 1
-        continue
-    windows = zip(*(task["details"]["window_nll"] for task in (there, here)), strict=True)
-    apart = [a - b for a, b in windows]  # nats a token, all windows are of one length
-    mean, error = statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
-    far = abs(mean) > max(1e-3, 2.6 * error)  # 99 %
-    wrong += far
-    values = ["{:.4f}".format(task["metrics"]["perplexity"]["value"]) for task in (there, here)]
-    rows.append([f"`{scheme}`", "2" if ranks else "1", *values, f"{mean:+.1e} ± {error:.1e}"])
-    print(*rows[-1], there["engine"], "WRONG" * far)
-head = ["scheme", "GPUs", "perplexity in vLLM", "in our runtime", "nats a token apart ± standard error"]
-found = {"command": "OUT=out/serving bash benchmarks/serving/on_gpu.sh both", "head": head, "rows": rows}
-store(folder / "agreement.json", found, device="cuda" if torch.cuda.is_available() else "cpu")
-print("RESULT", wrong, "wrong")
-sys.exit(wrong > 0)
-'
+compare() { # compare NAME MODE: the evaluations in $OUT as a table of the docs, in $OUT/NAME.json
+    step compare 20 python3 benchmarks/serving/compare.py "$OUT" "$OUT/$1.json" \
+        --command "OUT=out/serving bash benchmarks/serving/on_gpu.sh $2"
+}
 
 step unpack 120 bash -c "$(declare -f unpack); SITE=$SITE; unpack" || exit 1
 [[ ${1:-check} =~ both|requests|alone|text ]] || step smoke 120 python3 -c "$smoke_code" || exit 1
@@ -229,7 +204,7 @@ both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
     done
     CUDA_VISIBLE_DEVICES=1 step mixture 240 python3 -m qtool verify "$DATA/mixtral-w4a8-lqq" --engine vllm &
     wait
-    step compare 20 python3 -c "$compare_code" "$OUT"
+    compare agreement both
     tail -n 25 "$OUT"/{two-verify,verify,mixture,compare}.log
     rest=$((LIMIT - SECONDS))
     CUDA_VISIBLE_DEVICES=0 step bench-w4a8-lqq $rest python3 -c "$bench_code" "$DATA/8b" fp8 1,16,64,256 "$OUT/w4a8-lqq.json" &
@@ -252,7 +227,7 @@ kv) # the quantized cache: kernels, perplexity beside our runtime's (on two GPUs
             "evaluate $OUT/$kv-vllm-two.json --model $DATA/demo-$kv --engine vllm --tensor-parallel 2" &
     done
     wait
-    step compare 20 python3 -c "$compare_code" "$OUT"
+    compare agreement-kv kv
     tail -n 5 "$OUT"/{kernels,compare}.log
     step speed 60 python3 benchmarks/kernels/bench_kv_paged.py --shapes "${2:-64x4096x8x32x128}"
     cat "$OUT/speed.log"
@@ -283,12 +258,14 @@ profile) # a step of the 8B shape in w4a8-lqq with kv4, kernel by kernel
 tasks) # zero-shot: by qtool eval in vLLM and in our runtime, and by lm-eval's own command; needs lm-eval.tar.xz
     model=$DATA/demo-w4a8-lqq
     quantize demo w4a8-lqq && python3 -c "$questions_code" "$model" "$DATA/tasks"
-    step eval-vllm 240 python3 -m qtool eval demo_choice --model "$model" --engine vllm --json &
-    step eval-ours 240 python3 -m qtool eval demo_choice --model "$model" --device cuda --json &
+    export TEXT=demo_choice
+    step eval-vllm 240 bash -c "evaluate $OUT/w4a8-lqq-vllm.json --model $model --engine vllm" &
+    step eval-ours 240 bash -c "evaluate $OUT/w4a8-lqq-ours.json --model $model --device cuda" &
     step lm-eval 240 python3 -m lm_eval run --model vllm --tasks demo_questions --include_path "$DATA/tasks" \
-        --model_args "pretrained=$model,gpu_memory_utilization=0.05,max_model_len=512" &
+        --model_args "pretrained=$model,gpu_memory_utilization=0.05,max_model_len=512" --output_path "$OUT/lm-eval" &
     wait
-    tail -n 30 "$OUT"/{eval-vllm,eval-ours,lm-eval}.log
+    compare tasks tasks
+    tail -n 30 "$OUT"/{lm-eval,compare}.log
     ;;
 text) # perplexity of a text file in vLLM and in our runtime
     export TEXT=$2
@@ -299,7 +276,7 @@ text) # perplexity of a text file in vLLM and in our runtime
         step "ours-$scheme" 240 bash -c "evaluate $OUT/$scheme-ours.json --model $model --device cuda" &
     done
     wait
-    step compare 20 python3 -c "$compare_code" "$OUT"
+    compare agreement-text "text $2"
     tail -n 5 "$OUT/compare.log"
     ;;
 alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB

@@ -1,0 +1,121 @@
+"""What vLLM scores beside our runtime, as a table of the docs.
+
+    python benchmarks/serving/compare.py FOLDER FILE [--command TEXT] [--machine TEXT]
+
+FOLDER holds JSON of ``qtool eval --json`` in pairs: ``NAME-ours.json``, and ``NAME-vllm.json`` or,
+by two GPUs, ``NAME-vllm-two.json``. Perplexities are compared window by window: the exit code is 1
+where they are further apart than 1e-3 nats and than chance (99 %) allows. Of zero-shot tasks the
+accuracies stand one below the other, with those of lm_eval's own command where ``FOLDER/lm-eval``
+has its results. FILE gets the table; the options say in it which command ran it all, and where.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtool.bench.stored import store
+
+#: standard errors that a difference exceeds by chance in 1 % of cases
+CHANCE = 2.6
+NEAR = 1e-3
+HEAD = (
+    "scheme",
+    "GPUs",
+    "perplexity in vLLM",
+    "in our runtime",
+    "nats a token apart ± standard error",
+)
+TASKS_HEAD = "by", "questions", "accuracy ± standard error"
+
+
+def result(file: Path) -> dict[str, Any]:
+    """The first task of a file of ``qtool eval --json``."""
+    task: dict[str, Any] = json.loads(file.read_text())["tasks"][0]
+    return task
+
+
+def label(name: str) -> str:
+    """A scheme, or the cache that ``w4a8-lqq`` was given."""
+    return f"`w4a8-lqq` with `{name}`" if name.startswith("kv") else f"`{name}`"
+
+
+def apart(there: dict[str, Any], here: dict[str, Any]) -> tuple[float, float]:
+    """The mean difference of the windows' scores, which have one length each, and its error."""
+    windows = zip(*(task["details"]["window_nll"] for task in (there, here)), strict=True)
+    found = [a - b for a, b in windows]
+    return statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
+
+
+def perplexities(folder: Path) -> tuple[list[list[str]], int]:
+    """The table's rows, and how many are further apart than chance allows or cannot be read."""
+    rows, wrong = [], 0
+    for file in sorted(folder.glob("*-vllm*.json"), key=lambda file: file.stem):
+        name, _, ranks = file.stem.partition("-vllm")
+        try:
+            there, here = result(file), result(file.with_name(f"{name}-ours.json"))
+        except (OSError, ValueError) as error:
+            print(f"{file.stem}: WRONG: {error}")
+            wrong += 1
+            continue
+        mean, error = apart(there, here)
+        far = abs(mean) > max(NEAR, CHANCE * error)
+        wrong += far
+        values = [f"{task['metrics']['perplexity']['value']:.4f}" for task in (there, here)]
+        rows.append([label(name), "2" if ranks else "1", *values, f"{mean:+.1e} ± {error:.1e}"])
+        print(*rows[-1], there["engine"], "WRONG" * far)
+    return rows, wrong
+
+
+def accuracies(folder: Path) -> list[list[str]]:
+    """A row for each way to ask the questions."""
+    rows = []
+    for kind, by in (("vllm", "--engine vllm"), ("ours", "--device cuda")):
+        for file in sorted(folder.glob(f"*-{kind}.json")):
+            task = result(file)
+            found = task["metrics"]["acc"]
+            rows.append(row(f"`qtool eval {by}`", task["samples"], found["value"], found["stderr"]))
+    for file in sorted(folder.glob("lm-eval/**/results_*.json")):
+        stored = json.loads(file.read_text())
+        for name, found in stored["results"].items():
+            questions = stored["n-samples"][name]["effective"]
+            numbers = found["acc,none"], found["acc_stderr,none"]
+            rows.append(row("`lm_eval --model vllm`", questions, *numbers))
+    return rows
+
+
+def row(by: str, questions: int, value: float, error: float) -> list[str]:
+    """One of :func:`accuracies`."""
+    return [by, str(questions), f"{value:.3f} ± {error:.3f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--command", help="by default this one")
+    parser.add_argument("--machine", help="by default this one")
+    arguments = parser.parse_args()
+    files = sorted(arguments.folder.glob("*-ours.json"))
+    if not files:
+        sys.exit(f"compare.py: {arguments.folder} holds no NAME-ours.json")
+    if "perplexity" in result(files[0])["metrics"]:
+        rows, wrong = perplexities(arguments.folder)
+        head = HEAD
+    else:
+        rows, wrong, head = accuracies(arguments.folder), 0, TASKS_HEAD
+    found: dict[str, Any] = {"head": list(head), "rows": rows}
+    found |= {key: text for key in ("command", "machine") if (text := getattr(arguments, key))}
+    store(arguments.file, found, device="cuda" if torch.cuda.is_available() else "cpu")
+    print("RESULT", wrong, "wrong")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
