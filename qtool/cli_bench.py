@@ -111,7 +111,7 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @command(bench, "qtool bench serve demo-lqq --against fp8,bf16 --batches 1,16", name="serve")
 @MODEL
 @click.option("--against", default="fp8,bf16,w4a16", show_default=True, help="Baselines.")
-@click.option("--batches", default="1,16,64,256", show_default=True, help="Sequences at once.")
+@click.option("--batches", default="1,16,64,256,512", show_default=True, help="Sequences at once.")
 @click.option("--input-tokens", type=POSITIVE, default=1024, show_default=True)
 @click.option("--output-tokens", type=POSITIVE, default=512, show_default=True)
 @click.option(

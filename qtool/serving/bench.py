@@ -74,7 +74,7 @@ def bench_serve(
     directory: Path,
     *,
     against: Sequence[str] = ("fp8", "bf16", "w4a16"),
-    batches: Sequence[int] = (1, 16, 64, 256),
+    batches: Sequence[int] = (1, 16, 64, 256, 512),
     input_tokens: int = 1024,
     output_tokens: int = 512,
     cache: str = "fp8",
