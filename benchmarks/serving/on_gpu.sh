@@ -91,14 +91,16 @@ Path(sys.argv[2], "config.json").write_text(json.dumps(config))
 '
 
 alone_code='
-import sys
+import json, sys
+from pathlib import Path
 from qtool.serving.bench import BASELINES, measure
-directory, engine, batches = sys.argv[1:4]
-memory = float(sys.argv[4]) if sys.argv[4:] else None
-options = {"kv_cache_dtype": "auto"}
+directory, engine, batches, out = sys.argv[1:5]
+memory = float(sys.argv[5]) if sys.argv[5:] else None
+name, options = "qtool w4a8-lqq kv4", {"kv_cache_dtype": "auto"}
 if engine == "fp8":
-    options = BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
-measure(directory, options, list(map(int, batches.split(","))), 1024, 512, memory)
+    name, options = engine, BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
+rows = measure(directory, options, list(map(int, batches.split(","))), 1024, 512, memory)
+Path(out).write_text(json.dumps([{"engine": name} | row for row in rows], indent=1))
 '
 
 small_code='
@@ -286,7 +288,8 @@ alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a n
     mkdir -p "$DATA/$shape-fp8"
     python3 -c "$shape_code" "$DATA/$shape" "$DATA/$shape-fp8"
     case $engine in kv4) model=$DATA/$shape ;; *) model=$DATA/$shape-$engine ;; esac
-    step "$shape-$engine" ${LIMIT:-560} python3 -c "$alone_code" "$model" "$engine" "${4:-1,16,64,256}" ${5:-}
+    step "$shape-$engine" ${LIMIT:-560} python3 -c "$alone_code" "$model" "$engine" "${4:-1,16,64,256}" \
+        "$OUT/$shape-$engine.json" ${5:-}
     grep -E '"batch"|left out' "$OUT/$shape-$engine.log"
     ;;
 bench)
