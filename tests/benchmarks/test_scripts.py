@@ -194,9 +194,6 @@ SCRIPTS: dict[str, Case] = {
         r"^qtool .*\d$",
     ),
     "quantize/experts.py": Case("--shape 2x64x128 --together 1,2", "1 together: ", "2 together: "),
-    "quantize/launches.py": Case(
-        "--experts 8 --recipes paper --where 1", "^paper, 8 experts: .*search ", "^ +[0-9]+ "
-    ),
     "quantize/mixture.py": Case(
         "--shape 64x64x4x2 --tokens 16", "forward, at once: ", "Hessians of down, by one observer: "
     ),

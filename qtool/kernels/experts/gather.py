@@ -7,7 +7,6 @@ rounded where the model rounds it. Rows that no expert has are neither read nor 
 import struct
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,41 +24,29 @@ THREADS = 128
 PARAMETERS = struct.Struct("<Q32x3Q2i")
 
 
-class GatherExpertRows(NamedTuple):
+class GatherExpertRows(ExpertRows):
     """``[P, K]`` in x's dtype.
-
-    Args:
-        x, place, expert_offsets, fusion: of :class:`~qtool.kernels.experts.rows.ExpertRows`.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.
     """
 
-    x: Tensor
-    place: Tensor | None
-    expert_offsets: Tensor
-    fusion: str
-
-    @property
-    def rows(self) -> ExpertRows:
-        return ExpertRows(*self)
-
     def require(self) -> None:
-        self.rows.require("gather_expert_rows")
+        self.require_rows("gather_expert_rows")
 
     def empty(self) -> Tensor:
-        return self.rows.empty(self.rows.quantized.k, dtype=self.x.dtype)
+        return self.new_rows(self.quantized.k, dtype=self.x.dtype)
 
     def reference(self) -> Tensor:
-        return self.rows.placed(fused(*self.rows.quantized))
+        return self.placed(fused(*self.quantized))
 
     def launch(self, out: Tensor) -> None:
         device, k = self.x.device, out.shape[1]
         require_hopper(device)
         if len(out):
             source = definition(k, self.x.dtype, self.fusion)
-            addresses = *pointers(self.x, out), *self.rows.pointers()
-            parameters = PARAMETERS.pack(*addresses, k, self.rows.top)
+            addresses = *pointers(self.x, out), *self.pointers()
+            parameters = PARAMETERS.pack(*addresses, k, self.top)
             grid = len(self.x) * source[2]["CLUSTER"]
             kernel = _kernel(k, self.x.dtype, self.fusion, device.index)
             launch(kernel, grid, THREADS, 0, parameters, device, overlap=True)

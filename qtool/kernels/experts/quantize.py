@@ -8,7 +8,6 @@ import struct
 from collections.abc import Iterator
 from itertools import product
 from math import inf
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,38 +23,25 @@ from qtool.kernels.op import operator
 ROWS = struct.Struct("<2Qi4x")
 
 
-class QuantizeExpertRows(NamedTuple):
+class QuantizeExpertRows(ExpertRows):
     """Codes int8 ``[P, K]``, scales float32 ``[P]`` and sums of the codes int32 ``[P]``.
-
-    Args:
-        x, place, expert_offsets, fusion: of :class:`~qtool.kernels.experts.rows.ExpertRows`.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.
     """
 
-    x: Tensor
-    place: Tensor | None
-    expert_offsets: Tensor
-    fusion: str
-
-    @property
-    def rows(self) -> ExpertRows:
-        return ExpertRows(*self)
-
     def require(self) -> None:
-        self.rows.require("quantize_expert_rows")
+        self.require_rows("quantize_expert_rows")
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.rows
         return (
-            rows.empty(rows.quantized.k, dtype=torch.int8),
-            rows.empty(dtype=torch.float32),
-            rows.empty(dtype=torch.int32),
+            self.new_rows(self.quantized.k, dtype=torch.int8),
+            self.new_rows(dtype=torch.float32),
+            self.new_rows(dtype=torch.int32),
         )
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
-        codes, scale, token_sum = map(self.rows.placed, self.rows.quantized.reference())
+        codes, scale, token_sum = map(self.placed, self.quantized.reference())
         return codes, scale, token_sum
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -63,7 +49,7 @@ class QuantizeExpertRows(NamedTuple):
         require_hopper(x.device)
         sources = [(inf, sorted_definition(k, x.dtype, self.fusion))]
         plan = RowPlan(sources, (None, None), k, 0.0, x.device)
-        more = ROWS.pack(*self.rows.pointers(), self.rows.top)
+        more = ROWS.pack(*self.pointers(), self.top)
         plan.launch(len(x), *pointers(x, *out), more=more)
 
 

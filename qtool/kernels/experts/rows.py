@@ -14,7 +14,7 @@ FUSIONS = ("none", "silu-up")
 
 
 class ExpertRows(NamedTuple):
-    """What :func:`quantize_expert_rows` and :func:`gather_expert_rows` are given.
+    """The arguments of :func:`quantize_expert_rows` and :func:`gather_expert_rows`.
 
     Args:
         x: ``[T, K]``, float32, float16 or bfloat16; ``silu-up``: ``[T, 2 K]``, the gate's outputs,
@@ -41,7 +41,8 @@ class ExpertRows(NamedTuple):
         """Choices of a token."""
         return 1 if self.place is None else self.place.shape[-1]
 
-    def require(self, op: str) -> None:
+    def require_rows(self, op: str) -> None:
+        """Refuse what neither operator can take, with QtoolError that begins with ``op``."""
         x, place, offsets = self.x, self.place, self.expert_offsets
         if self.fusion not in FUSIONS:
             raise QtoolError(
@@ -54,13 +55,13 @@ class ExpertRows(NamedTuple):
         }
         require_tensors(op, x.device, expected)
 
-    def empty(self, *columns: int, dtype: torch.dtype) -> Tensor:
+    def new_rows(self, *columns: int, dtype: torch.dtype) -> Tensor:
         """``[P, *columns]``, not filled."""
         return self.x.new_empty((len(self.x) * self.top, *columns), dtype=dtype)
 
     def placed(self, values: Tensor) -> Tensor:
         """``values [T, ...]`` of all tokens at their rows, ``[P, ...]``; 0 beyond."""
-        out = self.empty(*values.shape[1:], dtype=values.dtype).zero_()
+        out = self.new_rows(*values.shape[1:], dtype=values.dtype).zero_()
         if self.place is None:
             rows = int(self.expert_offsets[-1])
             out[:rows] = values[:rows]
