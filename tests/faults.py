@@ -553,8 +553,20 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "alpha=AXES",
-            "alpha=0",
+            "** 0.5], AXES)",
+            "** 0.5], 0.0)",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/rotate.py",
+            "            propagate(block, batches)\n",
+            "",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/pipeline/streaming/shards.py",
+            "replace(job, transforms=earlier)",
+            "job",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (

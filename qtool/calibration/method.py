@@ -84,10 +84,11 @@ class Transform(Method):
         """Whether it learns something of all blocks before the first is rewritten."""
         return False
 
-    def learn(self, blocks: Iterable[Block]) -> dict[str, Tensor]:
+    def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Tensors that it learns of all blocks, each as it is before this transform.
 
-        :meth:`load` takes them, in a resumed run from the disk.
+        :meth:`load` takes them, in a resumed run from the disk. ``batches``, some of the
+        calibration batches, enter the first block; there are none in a run without data.
         """
         return {}
 

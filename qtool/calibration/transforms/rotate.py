@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.forwards import observe, propagate
 from qtool.calibration.method import Norm, Transform
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
@@ -36,6 +37,8 @@ from qtool.models.family import Family
 
 #: bytes of the readers of the residual stream, in float32, of which a rotation is learned
 LARGEST = 4 << 30
+#: of each norm's outputs in a batch, of which it is learned too
+TOKENS = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +62,9 @@ class Rotate(Transform):
     Args:
         seed: of the random signs of the residual rotation.
         learn_steps: by which the residual rotation is learned from the weights that read the
-            residual stream, from the Hadamard on (:mod:`.learned_rotation`); 0: none. Models whose
-            readers have more than :data:`LARGEST` bytes, and those with LayerNorm, keep the
-            Hadamard.
+            residual stream, and from their inputs if these have 4 bits, from the Hadamard on
+            (:mod:`.learned_rotation`); 0: none. Models whose readers have more than
+            :data:`LARGEST` bytes, and those with LayerNorm, keep the Hadamard.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -98,26 +101,36 @@ class Rotate(Transform):
     def learns(self) -> bool:
         return self.residual and self.learn_steps > 0 and not self.keeps_mean
 
-    def learn(self, blocks: Iterable[Block]) -> dict[str, Tensor]:
+    def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
         rows: list[Tensor] = []
+        inputs: list[Tensor] = []
         groups = 1
         for block in blocks:
-            readers = [n for g in block.family.folds() if g.reads_residual for n in g.linears]
-            weights = {n: block.weight(n) for n in readers if n in block.schemes}
+            readers = {
+                name: group.source
+                for group in block.family.folds()
+                for name in group.linears
+                if group.reads_residual and name in block.schemes
+            }
+            weights = {name: block.weight(name) for name in readers}
             size = 4 * sum(weight.numel() for weight in weights.values())
             if size * block.config.num_hidden_layers > LARGEST:
                 return {}
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
-                norm = weight.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
-                rows.append(weight.float() / norm)
+                rows.append(_unit_rows(weight))
+            coarse = {g for name, g in readers.items() if block.schemes[name].activation.bits == 4}
+            for batch in batches:
+                inputs += _normalized(block, batch, coarse)
+            propagate(block, batches)
         if not rows:
             return {}
-        together = torch.cat(rows)
+        together, beside = torch.cat(rows), torch.cat(inputs) if inputs else None
         rows.clear()
+        inputs.clear()
         hidden = together.shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(together, start, hidden // groups, self.learn_steps)
+        found = learn(together, start, hidden // groups, self.learn_steps, beside)
         return {"rotation": found.cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
@@ -125,7 +138,7 @@ class Rotate(Transform):
             self._learned = Dense(learned["rotation"])
 
     def work(self, block: BlockShape) -> Work:
-        if not self._rows_bytes(block):
+        if not self._learned_bytes(block):
             return super().work(block)
         flops = self.learn_steps * step_flops(block.config.hidden_size)
         return Work(
@@ -134,14 +147,16 @@ class Rotate(Transform):
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        return max(super().held_bytes(block), 2 * self._rows_bytes(block))  # as read, and shuffled
+        return max(super().held_bytes(block), 2 * self._learned_bytes(block))  # and shuffled
 
-    def _rows_bytes(self, block: BlockShape) -> int:
-        """Bytes of the rows that the rotation is learned of; 0 if it is not."""
-        readers = (n for g in block.family.folds() if g.reads_residual for n in g.linears)
-        rows = sum(prod(block.quantized[n]) for n in readers if n in block.quantized)
-        size = 4 * rows * block.config.num_hidden_layers
-        return int(size) if self.learns and size <= LARGEST else 0
+    def _learned_bytes(self, block: BlockShape) -> int:
+        """Bytes of the rows, and inputs, that the rotation is learned of; 0 if it is not."""
+        readers = [g for g in block.family.folds() if g.reads_residual]
+        linears = (n for g in readers for n in g.linears if n in block.quantized)
+        rows = 4 * sum(prod(block.quantized[n]) for n in linears) * block.config.num_hidden_layers
+        norms = len({group.source for group in readers}) * block.config.num_hidden_layers
+        inputs = 4 * norms * TOKENS * block.config.hidden_size
+        return int(rows + inputs) if self.learns and rows <= LARGEST else 0
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -193,6 +208,19 @@ class Rotate(Transform):
             raise QtoolError(
                 f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true"
             )
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    """``x [M, H]`` in float32, each row to a mean square of 1; rows of zeros stay."""
+    return x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
+
+
+def _normalized(block: Block, batch: Batch, norms: Iterable[str]) -> list[Tensor]:
+    """What each of ``norms``, whose weight is 1, makes of :data:`TOKENS` tokens, ``[M, H]``."""
+    seen: list[Tensor] = []
+    if observers := dict.fromkeys(norms, seen.append):
+        observe(block, [batch], observers)
+    return [_unit_rows(x[:: -(-len(x) // TOKENS)]) for x in seen]
 
 
 def balance_heads(block: Block) -> None:

@@ -22,7 +22,6 @@ from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
-from qtool.calibration.method import Transform
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
@@ -242,15 +241,13 @@ class BuiltBlocks:
             )
         return block, formats
 
-    def before(self, transform: Transform) -> Iterator[Block]:
-        """Each block after the transforms that come before ``transform`` and look at no data."""
-        earlier = self.job.transforms[: self.job.transforms.index(transform)]
+    def blocks(self) -> Iterator[Block]:
+        """Each block after the job's transforms, which look at no data here."""
         for index in range(self.job.blocks):
             following = index + 1 if index + 1 < self.job.blocks else None
             block, _ = self._built(index, following, {})
-            for other in earlier:
-                if not other.needs_data:
-                    other.apply(block, [])
+            for transform in self.job.transforms:
+                transform.apply(block, [])
             yield block
             _empty(block.module)
 

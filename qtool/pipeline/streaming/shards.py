@@ -12,6 +12,7 @@ make together.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 WIDEST_INPUT = 1 << 29
 #: sequences of a batch at least, where a batch is an iteration of an optimizer
 ITERATION_SEQUENCES = 8
+#: sequences that a transform sees which learns of all blocks
+LEARNING_SEQUENCES = 8
 
 
 class Shards:
@@ -174,30 +177,39 @@ class Shards:
         )
         timed = partial(self.phases.thread, "activations")
         snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
-        self._learn(place, snapshots)
+        self._learn(tokens, place, snapshots)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
             self.source, self.job, tokens, self.device, place, snapshots, self.phases, start, kept
         )
         return start, blocks
 
-    def _learn(self, place: Activations, snapshots: Snapshots) -> None:
+    def _learn(self, tokens: Sequence[Tensor], place: Activations, snapshots: Snapshots) -> None:
         """Let the transforms that learn of all blocks do so; the first of several ranks does.
 
         What was learned is kept, so that a resumed run has the same.
         """
         job, output = self.job, self.output
-        for transform in (t for t in job.transforms if t.learns):
+        for number, transform in enumerate(job.transforms):
+            if not transform.learns:
+                continue
             name, found = f"learned-{transform.name}", {}
             if ranks.rank() == 0:
                 if kept := output.kept(name):
                     found = {key: read(entry) for key, entry in kept[0].items()}
                 else:
+                    earlier = [t for t in job.transforms[:number] if not t.needs_data]
                     built = BuiltBlocks(
-                        self.source, job, [], self.device, place, snapshots, self.phases
+                        self.source,
+                        replace(job, transforms=earlier),
+                        [ids[:LEARNING_SEQUENCES] for ids in tokens[:1]],
+                        self.device,
+                        place,
+                        snapshots,
+                        self.phases,
                     )
                     with closing(built), phase("search"):
-                        found = transform.learn(built.before(transform))
+                        found = transform.learn(built.blocks(), built.batches)
                     output.keep(name, found, found.items(), {})
             transform.load(ranks.broadcast(found))
 

@@ -1,6 +1,7 @@
-"""The rotation that is learned from weights: its gradient, its maxima, who keeps the Hadamard."""
+"""The rotation that is learned: its gradient, its maxima, of what, and who keeps the Hadamard."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
-from qtool.pipeline.quantize import quantize
+from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
@@ -58,6 +59,49 @@ def test_channels_of_the_residual_stream_stay_spread() -> None:
     assert maxima(axes, learn(rows(600), start(), GROUP, 60)) < 3 < maxima(rows(600), start())
 
 
+def test_inputs_stand_in_for_the_axes() -> None:
+    inputs = rows(600, 1) * torch.linspace(0, 2, H)
+    q = learn(rows(600), start(), GROUP, 60, inputs)
+    assert maxima(inputs, q) < 0.75 * maxima(inputs, start())
+    assert maxima(rows(600), q) < 0.85 * maxima(rows(600), start())
+    assert maxima(torch.eye(H) * H**0.5, q) > 3
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("w4a4", 4), ("w4a8-qoq-g128", 8)])
+def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
+    scheme: str, bits: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the outputs of every norm before a quantized linear, where these have 4 bits."""
+    source, ids = make_model("llama"), torch.arange(48).view(2, 24)
+    layers = [{"match": ".*", "scheme": scheme, "group_size": 64}]
+    turn = {"rotate": {"learn_steps": 1}}
+    given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
+    recipe, found = recipes.parse(given | {"rounding": "gptq"}, "test"), []
+
+    def spy(*arguments: Any) -> Tensor:
+        found.append(arguments)
+        return learn(*arguments)
+
+    monkeypatch.setattr(rotate, "learn", spy)
+    monkeypatch.setattr(rotate, "TOKENS", 12)
+    quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration([ids]))
+    [(_, _, _, steps, inputs)] = found
+    assert steps == 1 and (inputs is None) == (bits == 8)
+    if bits == 4:
+        torch.testing.assert_close(inputs, norm_outputs(source, ids)[:, ::4].flatten(0, 1))
+
+
+def norm_outputs(source: Path, ids: Tensor) -> Tensor:
+    """What n norms of all blocks make of ``ids [B, S]``, but for their weights: ``[n, B S, H]``."""
+    model, seen = load(source, dtype=torch.float32), []
+    for name, module in model.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(ids)
+    states = torch.stack(seen).flatten(1, 2).detach()
+    return states / states.square().mean(-1, keepdim=True).sqrt()
+
+
 def quantized(source: Path, out: Path, steps: int) -> Path:
     """A model rounded to nearest in 8 bits after the rotation."""
     turn = {"rotate": {"learn_steps": steps}}
@@ -98,7 +142,7 @@ def test_large_models_and_layer_norms_keep_the_hadamard(
 
 
 def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the readers in float32, as they are read and shuffled."""
+    """Rows of the readers and outputs of the norms in float32, as they are read and shuffled."""
     config = Checkpoint(make_model("llama")).config
 
     def counted(steps: int) -> tuple[float, int]:
@@ -110,7 +154,7 @@ def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
         return job.transforms[1].work(shape).rounding_flops, job.transforms[1].held_bytes(shape)
 
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    rows = heads * config["head_dim"] + 2 * config["intermediate_size"]
+    rows = heads * config["head_dim"] + 2 * config["intermediate_size"] + 2 * rotate.TOKENS
     flops, held = counted(10)
     assert held == 8 * rows * config["hidden_size"] * config["num_hidden_layers"]
     assert flops > 0 and counted(20)[0] == 2 * flops and counted(0)[0] == 0 < counted(0)[1] < held
