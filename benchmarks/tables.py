@@ -115,6 +115,18 @@ def accuracy() -> str:
     return markdown(head, rows) + made_by(found)
 
 
+def rotation() -> str:
+    """``best`` with the Hadamard alone, and with the rotation that it learns from there on."""
+    fixed = results("rotation")
+    best = (row for row in results("accuracy")["rows"] if row["recipe"] == "best")
+    learned = {row["scheme"]: row["kl"] for row in best}
+    rows = [
+        [f"`{scheme}`", f"{kl:.4f}", f"{learned[scheme]:.4f}", f"{learned[scheme] / kl - 1:+.0%}"]
+        for scheme, kl in ((row["scheme"], row["kl"]) for row in fixed["rows"])
+    ]
+    return markdown(["scheme", "Hadamard", "learned", "change"], rows) + made_by(fixed)
+
+
 def kernels(name: str = "kernels", others: Sequence[str] = ("bf16", "fp8", "int8")) -> str:
     """Microseconds of a layer's linears by model and tokens, beside the floor and torch's own."""
     found = results(name)
@@ -287,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "departures": departures,
     "formats": formats,
     "accuracy": accuracy,
+    "rotation": rotation,
     "kernels": kernels,
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
     "kernels-w4a16": lambda: kernels("kernels-w4a16", ("bf16", "fp8")),
@@ -311,7 +324,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",
-            "rotation",
             "step-profile",
             "tasks",
             "windows",

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 import qtool
-from qtool import api
+from qtool import api, recipes
 from qtool.bench.stored import store
 from qtool.data import corpora
 from qtool.eval.perplexity import cut_windows
@@ -60,7 +60,12 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     """Quantize, then evaluate; reuses what ``--work`` holds."""
     options = [
         o
-        for o in (arguments.kv, arguments.windows, f"seed{arguments.seed}" * bool(arguments.seed))
+        for o in (
+            arguments.kv,
+            arguments.windows,
+            f"seed{arguments.seed}" * bool(arguments.seed),
+            "hadamard" * arguments.hadamard,
+        )
         if o
     ]
     out = arguments.work / "-".join([scheme, variant, *options])
@@ -69,12 +74,14 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         return dict(json.loads(record.read_text()))
     for unfinished in (out, out.with_name(out.name + ".partial")):  # its time is not known
         shutil.rmtree(unfinished, ignore_errors=True)
+    recipe = recipes.load(scheme, variant)
+    if arguments.hadamard:
+        recipe = recipe.with_options("rotate", learn_steps=0)
     started = time.process_time()
     qtool.quantize(
         arguments.model,
-        scheme,
         out=out,
-        recipe=variant,
+        recipe=recipe,
         calibration=arguments.calib,
         kv=arguments.kv,
         device=arguments.device,
@@ -177,6 +184,9 @@ def main() -> None:
         "--windows", choices=("given", "continued"), help="of calibration; the recipes' by default"
     )
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
+    parser.add_argument(
+        "--hadamard", action="store_true", help="no recipe learns its rotation; all have one then"
+    )
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")

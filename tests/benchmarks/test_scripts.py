@@ -131,8 +131,9 @@ SCRIPTS: dict[str, Case] = {
         r"\| w8a8 \| fast \| none \|",
     ),
     "accuracy/schemes.py": Case(
-        "--schemes w8a8 --recipes fast --samples 1 --seqlen 16 --limit 1 --work {tmp}/work",
-        r"\| w8a8 \|",
+        "--schemes w4a8-qoq --recipes best --hadamard --windows given --samples 1 --seqlen 16 "
+        "--limit 1 --work {tmp}/work",
+        r"\| w4a8-qoq \| best \|",
     ),
     "accuracy/standin.py": gpu("{tmp}/out"),
     "accuracy/tied.py": Case("{tied} --schemes w4a16 --windows 2 --length 16", r"\| w4a16 \| "),

@@ -72,7 +72,10 @@ def _shuffled(rows: Tensor) -> Sequence[Tensor]:
 
 
 def step_flops(hidden: int) -> float:
-    """Operations of a step: products with its rows and the axes, twice each, and the solve."""
+    """Operations of a step: products with its rows and the axes, twice each, and the solve.
+
+    Those with inputs come on top of it.
+    """
     return (4 * (BATCH + 1) + 4 + 8 / 3) * float(hidden) ** 3
 
 

@@ -119,9 +119,9 @@ class Rotate(Transform):
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
                 rows.append(_unit_rows(weight))
-            coarse = {g for name, g in readers.items() if block.schemes[name].activation.bits == 4}
+            coarse = [name for name in readers if block.schemes[name].activation.bits == 4]
             for batch in batches:
-                inputs += _normalized(block, batch, coarse)
+                inputs += _normalized(block, batch, {readers[name] for name in coarse})
             propagate(block, batches)
         if not rows:
             return {}
