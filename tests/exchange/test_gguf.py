@@ -40,6 +40,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 64},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCHEMES = [("w4a16", 32), ("w4a16", 128), ("w4a16", "channel"), ("w8a8", "channel")]
 
 
@@ -146,10 +148,7 @@ def changed(directory: Path, out: Path, **config: Any) -> Path:
 
 
 def test_llama_3s_frequencies(native: Native, tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=rope)
+    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=LLAMA3)
     factors = torch.from_numpy(
         read(export(model, "gguf", tmp_path / "out").directory)["rope_freqs.weight"].copy()
     )
@@ -158,6 +157,14 @@ def test_llama_3s_frequencies(native: Native, tmp_path: Path) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     assert factors.min() == 1 and factors.max() > 7.9
     torch.testing.assert_close(plain / factors, scaled)
+
+
+def test_frequencies_divided_by_a_factor(native: Native, tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=rope)
+    reader = gguf.GGUFReader(export(model, "gguf", tmp_path / "out").directory / FILE)
+    found = [reader.get_field(f"llama.rope.scaling.{key}").contents() for key in ("type", "factor")]
+    assert found == ["linear", 4.0]
 
 
 def tokenizer(rule: str, *, ignore_merges: bool) -> PreTrainedTokenizerFast:
@@ -236,6 +243,12 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
     for config, said in (
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3", "rope_parameters": LLAMA3}, "RoPE of type 'llama3'"),
+        ({"model_type": "qwen2", "head_dim": 64}, "32 heads of 64; .* heads of 128"),
+        ({"model_type": "qwen2_moe", "head_dim": 64}, "heads of 64; .* heads of 128"),
+        ({"model_type": "qwen2_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "attention is True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
@@ -249,6 +262,8 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
             TARGETS["gguf"].require_model(config)
     for kind in ("mixtral", "gemma", "gemma2", "gemma3_text"):  # as transformers has them
         TARGETS["gguf"].require_model({"model_type": kind})
+    first_gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
+    TARGETS["gguf"].require_model(first_gemma)
     (tmp_path / "there").mkdir()
     with pytest.raises(QtoolError, match="exists already"):
         export(ours, "gguf", tmp_path / "there")

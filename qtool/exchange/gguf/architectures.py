@@ -15,9 +15,8 @@ from torch import Tensor
 from qtool.errors import QtoolError, first_line
 from qtool.models import Heads, family_of
 
-ROPE_TYPES = "default", "llama3"
-#: the frequency base of sliding windows, and of the other layers' RoPE the kinds it scales
-LOCAL_BASE, LINEAR = 10000.0, ("default", "linear")
+#: kinds of RoPE that all of them compute, and the frequency base of sliding windows
+ROPE_TYPES, LOCAL_BASE = ("default", "linear"), 10000.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Architecture:
         fixed: settings that it does not look at, and what it computes with.
         pairs: it turns neighbouring channels of queries and keys together where transformers turns
             channel i and i + D/2, so their rows are interleaved.
+        ropes: the kinds of RoPE that it computes.
+        square: its heads are as wide together as the hidden state.
         windows: every so many blocks one attends to all tokens, and the others to a window; 0:
             all blocks to all tokens.
         wide: the number of blocks of the one model whose queries are scaled by H / heads, all
@@ -39,29 +40,34 @@ class Architecture:
     activation: str = "silu"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     pairs: bool = False
+    ropes: tuple[str, ...] = ROPE_TYPES
+    square: bool = False
     windows: int = 0
     wide: int = 0
 
 
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 NO_BIAS: dict[str, Any] = {"attention_bias": False}
+CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
 GELU = "gelu_pytorch_tanh"
-LLAMA = Architecture("llama", pairs=True)
+LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
 #: by model type; each has a tensor for each of ours
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
-    "qwen2": Architecture("qwen2"),
+    "qwen2": Architecture("qwen2", square=True),
     "qwen3": Architecture("qwen3", fixed=NO_BIAS),
-    "qwen2_moe": Architecture("qwen2moe", fixed=ALL_SPARSE | {"norm_topk_prob": False}),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        fixed=ALL_SPARSE | {"norm_topk_prob": False, "tie_word_embeddings": False},
+        square=True,
+    ),
     "qwen3_moe": Architecture("qwen3moe", fixed=ALL_SPARSE | NO_BIAS | {"norm_topk_prob": True}),
-    "gemma": Architecture("gemma", GELU, NO_BIAS),
-    "gemma2": Architecture("gemma2", GELU, NO_BIAS, windows=2, wide=46),
+    "gemma": Architecture("gemma", GELU, CAUSAL),
+    "gemma2": Architecture("gemma2", GELU, CAUSAL, windows=2, wide=46),
     "gemma3_text": Architecture(
         "gemma3",
         GELU,
-        NO_BIAS
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-        | {"use_bidirectional_attention": False},
+        CAUSAL | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         windows=6,
         wide=62,
     ),
@@ -101,15 +107,20 @@ def require(config: Mapping[str, Any]) -> None:
         )
     own = ARCHITECTURES[kind]
     fixed: dict[str, Any] = {**own.fixed}
-    fixed["hidden_activation" if hasattr(settings, "hidden_activation") else "hidden_act"] = (
-        own.activation
-    )
+    newer = getattr(settings, "hidden_activation", None)  # None in the first Gemma's
+    fixed["hidden_activation" if newer else "hidden_act"] = own.activation
     for key, value in fixed.items():
-        if (found := getattr(settings, key, value)) != value:
+        found = getattr(settings, key, value)
+        if found != value and (found or value):  # None, False and [] say the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
     _require_windows(own, settings)
+    heads = Heads.of(settings)
+    if own.square and heads.query * heads.dim != settings.hidden_size:
+        raise QtoolError(
+            f"gguf: {heads.query} heads of {heads.dim}; llama.cpp's {own.name} has heads of "
+            f"{settings.hidden_size // heads.query}"
+        )
     if own.windows:
-        heads = Heads.of(settings)
         wide = settings.num_hidden_layers == own.wide
         scale = settings.hidden_size // heads.query if wide else heads.dim
         if settings.query_pre_attn_scalar != scale:
@@ -129,7 +140,7 @@ def _require_windows(own: Architecture, settings: Any) -> None:
         raise QtoolError(
             f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of {window}"
         )
-    ropes, known = settings.rope_parameters, ROPE_TYPES
+    ropes = settings.rope_parameters
     if own.windows:
         kinds = [
             "sliding_attention" if (block + 1) % own.windows else "full_attention"
@@ -141,13 +152,16 @@ def _require_windows(own: Architecture, settings: Any) -> None:
                 "block, and to a window in the others; layer_types says otherwise"
             )
     if "sliding_attention" in ropes:
-        local, ropes, known = ropes["sliding_attention"], ropes["full_attention"], LINEAR
+        local, ropes = ropes["sliding_attention"], ropes["full_attention"]
         if (local["rope_type"], local["rope_theta"]) != ("default", LOCAL_BASE):
             raise QtoolError(
                 f"gguf: llama.cpp's {own.name} has RoPE of base {LOCAL_BASE} in windows"
             )
-    if (found := ropes["rope_type"]) not in known:
-        raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(known)}")
+    if (found := ropes["rope_type"]) not in own.ropes:
+        raise QtoolError(
+            f"gguf: RoPE of type {found!r}; written for llama.cpp's {own.name} are "
+            f"{', '.join(own.ropes)}"
+        )
 
 
 def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
