@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import Exported, export
 from qtool.exchange.gguf.architectures import ARCHITECTURES
-from qtool.exchange.gguf.tokenizer import PRE_TOKENIZERS
+from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
 from qtool.io.source import Checkpoint
@@ -167,21 +167,32 @@ def test_frequencies_divided_by_a_factor(native: Native, tmp_path: Path) -> None
     assert found == ["linear", 4.0]
 
 
-def tokenizer(rule: str, *, ignore_merges: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with two merges and two added tokens."""
+def tokenizer(steps: list[Any], *, ignore_merges: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer with two merges, whose ``pre_tokenizer`` does ``steps``."""
     letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary = letters | {"th": 256, "the": 257}
     merges = [("t", "h"), ("th", "e")]
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(rule), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return made
+
+
+def saved(made: Tokenizer, directory: Path) -> None:
+    """``made`` as transformers saves it, with two added tokens."""
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
     fast.add_tokens(["<think>"])
-    return fast
+    fast.save_pretrained(directory)
+
+
+def splits(rule: str) -> list[Any]:
+    """The steps of a pre-tokenizer that splits text by ``rule``."""
+    after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(Regex(rule), "isolated"), after]
+
+
+THREE, ONE = (WORDS % digits + SPACES for digits in (r"\p{N}{1,3}", r"\p{N}"))
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
 def field(directory: Path, name: str) -> Any:
@@ -189,10 +200,19 @@ def field(directory: Path, name: str) -> Any:
     return found and found.contents()
 
 
-@pytest.mark.parametrize(("rule", "name"), PRE_TOKENIZERS.items())
-def test_a_tokenizer(rule: str, name: str, native: Native, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("llama-bpe", splits(THREE)),
+        ("dbrx", splits(THREE)),
+        ("qwen2", splits(ONE)),
+        ("gpt-2", [GPT2]),
+        ("smollm", [DIGITS, GPT2]),
+    ],
+)
+def test_a_tokenizer(name: str, steps: list[Any], native: Native, tmp_path: Path) -> None:
     model = changed(native("w4a16", 32), tmp_path / "native")
-    tokenizer(rule, ignore_merges=name == "llama-bpe").save_pretrained(model)
+    saved(tokenizer(steps, ignore_merges=name == "llama-bpe"), model)
     done = export(model, "gguf", tmp_path / "out")
     assert not any("tokenizer" in note for note in done.notes)
     out = done.directory
@@ -202,15 +222,36 @@ def test_a_tokenizer(rule: str, name: str, native: Native, tmp_path: Path) -> No
     assert tokens[256:260] == ["th", "the", "<end>", "<think>"]
     assert kinds[256:261] == [1, 1, 3, 4, 5]  # normal, control, user-defined, unused
     assert field(out, "merges") == ["t h", "th e"] and field(out, "eos_token_id") == 258
+    assert (field(out, "add_bos_token"), field(out, "add_eos_token")) == (False, False)
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_have(native: Native, tmp_path: Path) -> None:
     """Its ids are given by who calls; nothing is split in another way in silence."""
     model = changed(native("w4a16", 32), tmp_path / "native")
-    tokenizer(r"\s+", ignore_merges=False).save_pretrained(model)
+    saved(tokenizer(splits(r"\s+")), model)
     done = export(model, "gguf", tmp_path / "out")
     assert any("give it token ids" in note for note in done.notes)
     assert field(done.directory, "model") == "none"
+
+
+def test_bytes_that_are_split_almost_as_llama_cpp_does(tmp_path: Path) -> None:
+    """What differs is said, or there is no tokenizer."""
+    made = tokenizer(splits(ONE))
+    made.normalizer = normalizers.NFC()
+    saved(made, tmp_path)
+    assert "NFC" in caution(tmp_path)
+    made.normalizer = normalizers.Lowercase()
+    saved(made, tmp_path)
+    assert "give it token ids" in caution(tmp_path)
+    spaced = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    merged = pre_tokenizers.Split(Regex(ONE), "merged_with_next")
+    for steps in ([splits(ONE)[0], spaced], [merged, splits(ONE)[1]], [DIGITS, *splits(ONE)]):
+        saved(tokenizer(steps), tmp_path)
+        assert "give it token ids" in caution(tmp_path)
+    made = tokenizer(splits(ONE))
+    made.add_tokens([AddedToken("<a>", rstrip=True), AddedToken("<b>", lstrip=True)])
+    saved(made, tmp_path)
+    assert "finds <a> and 1 more anywhere" in caution(tmp_path)
 
 
 def refused(native: Path, out: Path, said: str) -> None:
