@@ -22,6 +22,7 @@ from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
 from qtool.io.source import Checkpoint
+from qtool.models import Heads
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
@@ -39,6 +40,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64},
 }
+#: of those that a class knows
+OTHERS: dict[str, Any] = {"tie_word_embeddings": False, "sliding_window": None}
+OTHERS |= {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.25}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -77,6 +81,25 @@ def test_every_tensor_of_a_model_that_llama_cpp_knows(
     assert_all_ours(ours, export(ours, "gguf", tmp_path / "out").directory)
 
 
+@pytest.mark.parametrize(
+    "kind", ["phi3", "olmo2", "granite", "smollm3", "glm4", "seed_oss", "ernie4_5"]
+)
+def test_every_tensor_of_other_families(kind: str, tmp_path: Path) -> None:
+    model = load(save_tiny(kind, tmp_path / "float32", **OTHERS), dtype=torch.float16)
+    model.save_pretrained(tmp_path / "source")
+    recipe = recipe_of([rule("w4a16", 32)])
+    ours = quantize(Checkpoint(tmp_path / "source"), recipe, tmp_path / "native")
+    done = export(ours, "gguf", tmp_path / "out")
+    assert_all_ours(ours, done.directory)
+    arch, reader = ARCHITECTURES[kind].name, gguf.GGUFReader(done.directory / FILE)
+    settings = load(ours, dtype=torch.float32).config
+    rotated = settings.rope_parameters.get("partial_rotary_factor", 1) * 32
+    assert reader.get_field(f"{arch}.rope.dimension_count").contents() == rotated
+    scales = {"embedding_scale": 3.0, "attention.scale": 0.5, "residual_scale": 0.25}
+    for key, value in scales.items() if kind == "granite" else ():
+        assert reader.get_field(f"{arch}.{key}").contents() == value
+
+
 def assert_all_ours(ours: Path, directory: Path) -> None:
     """Every tensor in the GGUF of ``directory`` is that of the native checkpoint, bit for bit."""
     assert_same(dequantized(load(ours, dtype=torch.float32)), directory)
@@ -92,8 +115,8 @@ def assert_same(model: Any, directory: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if ARCHITECTURES[kind].name == "llama" and (".q_proj." in name or ".k_proj." in name):
-            tensor = in_pairs(tensor, model.config.head_dim)
+        if ARCHITECTURES[kind].pairs and (".q_proj." in name or ".k_proj." in name):
+            tensor = in_pairs(tensor, Heads.of(model.config).dim)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         expert = re.search(r"\.experts\.(\d+)\.", name)
@@ -278,7 +301,7 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     for number, (config, said) in enumerate(settings):
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
-        TARGETS["gguf"].require_model({"model_type": "phi3"})
+        TARGETS["gguf"].require_model({"model_type": "starcoder2"})
     gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     local = {"rope_type": "default", "rope_theta": 5e4}
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
@@ -288,6 +311,11 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
         ({"model_type": "qwen2", "head_dim": 64}, "32 heads of 64; .* heads of 128"),
         ({"model_type": "qwen2_moe", "head_dim": 64}, "heads of 64; .* heads of 128"),
         ({"model_type": "qwen2_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"model_type": "phi3", "head_dim": 64}, "heads of 64; .* heads of 96"),
+        ({"model_type": "smollm3", "no_rope_layers": [1] * 36}, "RoPE in all but every 4. block"),
+        ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "attention is True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),

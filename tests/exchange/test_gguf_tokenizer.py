@@ -57,10 +57,8 @@ def tokenizer(merges: list[tuple[str, str]] | None = None, **parts: Any) -> PreT
     made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback()])
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     made.add_tokens(parts.get("added", []))
-    if parts.get("bos"):
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-        )
+    if "around" in parts:
+        made.post_processor = parts["around"]
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -156,8 +154,20 @@ def test_runs_of_spaces_whose_merges_come_in_turns(native: Native, tmp_path: Pat
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_what_is_put_around_a_text(bos: bool, native: Native, tmp_path: Path) -> None:
-    fields = fields_of(tokenizer(normalizer=LEGACY, bos=bos), native, tmp_path)
+    template = processors.TemplateProcessing(
+        single="<s> $A" if bos else "$A", pair="$A $B", special_tokens=[("<s>", 1)]
+    )
+    fields = fields_of(tokenizer(normalizer=LEGACY, around=template), native, tmp_path)
     assert (fields["add_bos_token"], fields["add_eos_token"]) == (bos, False)
+    assert not fields["notes"]
+
+
+def test_another_token_than_bos_before_a_text(tmp_path: Path) -> None:
+    template = processors.TemplateProcessing(
+        single="<unk> <s> $A", pair="$A $B", special_tokens=[("<unk>", 0), ("<s>", 1)]
+    )
+    tokenizer(normalizer=LEGACY, around=template).save_pretrained(tmp_path)
+    assert "puts no <unk> before" in caution(tmp_path)
 
 
 def test_an_added_run_of_spaces_comes_of_merges(native: Native, tmp_path: Path) -> None:

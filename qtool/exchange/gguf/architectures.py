@@ -49,8 +49,11 @@ class Architecture:
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 NO_BIAS: dict[str, Any] = {"attention_bias": False}
 CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 GELU = "gelu_pytorch_tanh"
 LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
+#: every so many blocks of SmolLM3 one has no RoPE
+NO_ROPE = 4
 #: by model type; each has a tensor for each of ours
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
@@ -58,7 +61,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", fixed=NO_BIAS),
     "qwen2_moe": Architecture(
         "qwen2moe",
-        fixed=ALL_SPARSE | {"norm_topk_prob": False, "tie_word_embeddings": False},
+        fixed=ALL_SPARSE | UNTIED | {"norm_topk_prob": False},
         square=True,
     ),
     "qwen3_moe": Architecture("qwen3moe", fixed=ALL_SPARSE | NO_BIAS | {"norm_topk_prob": True}),
@@ -71,6 +74,13 @@ ARCHITECTURES = {
         windows=6,
         wide=62,
     ),
+    "phi3": Architecture("phi3", square=True),
+    "olmo2": Architecture("olmo2", fixed=NO_BIAS | UNTIED, square=True),
+    "granite": Architecture("granite", pairs=True, ropes=LLAMA.ropes),
+    "smollm3": Architecture("smollm3", fixed=NO_BIAS | {"mlp_bias": False}, pairs=True),
+    "glm4": Architecture("glm4"),
+    "seed_oss": Architecture("seed_oss", fixed={"attention_out_bias": False, "mlp_bias": False}),
+    "ernie4_5": Architecture("ernie4_5", fixed={"use_bias": False}),
 }
 
 
@@ -113,6 +123,9 @@ def require(config: Mapping[str, Any]) -> None:
         found = getattr(settings, key, value)
         if found != value and (found or value):  # None, False and [] say the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
+    blocks = range(1, settings.num_hidden_layers + 1)
+    if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
+        raise QtoolError(f"gguf: llama.cpp has RoPE in all but every {NO_ROPE}. block")
     _require_windows(own, settings)
     heads = Heads.of(settings)
     if own.square and heads.query * heads.dim != settings.hidden_size:
@@ -177,7 +190,7 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
     writer.add_head_count_kv(heads.kv)
     writer.add_key_length(heads.dim)
     writer.add_value_length(heads.dim)
-    writer.add_rope_dimension_count(heads.dim)
+    writer.add_rope_dimension_count(int(heads.dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)
@@ -193,6 +206,10 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
         ("sliding_window", writer.add_sliding_window),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
     ):
         if (value := getattr(settings, key, None)) is not None:
             add(value)

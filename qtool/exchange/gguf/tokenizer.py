@@ -78,8 +78,10 @@ class Splitter:
 
 def caution(directory: Path) -> str:
     """What llama.cpp does otherwise than the tokenizer in ``directory``; empty if nothing."""
-    rule = splitter(directory)
-    return NO_TOKENIZER if rule is None else "; ".join(filter(None, rule.cautions))
+    if (rule := splitter(directory)) is None:
+        return NO_TOKENIZER
+    _, otherwise = _around(AutoTokenizer.from_pretrained(directory))
+    return "; ".join(filter(None, (*rule.cautions, otherwise)))
 
 
 def splitter(directory: Path) -> Splitter | None:
@@ -235,9 +237,18 @@ def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> No
         writer.add_token_scores([scores.get(words.get(n, ""), 0.0) for n in range(size)])
         writer.add_add_space_prefix(rule.prefix)
     special = package.SpecialVocab(directory, load_merges=rule.scores is None, n_vocab=size)
+    special.add_special_token, _ = _around(tokenizer)  # else as such tokenizers mostly do
+    special.add_to_gguf(writer)
+
+
+def _around(tokenizer: Any) -> tuple[dict[str, bool], str]:
+    """Whether BOS and EOS are put around a text, and a caution of other tokens that are."""
     ids = tokenizer("a")["input_ids"]
-    special.add_special_token = {  # else it is as llama.cpp is used to of such tokenizers
+    put = {
         "bos": ids[:1] == [tokenizer.bos_token_id],
         "eos": ids[-1:] == [tokenizer.eos_token_id],
     }
-    special.add_to_gguf(writer)
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if len(ids) == len(alone) + sum(put.values()):
+        return put, ""
+    return put, f"tokenizer: llama.cpp puts no {tokenizer.decode(ids[:1])} before a text"
