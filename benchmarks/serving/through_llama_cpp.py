@@ -1,18 +1,17 @@
 """Run GGUF exports in llama.cpp on a CPU and compare logits.
 
     pip install llama-cpp-python
-    python benchmarks/serving/through_llama_cpp.py [NATIVE ...] [--text demo] [--only PATTERN]
+    python benchmarks/serving/through_llama_cpp.py [NATIVE ...]
 
-Native checkpoints are exported and given text; without one, random models of CASES are made,
-quantized and given random tokens. Prints the perplexity of qtool's float32 model with the
-dequantized weights and of llama.cpp (one thread, cache in half precision), the distance of its
-logits, and how often the best token is the same. llama.cpp makes activations int8; so it runs a
-copy whose tensors are float32, too: that distance is what its model computes otherwise than ours
-(its GELU is a table in half precision). Exit code 1 if that is beyond the limit.
+Native checkpoints are exported and given the demo's text; without one, random models of CASES are
+made, quantized to w4a16 and to w8a8, and given random tokens. Prints rows of a table: the
+perplexity of qtool's float32 model with the dequantized weights and of llama.cpp (one thread, cache
+in half precision), the distance of its logits, and how often the best token is the same. llama.cpp
+makes activations int8; so it runs a copy whose tensors are float32, too: the last distance is what
+its model computes otherwise than ours (its GELU is a table in half precision). Exit code 1 if that
+is beyond the limit.
 """
 
-import argparse
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import qtool
@@ -35,7 +35,7 @@ try:
     import gguf
     from llama_cpp import Llama
 except ImportError:
-    sys.exit("through_llama_cpp.py: llama-cpp-python is not installed: pip install it and gguf")
+    sys.exit("through_llama_cpp.py: llama-cpp-python is not installed: pip install gguf and that")
 
 LIMIT, TOKENS, FLOAT32 = 2e-3, 250, 0
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64}
@@ -49,7 +49,10 @@ TIED = {"tie_word_embeddings": True}
 MIX = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 128}
 MIX |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 256}
 GEMMA = TIED | {"query_pre_attn_scalar": 64, "sliding_window": 32, "num_hidden_layers": 7}
+CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
 WIDE = GEMMA | {"query_pre_attn_scalar": 32, "num_attention_heads": 8}
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.02, "logits_scaling": 4.0}
+GRANITE |= {"residual_multiplier": 0.3}
 #: what is printed: the model type, and what is not as in PLAIN
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
@@ -67,10 +70,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2-MoE": ("qwen2_moe", MIX),
     "Qwen3-MoE, heads of 128": ("qwen3_moe", MIX | {"norm_topk_prob": True, "head_dim": 128}),
     "Gemma, one kv head of 128": ("gemma", TIED | {"num_key_value_heads": 1, "head_dim": 128}),
-    "Gemma 2": ("gemma2", GEMMA),
+    "Gemma 2, caps of 1 and 2": ("gemma2", GEMMA | CAPS),
     "Gemma 2, 46 blocks": ("gemma2", WIDE | {"num_hidden_layers": 46}),
     "Gemma 3": ("gemma3_text", GEMMA | {"rope_parameters": BOTH}),
     "Gemma 3, 62 blocks": ("gemma3_text", WIDE | {"num_hidden_layers": 62}),
+    "Phi-3": ("phi3", {"sliding_window": None}),
+    "OLMo 2": ("olmo2", {}),
+    "Granite": ("granite", GRANITE),
+    "SmolLM3, 5 blocks": ("smollm3", {"num_hidden_layers": 5}),
+    "GLM-4": ("glm4", {}),
+    "Seed-OSS": ("seed_oss", {}),
+    "Ernie 4.5": ("ernie4_5", {}),
 }
 RULES = {"w4a16": {"group_size": 32, "layout": "row-major"}, "w8a8": {"layout": "row-major-8"}}
 
@@ -89,16 +99,24 @@ def random_model(kind: str, changes: dict[str, Any], out: Path) -> Path:
     return out
 
 
-def compare(native: Path, ids: Tensor, directory: Path) -> tuple[str, bool]:
-    """A line of figures for ``ids [tokens]``, and whether llama.cpp computes what we do."""
-    file = export(native, "gguf", directory / "gguf").directory / FILE
+def compare(native: Path, ids: Tensor, directory: Path) -> tuple[float, ...]:
+    """The figures of a row, for ``ids [tokens]``."""
+    file = export(native, "gguf", directory / f"{native.name}.gguf").directory / FILE
     with torch.no_grad():
         ours = dequantized(qtool.load(native, dtype=torch.float32))(ids[None]).logits[0]
     theirs, plain = through(file, ids), through(in_float32(file), ids, FLOAT32)
+    perplexity = (float(cross_entropy(found[:-1], ids[1:]).exp()) for found in (ours, theirs))
     far, apart = (float((found - ours).norm() / ours.norm()) for found in (theirs, plain))
-    same = (theirs.argmax(1) == ours.argmax(1)).float().mean()
-    both = f"{perplexity(ours, ids):9.2f} | {perplexity(theirs, ids):9.2f}"
-    return f"{both} | {far:.1e} | {same:6.1%} | {apart:.0e}", apart < LIMIT
+    return *perplexity, far, float((theirs.argmax(1) == ours.argmax(1)).float().mean()), apart
+
+
+def line(name: str, measured: list[tuple[float, ...]]) -> bool:
+    """Print a row, figures of several beside each other; whether all are within the limit."""
+    forms = "{:.2f}", "{:.2f}", "{:.1e}", "{:.1%}", "{:.0e}"
+    columns = zip(forms, zip(*measured, strict=True), strict=True)
+    cells = [" / ".join(map(form.format, figures)) for form, figures in columns]
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return all(figures[-1] < LIMIT for figures in measured)
 
 
 def through(file: Path, ids: Tensor, cache: int | None = None) -> Tensor:
@@ -107,10 +125,6 @@ def through(file: Path, ids: Tensor, cache: int | None = None) -> Tensor:
     model = Llama(str(file), logits_all=True, type_k=cache, type_v=cache, **options)
     model.eval(ids.tolist())
     return torch.from_numpy(model.scores[: len(ids)].copy())
-
-
-def perplexity(logits: Tensor, ids: Tensor) -> float:
-    return float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).exp())
 
 
 def in_float32(file: Path) -> Path:
@@ -132,33 +146,22 @@ def in_float32(file: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("native", type=Path, nargs="*")
-    parser.add_argument("--text", default="demo")
-    parser.add_argument("--only", default="", help="a pattern: the cases whose names have it")
-    arguments = parser.parse_args()
-    right = []
-    print("model, scheme | ours | llama.cpp | distance | same best token | in float32")
-    for native in arguments.native:
-        text = corpora.load(arguments.text, split="test").text
+    right, natives = [], [Path(argument) for argument in sys.argv[1:]]
+    for native in natives:
+        text = corpora.load("demo", split="test").text
         ids = qtool.load_tokenizer(native)(text, return_tensors="pt", verbose=False)["input_ids"]
         with tempfile.TemporaryDirectory() as directory:
-            line, exact = compare(native, ids[0, :TOKENS], Path(directory))
-        print(f"{native.name} | {line}", flush=True)
-        right.append(exact)
-    names = [name for name in CASES if re.search(arguments.only, name) and not arguments.native]
+            right.append(line(native.name, [compare(native, ids[0, :TOKENS], Path(directory))]))
     ids = torch.randint(3, 320, (TOKENS,), generator=torch.Generator().manual_seed(0))
-    for name, (scheme, settings) in ((name, rule) for name in names for rule in RULES.items()):
+    for name in CASES if not natives else ():
         with tempfile.TemporaryDirectory() as directory:
-            source = random_model(*CASES[name], Path(directory) / "source")
-            rule = {"match": ".*", "scheme": scheme, **settings}
-            recipe = recipes.parse({"scheme": "t", "layers": [rule]}, "t")
-            native = quantize(Checkpoint(source), recipe, Path(directory) / "native")
-            line, exact = compare(native, ids, Path(directory))
-        print(f"{name}, {scheme} | {line}", flush=True)
-        right.append(exact)
+            source, measured = random_model(*CASES[name], Path(directory) / "source"), []
+            for scheme, settings in RULES.items():
+                rules = [{"match": ".*", "scheme": scheme, **settings}]
+                recipe = recipes.parse({"scheme": "t", "layers": rules}, "t")
+                native = quantize(Checkpoint(source), recipe, Path(directory) / scheme)
+                measured.append(compare(native, ids, Path(directory)))
+        right.append(line(name, measured))
     sys.exit(not all(right))
 
 
