@@ -1,5 +1,6 @@
 """A SentencePiece tokenizer in a GGUF: split as llama.cpp splits, text becomes our token ids."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from qtool.exchange.export import export
-from qtool.exchange.gguf.tokenizer import SPACE, caution, splitter
+from qtool.exchange.gguf.tokenizer import NO_TOKENIZER, SPACE, caution
 from qtool.exchange.gguf.write import FILE
 from tests.exchange.conftest import Native
 
@@ -149,7 +150,7 @@ def test_runs_of_spaces_whose_merges_come_in_turns(native: Native, tmp_path: Pat
         assert as_llama_cpp(fields, text) == ours(text, add_special_tokens=False)["input_ids"], text
     other = tokenizer(in_turns([(SPACE, SPACE), (two, SPACE), (two, two)]), normalizer=LEGACY)
     other.save_pretrained(tmp_path)
-    assert splitter(tmp_path) is None
+    assert caution(tmp_path) == NO_TOKENIZER
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -188,13 +189,13 @@ def test_added_tokens_that_are_found_elsewhere(tmp_path: Path) -> None:
     tokenizer(normalizer=normalizers.Replace(" ", SPACE), added=[think]).save_pretrained(tmp_path)
     assert not caution(tmp_path)
     tokenizer(normalizer=normalizers.Replace(" ", SPACE), added=[run]).save_pretrained(tmp_path)
-    assert splitter(tmp_path) is None
+    assert caution(tmp_path) == NO_TOKENIZER
 
 
 def test_a_byte_without_a_piece_has_no_tokenizer(tmp_path: Path) -> None:
     """llama.cpp ends where text has it."""
     tokenizer(normalizer=LEGACY, without="<0xFF>").save_pretrained(tmp_path)
-    assert splitter(tmp_path) is None
+    assert caution(tmp_path) == NO_TOKENIZER
 
 
 @pytest.mark.parametrize(("scheme", "said"), [("always", "with one too"), ("first", "after a sp")])
@@ -208,6 +209,18 @@ def test_spaces_that_llama_cpp_puts_elsewhere_are_said(
     assert said in note
 
 
+def test_the_rule_is_that_of_transformers_class(tmp_path: Path) -> None:
+    """LlamaTokenizer does not look at its tokenizer.json for where spaces are put."""
+    tokenizer(normalizer=LEGACY).save_pretrained(tmp_path)
+    assert caution(tmp_path) == ""
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "LlamaTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "after a special token" in caution(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert caution(tmp_path) == NO_TOKENIZER
+
+
 def test_merges_that_scores_cannot_say_are_not_written(tmp_path: Path) -> None:
     """Two ways to a piece of which one is learned; a piece made before and after another."""
     whole = merges_of(PIECES.split())
@@ -215,13 +228,13 @@ def test_merges_that_scores_cannot_say_are_not_written(tmp_path: Path) -> None:
     rest = [pair for pair in whole if pair != twice]
     for merges in (rest, [*rest, twice]):
         tokenizer(merges, normalizer=LEGACY).save_pretrained(tmp_path)
-        assert splitter(tmp_path) is None
+        assert caution(tmp_path) == NO_TOKENIZER
     tokenizer(whole, normalizer=LEGACY).save_pretrained(tmp_path)
-    assert splitter(tmp_path)
+    assert caution(tmp_path) == ""
     for parts in (
         {"normalizer": normalizers.Sequence([normalizers.NFKC(), LEGACY])},
         {"normalizer": LEGACY, "pre_tokenizer": pre_tokenizers.Split(Regex(r"\d"), "isolated")},
         {"pre_tokenizer": pre_tokenizers.Metaspace()},  # no merge goes over a space
     ):
         tokenizer(whole, **parts).save_pretrained(tmp_path)
-        assert splitter(tmp_path) is None
+        assert caution(tmp_path) == NO_TOKENIZER

@@ -1,9 +1,10 @@
 """llama.cpp's tokenizers: byte-level BPE (``gpt2``), and SentencePiece's BPE (``llama``).
 
-Both are read from tokenizer.json. SentencePiece merges the two neighbours that make the piece of
-the highest score; tokenizer.json has lists of merges instead, in the order of the scores of what
+Both are read from transformers' tokenizer. SentencePiece merges the two neighbours that make the
+piece of the highest score; that has lists of merges instead, in the order of the scores of what
 they make. A score is the place of a piece's first merge, negative, if that says the same: merges of
-one piece are beside each other, and all that could make it are there.
+one piece are beside each other, and all that could make it are there. Runs of spaces have one score
+in SentencePiece, and merges that come in turns.
 
 What llama.cpp would split in another way has no tokenizer in the file, which then takes token ids.
 """
@@ -78,18 +79,31 @@ class Splitter:
 
 def caution(directory: Path) -> str:
     """What llama.cpp does otherwise than the tokenizer in ``directory``; empty if nothing."""
-    if (rule := splitter(directory)) is None:
+    tokenizer = _loaded(directory)
+    if (rule := splitter(tokenizer)) is None:
         return NO_TOKENIZER
-    _, otherwise = _around(AutoTokenizer.from_pretrained(directory))
+    _, otherwise = _around(tokenizer)
     return "; ".join(filter(None, (*rule.cautions, otherwise)))
 
 
-def splitter(directory: Path) -> Splitter | None:
-    """How llama.cpp splits text as the tokenizer in ``directory`` does; None if it cannot."""
+def _loaded(directory: Path) -> Any:
+    """transformers' tokenizer, which may split otherwise than its tokenizer.json says.
+
+    None where that is not there, or damaged.
+    """
     try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-        return _byte_level(tokenizer) or _sentence_piece(tokenizer)
-    except (OSError, ValueError, KeyError, TypeError):
+        known = (directory / "tokenizer.json").is_file()
+        return AutoTokenizer.from_pretrained(directory) if known else None
+    except Exception:  # its readers raise their own kinds
+        return None
+
+
+def splitter(tokenizer: Any) -> Splitter | None:
+    """How llama.cpp splits text as ``tokenizer`` does; None if it cannot."""
+    try:
+        rule = json.loads(tokenizer.backend_tokenizer.to_str())
+        return _byte_level(rule) or _sentence_piece(rule)
+    except (AttributeError, KeyError, TypeError):
         return None
 
 
@@ -211,10 +225,10 @@ def _merged(text: str, ranks: Mapping[tuple[str, str], float]) -> list[str]:
 
 def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> None:
     """Write the tokenizer, or that there is none, for ``size`` token ids."""
-    if (rule := splitter(directory)) is None:
+    tokenizer = _loaded(directory)
+    if (rule := splitter(tokenizer)) is None:
         writer.add_tokenizer_model("none")
         return
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     words = {number: word for word, number in tokenizer.get_vocab().items()}
     added, scores = tokenizer.added_tokens_decoder, rule.scores or {}
     kinds = package.TokenType
