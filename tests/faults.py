@@ -790,8 +790,8 @@ FAULTS = [
         ),
         (
             "qtool/exchange/gguf/tokenizer.py",
-            "scores[piece] = float(-rank)",
-            "scores[piece] = float(rank)",
+            "scores = {piece: -spans[turn[0]][0]",
+            "scores = {piece: spans[turn[0]][0]",
             "tests/exchange/test_gguf_tokenizer.py",
         ),
         (

@@ -234,6 +234,7 @@ SCRIPTS: dict[str, Case] = {
         "{native} --batches 1", r"packed GEMMs .* \d", "RESULT 0 of 1 batch sizes measured"
     ),
     "serving/through_gptqmodel.py": package("GPTQModel"),
+    "serving/through_llama_cpp.py": package("llama-cpp-python"),
     "serving/through_transformers.py": Case(
         "{native} {exported} --prompts 1 --length 4 --tokens 2",
         r"dequantize=True, torch\.float32: load: ",
@@ -242,7 +243,7 @@ SCRIPTS: dict[str, Case] = {
     "tables.py": Case("--check"),
 }
 #: what the sentences of :func:`package` name, by the module that is not there
-NEEDED = {"vLLM": "vllm", "GPTQModel": "gptqmodel"}
+NEEDED = {"vLLM": "vllm", "GPTQModel": "gptqmodel", "llama-cpp-python": "llama_cpp"}
 
 
 @pytest.fixture(scope="module")

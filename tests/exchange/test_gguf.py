@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,10 +18,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import Exported, export
 from qtool.exchange.gguf.architectures import ARCHITECTURES
-from qtool.exchange.gguf.tokenizer import PRE_TOKENIZERS
+from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
 from qtool.io.source import Checkpoint
+from qtool.models import Heads
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
@@ -39,7 +40,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64},
 }
+#: of those that a class knows
+OTHERS: dict[str, Any] = {"tie_word_embeddings": False, "sliding_window": None}
+OTHERS |= {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.25}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCHEMES = [("w4a16", 32), ("w4a16", 128), ("w4a16", "channel"), ("w8a8", "channel")]
 
 
@@ -75,6 +81,25 @@ def test_every_tensor_of_a_model_that_llama_cpp_knows(
     assert_all_ours(ours, export(ours, "gguf", tmp_path / "out").directory)
 
 
+@pytest.mark.parametrize(
+    "kind", ["phi3", "olmo2", "granite", "smollm3", "glm4", "seed_oss", "ernie4_5"]
+)
+def test_every_tensor_of_other_families(kind: str, tmp_path: Path) -> None:
+    model = load(save_tiny(kind, tmp_path / "float32", **OTHERS), dtype=torch.float16)
+    model.save_pretrained(tmp_path / "source")
+    recipe = recipe_of([rule("w4a16", 32)])
+    ours = quantize(Checkpoint(tmp_path / "source"), recipe, tmp_path / "native")
+    done = export(ours, "gguf", tmp_path / "out")
+    assert_all_ours(ours, done.directory)
+    arch, reader = ARCHITECTURES[kind].name, gguf.GGUFReader(done.directory / FILE)
+    settings = load(ours, dtype=torch.float32).config
+    rotated = settings.rope_parameters.get("partial_rotary_factor", 1) * 32
+    assert reader.get_field(f"{arch}.rope.dimension_count").contents() == rotated
+    scales = {"embedding_scale": 3.0, "attention.scale": 0.5, "residual_scale": 0.25}
+    for key, value in scales.items() if kind == "granite" else ():
+        assert reader.get_field(f"{arch}.{key}").contents() == value
+
+
 def assert_all_ours(ours: Path, directory: Path) -> None:
     """Every tensor in the GGUF of ``directory`` is that of the native checkpoint, bit for bit."""
     assert_same(dequantized(load(ours, dtype=torch.float32)), directory)
@@ -90,8 +115,8 @@ def assert_same(model: Any, directory: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if ARCHITECTURES[kind].name == "llama" and (".q_proj." in name or ".k_proj." in name):
-            tensor = in_pairs(tensor, model.config.head_dim)
+        if ARCHITECTURES[kind].pairs and (".q_proj." in name or ".k_proj." in name):
+            tensor = in_pairs(tensor, Heads.of(model.config).dim)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         expert = re.search(r"\.experts\.(\d+)\.", name)
@@ -146,10 +171,7 @@ def changed(directory: Path, out: Path, **config: Any) -> Path:
 
 
 def test_llama_3s_frequencies(native: Native, tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=rope)
+    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=LLAMA3)
     factors = torch.from_numpy(
         read(export(model, "gguf", tmp_path / "out").directory)["rope_freqs.weight"].copy()
     )
@@ -160,21 +182,40 @@ def test_llama_3s_frequencies(native: Native, tmp_path: Path) -> None:
     torch.testing.assert_close(plain / factors, scaled)
 
 
-def tokenizer(rule: str, *, ignore_merges: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with two merges and two added tokens."""
+def test_frequencies_divided_by_a_factor(native: Native, tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = changed(native("w4a16", 32), tmp_path / "native", rope_parameters=rope)
+    reader = gguf.GGUFReader(export(model, "gguf", tmp_path / "out").directory / FILE)
+    found = [reader.get_field(f"llama.rope.scaling.{key}").contents() for key in ("type", "factor")]
+    assert found == ["linear", 4.0]
+
+
+def tokenizer(steps: list[Any], *, ignore_merges: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer with two merges, whose ``pre_tokenizer`` does ``steps``."""
     letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary = letters | {"th": 256, "the": 257}
     merges = [("t", "h"), ("th", "e")]
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(rule), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return made
+
+
+def saved(made: Tokenizer, directory: Path) -> None:
+    """``made`` as transformers saves it, with two added tokens."""
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
     fast.add_tokens(["<think>"])
-    return fast
+    fast.save_pretrained(directory)
+
+
+def splits(rule: str) -> list[Any]:
+    """The steps of a pre-tokenizer that splits text by ``rule``."""
+    after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(Regex(rule), "isolated"), after]
+
+
+THREE, ONE = (WORDS % digits + SPACES for digits in (r"\p{N}{1,3}", r"\p{N}"))
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
 def field(directory: Path, name: str) -> Any:
@@ -182,10 +223,19 @@ def field(directory: Path, name: str) -> Any:
     return found and found.contents()
 
 
-@pytest.mark.parametrize(("rule", "name"), PRE_TOKENIZERS.items())
-def test_a_tokenizer(rule: str, name: str, native: Native, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("llama-bpe", splits(THREE)),
+        ("dbrx", splits(THREE)),
+        ("qwen2", splits(ONE)),
+        ("gpt-2", [GPT2]),
+        ("smollm", [DIGITS, GPT2]),
+    ],
+)
+def test_a_tokenizer(name: str, steps: list[Any], native: Native, tmp_path: Path) -> None:
     model = changed(native("w4a16", 32), tmp_path / "native")
-    tokenizer(rule, ignore_merges=name == "llama-bpe").save_pretrained(model)
+    saved(tokenizer(steps, ignore_merges=name == "llama-bpe"), model)
     done = export(model, "gguf", tmp_path / "out")
     assert not any("tokenizer" in note for note in done.notes)
     out = done.directory
@@ -195,15 +245,36 @@ def test_a_tokenizer(rule: str, name: str, native: Native, tmp_path: Path) -> No
     assert tokens[256:260] == ["th", "the", "<end>", "<think>"]
     assert kinds[256:261] == [1, 1, 3, 4, 5]  # normal, control, user-defined, unused
     assert field(out, "merges") == ["t h", "th e"] and field(out, "eos_token_id") == 258
+    assert (field(out, "add_bos_token"), field(out, "add_eos_token")) == (False, False)
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_have(native: Native, tmp_path: Path) -> None:
     """Its ids are given by who calls; nothing is split in another way in silence."""
     model = changed(native("w4a16", 32), tmp_path / "native")
-    tokenizer(r"\s+", ignore_merges=False).save_pretrained(model)
+    saved(tokenizer(splits(r"\s+")), model)
     done = export(model, "gguf", tmp_path / "out")
     assert any("give it token ids" in note for note in done.notes)
     assert field(done.directory, "model") == "none"
+
+
+def test_bytes_that_are_split_almost_as_llama_cpp_does(tmp_path: Path) -> None:
+    """What differs is said, or there is no tokenizer."""
+    made = tokenizer(splits(ONE))
+    made.normalizer = normalizers.NFC()
+    saved(made, tmp_path)
+    assert "NFC" in caution(tmp_path)
+    made.normalizer = normalizers.Lowercase()
+    saved(made, tmp_path)
+    assert "give it token ids" in caution(tmp_path)
+    spaced = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    merged = pre_tokenizers.Split(Regex(ONE), "merged_with_next")
+    for steps in ([splits(ONE)[0], spaced], [merged, splits(ONE)[1]], [DIGITS, *splits(ONE)]):
+        saved(tokenizer(steps), tmp_path)
+        assert "give it token ids" in caution(tmp_path)
+    made = tokenizer(splits(ONE))
+    made.add_tokens([AddedToken("<a>", rstrip=True), AddedToken("<b>", lstrip=True)])
+    saved(made, tmp_path)
+    assert "finds <a> and 1 more anywhere" in caution(tmp_path)
 
 
 def refused(native: Path, out: Path, said: str) -> None:
@@ -230,12 +301,23 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     for number, (config, said) in enumerate(settings):
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
-        TARGETS["gguf"].require_model({"model_type": "phi3"})
+        TARGETS["gguf"].require_model({"model_type": "starcoder2"})
     gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     local = {"rope_type": "default", "rope_theta": 5e4}
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
     for config, said in (
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3", "rope_parameters": LLAMA3}, "RoPE of type 'llama3'"),
+        ({"model_type": "qwen2", "head_dim": 64}, "32 heads of 64; .* heads of 128"),
+        ({"model_type": "qwen2_moe", "head_dim": 64}, "heads of 64; .* heads of 128"),
+        ({"model_type": "qwen2_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"model_type": "phi3", "head_dim": 64}, "heads of 64; .* heads of 96"),
+        ({"model_type": "smollm3", "no_rope_layers": [1] * 36}, "RoPE in all but every 4. block"),
+        ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "attention is True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
@@ -249,6 +331,8 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
             TARGETS["gguf"].require_model(config)
     for kind in ("mixtral", "gemma", "gemma2", "gemma3_text"):  # as transformers has them
         TARGETS["gguf"].require_model({"model_type": kind})
+    first_gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
+    TARGETS["gguf"].require_model(first_gemma)
     (tmp_path / "there").mkdir()
     with pytest.raises(QtoolError, match="exists already"):
         export(ours, "gguf", tmp_path / "there")

@@ -1,22 +1,32 @@
 """A SentencePiece tokenizer in a GGUF: split as llama.cpp splits, text becomes our token ids."""
 
+import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from qtool.exchange.export import export
-from qtool.exchange.gguf.tokenizer import SPACE, splitter
+from qtool.exchange.gguf.tokenizer import NO_TOKENIZER, SPACE, caution
 from qtool.exchange.gguf.write import FILE
 from tests.exchange.conftest import Native
 
 gguf = pytest.importorskip("gguf")
 
-PIECES = "▁ a b c d ab ▁a ▁ab abc bc cd ▁▁ ▁▁▁ abcd ▁abc da dab ▁da aa aaa aaaa bb ▁b ba ▁ba é"
+PIECES = "▁ a b c d ab ▁a ▁ab abc bc cd ▁▁ ▁▁▁ ▁▁▁▁ abcd ▁abc da dab ▁da aa aaa aaaa bb ▁b ba ▁ba é"
 CONTROL = ("<unk>", "<s>", "</s>")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LEGACY = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
@@ -40,12 +50,16 @@ def tokenizer(merges: list[tuple[str, str]] | None = None, **parts: Any) -> PreT
     random.Random(0).shuffle(order)
     words = {word: number for number, word in enumerate([*CONTROL, *BYTES, *pieces])}
     merges = merges_of([*order, *(p for p in pieces if len(p) == 1)]) if merges is None else merges
+    words = {word: number for word, number in words.items() if word != parts.get("without")}
     made = Tokenizer(
         models.BPE(words, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
     made.normalizer, made.pre_tokenizer = parts.get("normalizer"), parts.get("pre_tokenizer")
     made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback()])
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
+    made.add_tokens(parts.get("added", []))
+    if "around" in parts:
+        made.post_processor = parts["around"]
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -117,6 +131,73 @@ def test_text_becomes_our_token_ids(
         assert as_llama_cpp(fields, text) == ours(text, add_special_tokens=False)["input_ids"], text
 
 
+def in_turns(first: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """:func:`merges_of`, those of runs of spaces ordered by the neighbours and not by the run."""
+    whole = merges_of(PIECES.split())
+    runs = [pair for pair in whole if set("".join(pair)) == {SPACE}]
+    longest = sorted(runs, key=lambda pair: [-len(part) for part in pair])
+    ordered = first + [pair for pair in longest if pair not in first]
+    return [pair for pair in whole if pair not in runs] + ordered
+
+
+def test_runs_of_spaces_whose_merges_come_in_turns(native: Native, tmp_path: Path) -> None:
+    """As transformers orders those of one score; not where the order splits them otherwise."""
+    two = SPACE * 2
+    ours = tokenizer(in_turns([(SPACE, SPACE)]), normalizer=LEGACY)
+    fields = fields_of(ours, native, tmp_path)
+    for length in range(40):
+        text = "a" + " " * length + "b"
+        assert as_llama_cpp(fields, text) == ours(text, add_special_tokens=False)["input_ids"], text
+    other = tokenizer(in_turns([(SPACE, SPACE), (two, SPACE), (two, two)]), normalizer=LEGACY)
+    other.save_pretrained(tmp_path)
+    assert caution(tmp_path) == NO_TOKENIZER
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_what_is_put_around_a_text(bos: bool, native: Native, tmp_path: Path) -> None:
+    template = processors.TemplateProcessing(
+        single="<s> $A" if bos else "$A", pair="$A $B", special_tokens=[("<s>", 1)]
+    )
+    fields = fields_of(tokenizer(normalizer=LEGACY, around=template), native, tmp_path)
+    assert (fields["add_bos_token"], fields["add_eos_token"]) == (bos, False)
+    assert not fields["notes"]
+
+
+def test_another_token_than_bos_before_a_text(tmp_path: Path) -> None:
+    template = processors.TemplateProcessing(
+        single="<unk> <s> $A", pair="$A $B", special_tokens=[("<unk>", 0), ("<s>", 1)]
+    )
+    tokenizer(normalizer=LEGACY, around=template).save_pretrained(tmp_path)
+    assert "puts no <unk> before" in caution(tmp_path)
+
+
+def test_an_added_run_of_spaces_comes_of_merges(native: Native, tmp_path: Path) -> None:
+    """It is looked for in a text whose spaces are spaces yet, so it is never found."""
+    run = AddedToken(SPACE * 2, special=False, normalized=False)
+    ours = tokenizer(normalizer=normalizers.Replace(" ", SPACE), added=[run])
+    fields = fields_of(ours, native, tmp_path)
+    place = fields["tokens"].index(SPACE * 2)
+    assert fields["token_type"][place] == 1 and fields["notes"] == []
+    for text in ("a  b", "a   ab", "  a", "a    da"):
+        assert as_llama_cpp(fields, text) == ours(text, add_special_tokens=False)["input_ids"]
+
+
+def test_added_tokens_that_are_found_elsewhere(tmp_path: Path) -> None:
+    run, think = AddedToken(SPACE * 2, normalized=True), AddedToken("<think>", normalized=True)
+    tokenizer(normalizer=LEGACY, added=[think]).save_pretrained(tmp_path)
+    assert "finds <think> anywhere" in caution(tmp_path)
+    tokenizer(normalizer=normalizers.Replace(" ", SPACE), added=[think]).save_pretrained(tmp_path)
+    assert not caution(tmp_path)
+    tokenizer(normalizer=normalizers.Replace(" ", SPACE), added=[run]).save_pretrained(tmp_path)
+    assert caution(tmp_path) == NO_TOKENIZER
+
+
+def test_a_byte_without_a_piece_has_no_tokenizer(tmp_path: Path) -> None:
+    """llama.cpp ends where text has it."""
+    tokenizer(normalizer=LEGACY, without="<0xFF>").save_pretrained(tmp_path)
+    assert caution(tmp_path) == NO_TOKENIZER
+
+
 @pytest.mark.parametrize(("scheme", "said"), [("always", "with one too"), ("first", "after a sp")])
 def test_spaces_that_llama_cpp_puts_elsewhere_are_said(
     scheme: str, said: str, native: Native, tmp_path: Path
@@ -128,6 +209,18 @@ def test_spaces_that_llama_cpp_puts_elsewhere_are_said(
     assert said in note
 
 
+def test_the_rule_is_that_of_transformers_class(tmp_path: Path) -> None:
+    """LlamaTokenizer does not look at its tokenizer.json for where spaces are put."""
+    tokenizer(normalizer=LEGACY).save_pretrained(tmp_path)
+    assert caution(tmp_path) == ""
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "LlamaTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "after a special token" in caution(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert caution(tmp_path) == NO_TOKENIZER
+
+
 def test_merges_that_scores_cannot_say_are_not_written(tmp_path: Path) -> None:
     """Two ways to a piece of which one is learned; a piece made before and after another."""
     whole = merges_of(PIECES.split())
@@ -135,13 +228,13 @@ def test_merges_that_scores_cannot_say_are_not_written(tmp_path: Path) -> None:
     rest = [pair for pair in whole if pair != twice]
     for merges in (rest, [*rest, twice]):
         tokenizer(merges, normalizer=LEGACY).save_pretrained(tmp_path)
-        assert splitter(tmp_path) is None
+        assert caution(tmp_path) == NO_TOKENIZER
     tokenizer(whole, normalizer=LEGACY).save_pretrained(tmp_path)
-    assert splitter(tmp_path)
+    assert caution(tmp_path) == ""
     for parts in (
         {"normalizer": normalizers.Sequence([normalizers.NFKC(), LEGACY])},
         {"normalizer": LEGACY, "pre_tokenizer": pre_tokenizers.Split(Regex(r"\d"), "isolated")},
         {"pre_tokenizer": pre_tokenizers.Metaspace()},  # no merge goes over a space
     ):
         tokenizer(whole, **parts).save_pretrained(tmp_path)
-        assert splitter(tmp_path) is None
+        assert caution(tmp_path) == NO_TOKENIZER

@@ -15,9 +15,8 @@ from torch import Tensor
 from qtool.errors import QtoolError, first_line
 from qtool.models import Heads, family_of
 
-ROPE_TYPES = "default", "llama3"
-#: the frequency base of sliding windows, and of the other layers' RoPE the kinds it scales
-LOCAL_BASE, LINEAR = 10000.0, ("default", "linear")
+#: kinds of RoPE that all of them compute, and the frequency base of sliding windows
+ROPE_TYPES, LOCAL_BASE = ("default", "linear"), 10000.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Architecture:
         fixed: settings that it does not look at, and what it computes with.
         pairs: it turns neighbouring channels of queries and keys together where transformers turns
             channel i and i + D/2, so their rows are interleaved.
+        ropes: the kinds of RoPE that it computes.
+        square: its heads are as wide together as the hidden state.
         windows: every so many blocks one attends to all tokens, and the others to a window; 0:
             all blocks to all tokens.
         wide: the number of blocks of the one model whose queries are scaled by H / heads, all
@@ -39,32 +40,47 @@ class Architecture:
     activation: str = "silu"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     pairs: bool = False
+    ropes: tuple[str, ...] = ROPE_TYPES
+    square: bool = False
     windows: int = 0
     wide: int = 0
 
 
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 NO_BIAS: dict[str, Any] = {"attention_bias": False}
+CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 GELU = "gelu_pytorch_tanh"
-LLAMA = Architecture("llama", pairs=True)
+LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
+#: every so many blocks of SmolLM3 one has no RoPE
+NO_ROPE = 4
 #: by model type; each has a tensor for each of ours
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
-    "qwen2": Architecture("qwen2"),
+    "qwen2": Architecture("qwen2", square=True),
     "qwen3": Architecture("qwen3", fixed=NO_BIAS),
-    "qwen2_moe": Architecture("qwen2moe", fixed=ALL_SPARSE | {"norm_topk_prob": False}),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        fixed=ALL_SPARSE | UNTIED | {"norm_topk_prob": False},
+        square=True,
+    ),
     "qwen3_moe": Architecture("qwen3moe", fixed=ALL_SPARSE | NO_BIAS | {"norm_topk_prob": True}),
-    "gemma": Architecture("gemma", GELU, NO_BIAS),
-    "gemma2": Architecture("gemma2", GELU, NO_BIAS, windows=2, wide=46),
+    "gemma": Architecture("gemma", GELU, CAUSAL),
+    "gemma2": Architecture("gemma2", GELU, CAUSAL, windows=2, wide=46),
     "gemma3_text": Architecture(
         "gemma3",
         GELU,
-        NO_BIAS
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-        | {"use_bidirectional_attention": False},
+        CAUSAL | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         windows=6,
         wide=62,
     ),
+    "phi3": Architecture("phi3", square=True),
+    "olmo2": Architecture("olmo2", fixed=NO_BIAS | UNTIED, square=True),
+    "granite": Architecture("granite", pairs=True, ropes=LLAMA.ropes),
+    "smollm3": Architecture("smollm3", fixed=NO_BIAS | {"mlp_bias": False}, pairs=True),
+    "glm4": Architecture("glm4"),
+    "seed_oss": Architecture("seed_oss", fixed={"attention_out_bias": False, "mlp_bias": False}),
+    "ernie4_5": Architecture("ernie4_5", fixed={"use_bias": False}),
 }
 
 
@@ -101,15 +117,23 @@ def require(config: Mapping[str, Any]) -> None:
         )
     own = ARCHITECTURES[kind]
     fixed: dict[str, Any] = {**own.fixed}
-    fixed["hidden_activation" if hasattr(settings, "hidden_activation") else "hidden_act"] = (
-        own.activation
-    )
+    newer = getattr(settings, "hidden_activation", None)  # None in the first Gemma's
+    fixed["hidden_activation" if newer else "hidden_act"] = own.activation
     for key, value in fixed.items():
-        if (found := getattr(settings, key, value)) != value:
+        found = getattr(settings, key, value)
+        if found != value and (found or value):  # None, False and [] say the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
+    blocks = range(1, settings.num_hidden_layers + 1)
+    if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
+        raise QtoolError(f"gguf: llama.cpp has RoPE in all but every {NO_ROPE}. block")
     _require_windows(own, settings)
+    heads = Heads.of(settings)
+    if own.square and heads.query * heads.dim != settings.hidden_size:
+        raise QtoolError(
+            f"gguf: {heads.query} heads of {heads.dim}; llama.cpp's {own.name} has heads of "
+            f"{settings.hidden_size // heads.query}"
+        )
     if own.windows:
-        heads = Heads.of(settings)
         wide = settings.num_hidden_layers == own.wide
         scale = settings.hidden_size // heads.query if wide else heads.dim
         if settings.query_pre_attn_scalar != scale:
@@ -129,7 +153,7 @@ def _require_windows(own: Architecture, settings: Any) -> None:
         raise QtoolError(
             f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of {window}"
         )
-    ropes, known = settings.rope_parameters, ROPE_TYPES
+    ropes = settings.rope_parameters
     if own.windows:
         kinds = [
             "sliding_attention" if (block + 1) % own.windows else "full_attention"
@@ -141,13 +165,16 @@ def _require_windows(own: Architecture, settings: Any) -> None:
                 "block, and to a window in the others; layer_types says otherwise"
             )
     if "sliding_attention" in ropes:
-        local, ropes, known = ropes["sliding_attention"], ropes["full_attention"], LINEAR
+        local, ropes = ropes["sliding_attention"], ropes["full_attention"]
         if (local["rope_type"], local["rope_theta"]) != ("default", LOCAL_BASE):
             raise QtoolError(
                 f"gguf: llama.cpp's {own.name} has RoPE of base {LOCAL_BASE} in windows"
             )
-    if (found := ropes["rope_type"]) not in known:
-        raise QtoolError(f"gguf: RoPE of type {found!r}; written are {', '.join(known)}")
+    if (found := ropes["rope_type"]) not in own.ropes:
+        raise QtoolError(
+            f"gguf: RoPE of type {found!r}; written for llama.cpp's {own.name} are "
+            f"{', '.join(own.ropes)}"
+        )
 
 
 def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
@@ -163,7 +190,7 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
     writer.add_head_count_kv(heads.kv)
     writer.add_key_length(heads.dim)
     writer.add_value_length(heads.dim)
-    writer.add_rope_dimension_count(heads.dim)
+    writer.add_rope_dimension_count(int(heads.dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)
@@ -179,6 +206,10 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
         ("sliding_window", writer.add_sliding_window),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
     ):
         if (value := getattr(settings, key, None)) is not None:
             add(value)

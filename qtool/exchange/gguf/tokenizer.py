@@ -1,16 +1,19 @@
 """llama.cpp's tokenizers: byte-level BPE (``gpt2``), and SentencePiece's BPE (``llama``).
 
-Both are read from tokenizer.json. SentencePiece merges the two neighbours that make the piece of
-the highest score; tokenizer.json has lists of merges instead, in the order of the scores of what
+Both are read from transformers' tokenizer. SentencePiece merges the two neighbours that make the
+piece of the highest score; that has lists of merges instead, in the order of the scores of what
 they make. A score is the place of a piece's first merge, negative, if that says the same: merges of
-one piece are beside each other, and all that could make it are there.
+one piece are beside each other, and all that could make it are there. Runs of spaces have one score
+in SentencePiece, and merges that come in turns.
 
 What llama.cpp would split in another way has no tokenizer in the file, which then takes token ids.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,27 @@ from transformers import AutoTokenizer
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-#: llama.cpp's names of pre-tokenizers, by the expression that splits text
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+GPT2 = BYTES | {"use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _splits(expression: str) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer that splits text by ``expression``."""
+    rule = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}
+    return [rule | {"invert": False}, BYTES]
+
+
+#: llama.cpp's names of pre-tokenizers: the steps, and whether a whole word that is a token is taken
 PRE_TOKENIZERS = {
-    WORDS % r"\p{N}{1,3}" + SPACES: "llama-bpe",
-    WORDS % r"\p{N}" + SPACES: "qwen2",
+    "llama-bpe": (_splits(WORDS % r"\p{N}{1,3}" + SPACES), True),
+    "dbrx": (_splits(WORDS % r"\p{N}{1,3}" + SPACES), False),
+    "qwen2": (_splits(WORDS % r"\p{N}" + SPACES), False),
+    "gpt-2": ([GPT2], False),
+    "smollm": ([DIGITS, GPT2], False),
 }
-#: what stands for a space in SentencePiece's pieces
-SPACE = "▁"
+#: what stands for a space in SentencePiece's pieces, and for a byte
+SPACE, BYTE_PIECES = "▁", frozenset(f"<0x{byte:02X}>" for byte in range(256))
 UNDERSCORED = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPENDED = {"type": "Prepend", "prepend": SPACE}
 #: where a space is put before text, by Metaspace's own words, and what llama.cpp does otherwise
@@ -36,6 +53,9 @@ CAUTIONS = {
     "first": "tokenizer: llama.cpp puts a space before a text that begins with one too, and before "
     "one after a special token",
 }
+NFC = "tokenizer: llama.cpp does not compose characters (NFC) before it splits them"
+#: options of a BPE that llama.cpp does not have
+ODD = "dropout", "continuing_subword_prefix", "end_of_word_suffix"
 NO_TOKENIZER = (
     "tokenizer: llama.cpp has none that splits text as this model's does; give it token ids"
 )
@@ -47,55 +67,93 @@ class Splitter:
 
     Attributes:
         model, pre: its names. scores: of SentencePiece's pieces, by piece.
-        prefix: a space is put before the text. caution: where that is another space than ours.
+        prefix: a space is put before the text. cautions: what llama.cpp does otherwise.
     """
 
     model: str
     pre: str
     scores: Mapping[str, float] | None = None
     prefix: bool = False
-    caution: str = ""
+    cautions: tuple[str, ...] = ()
 
 
 def caution(directory: Path) -> str:
     """What llama.cpp does otherwise than the tokenizer in ``directory``; empty if nothing."""
-    rule = splitter(directory)
-    return NO_TOKENIZER if rule is None else rule.caution
+    tokenizer = _loaded(directory)
+    if (rule := splitter(tokenizer)) is None:
+        return NO_TOKENIZER
+    _, otherwise = _around(tokenizer)
+    return "; ".join(filter(None, (*rule.cautions, otherwise)))
 
 
-def splitter(directory: Path) -> Splitter | None:
-    """How llama.cpp splits text as the tokenizer in ``directory`` does; None if it cannot."""
+def _loaded(directory: Path) -> Any:
+    """transformers' tokenizer, which may split otherwise than its tokenizer.json says.
+
+    None where that is not there, or damaged.
+    """
     try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-        return _byte_level(tokenizer) or _sentence_piece(tokenizer)
-    except (OSError, ValueError, KeyError, TypeError):
+        known = (directory / "tokenizer.json").is_file()
+        return AutoTokenizer.from_pretrained(directory) if known else None
+    except Exception:  # its readers raise their own kinds
+        return None
+
+
+def splitter(tokenizer: Any) -> Splitter | None:
+    """How llama.cpp splits text as ``tokenizer`` does; None if it cannot."""
+    try:
+        rule = json.loads(tokenizer.backend_tokenizer.to_str())
+        return _byte_level(rule) or _sentence_piece(rule)
+    except (AttributeError, KeyError, TypeError):
         return None
 
 
 def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
     """A BPE of bytes whose rule is one of :data:`PRE_TOKENIZERS`."""
-    try:
-        rule, bytes_after = tokenizer["pre_tokenizer"]["pretokenizers"]
-        name = PRE_TOKENIZERS[rule["pattern"]["Regex"]]
-    except (KeyError, TypeError, ValueError):
+    model, normalizer, rule = (tokenizer[key] for key in ("model", "normalizer", "pre_tokenizer"))
+    if normalizer not in (None, {"type": "NFC"}) or any(map(model.get, ODD)) or not rule:
         return None
-    merges_first = not tokenizer["model"].get("ignore_merges", False)
-    plain = bytes_after["type"] == "ByteLevel" and not bytes_after["use_regex"]
-    fits = plain and merges_first == (name != "llama-bpe")
-    return Splitter("gpt2", name) if fits else None
+    found = [
+        {key: value for key, value in step.items() if key != "trim_offsets"}
+        for step in rule.get("pretokenizers", [rule])
+    ]
+    whole = bool(model.get("ignore_merges"))
+    for name, known in PRE_TOKENIZERS.items():
+        if known == (found, whole):
+            cautions = NFC if normalizer else "", _of_added(tokenizer["added_tokens"])
+            return Splitter("gpt2", name, cautions=cautions)
+    return None
 
 
 def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
     """A BPE of characters, with bytes for those that are no piece."""
-    model, prefix = tokenizer["model"], _prefix(tokenizer)
-    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-    if model["type"] != "BPE" or not model["byte_fallback"] or any(map(model.get, odd)):
+    model, added, prefix = tokenizer["model"], tokenizer["added_tokens"], _prefix(tokenizer)
+    if model["type"] != "BPE" or any(map(model.get, (*ODD, "ignore_merges"))):
         return None
-    added = {token["content"] for token in tokenizer["added_tokens"]}
+    if not model["byte_fallback"] or not model["vocab"].keys() >= BYTE_PIECES or prefix is None:
+        return None
+    spaces = {t["content"] for t in added if SPACE in t["content"] and not t["special"]}
+    if any(t["normalized"] for t in added if t["content"] in spaces):
+        return None
+    # the text that these are looked for in has spaces yet: they come of merges
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    if prefix is None or (scores := _scores(set(model["vocab"]) - added, merges)) is None:
+    pieces = model["vocab"].keys() - {t["content"] for t in added} | spaces
+    if (scores := _scores(pieces, merges)) is None:
         return None
-    return Splitter("llama", "default", scores, prefix != NOWHERE, CAUTIONS[prefix])
+    cautions = CAUTIONS[prefix], _of_added(added, prefix == EVERYWHERE)
+    return Splitter("llama", "default", scores, prefix != NOWHERE, cautions)
+
+
+def _of_added(added: Sequence[Mapping[str, Any]], prefixed: bool = False) -> str:
+    """A caution of tokens that are found in some places only, or swallow the spaces there.
+
+    Args:
+        prefixed: a space is put before each token that is looked for in normalized text.
+    """
+    options = ("lstrip", "rstrip", "single_word", *(("normalized",) if prefixed else ()))
+    odd = [token["content"] for token in added if any(token[option] for option in options)]
+    more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+    said = "tokenizer: llama.cpp finds {}{} anywhere in text, and keeps the spaces there"
+    return said.format(odd[0], more) if odd else ""
 
 
 def _prefix(tokenizer: Mapping[str, Any]) -> str | None:
@@ -117,62 +175,94 @@ def _prefix(tokenizer: Mapping[str, Any]) -> str | None:
 
 def _scores(pieces: set[str], merges: Sequence[Sequence[str]]) -> dict[str, float] | None:
     """A score for each of ``pieces``, or None where scores do not say what ``merges`` do."""
-    scores = dict.fromkeys(pieces, float(-len(merges)))
-    made, last = set[str](), ""
-    for rank, (left, right) in enumerate(merges):
-        if (piece := left + right) not in pieces:
-            continue  # found in the text before it is split
-        if piece != last and piece in made:
-            return None
-        if piece != last:
-            scores[piece] = float(-rank)
-        made.add(piece)
-        last = piece
-    pairs = {(left, right) for left, right in merges}
+    ranks = {(left, right): float(rank) for rank, (left, right) in enumerate(merges)}
     for piece in pieces:
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]
-            if pieces.issuperset(pair) and pair not in pairs:
+            if pieces.issuperset(pair) and pair not in ranks:
                 return None
-    return scores
+    spans: dict[str, tuple[float, float]] = {}  # from the first merge of a piece to its last
+    for (left, right), rank in ranks.items():
+        if (piece := left + right) in pieces:  # others are found in the text before it is split
+            spans[piece] = spans.get(piece, (rank, rank))[0], rank
+    turns, end = list[list[str]](), -1.0  # pieces whose merges are not beside each other
+    for piece, (first, last) in spans.items():
+        if first > end:
+            turns.append([])
+        turns[-1].append(piece)
+        end = max(end, last)
+    if not all(len(turn) == 1 or _runs_alike(set(turn), ranks) for turn in turns):
+        return None
+    scores = {piece: -spans[turn[0]][0] for turn in turns for piece in turn}
+    return dict.fromkeys(pieces, float(-len(merges))) | scores
+
+
+def _runs_alike(pieces: set[str], ranks: Mapping[tuple[str, str], float]) -> bool:
+    """Whether ``pieces``, whose merges come in turns, may have one score.
+
+    SentencePiece's runs of spaces, of tabs and of line ends do. Such runs are split both ways.
+    """
+    if any(len(set(piece)) > 1 for piece in pieces):
+        return False
+    alike = {pair: rank for pair, rank in ranks.items() if len(set("".join(pair))) == 1}
+    first = min(rank for (left, right), rank in alike.items() if left + right in pieces)
+    tied = {pair: first if "".join(pair) in pieces else rank for pair, rank in alike.items()}
+    lengths = range(2, 4 * max(map(len, pieces)))
+    runs = [character * length for character in set("".join(pieces)) for length in lengths]
+    return all(_merged(run, alike) == _merged(run, tied) for run in runs)
+
+
+def _merged(text: str, ranks: Mapping[tuple[str, str], float]) -> list[str]:
+    """The pieces of ``text``: the neighbours of the lowest rank are merged, leftmost first."""
+    parts = list(text)
+    while True:
+        pairs = [(ranks.get(pair, math.inf), i) for i, pair in enumerate(pairwise(parts))]
+        rank, at = min(pairs, default=(math.inf, 0))
+        if rank == math.inf:
+            return parts
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
 def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> None:
     """Write the tokenizer, or that there is none, for ``size`` token ids."""
-    if (rule := splitter(directory)) is None:
+    tokenizer = _loaded(directory)
+    if (rule := splitter(tokenizer)) is None:
         writer.add_tokenizer_model("none")
         return
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     words = {number: word for word, number in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
+    added, scores = tokenizer.added_tokens_decoder, rule.scores or {}
     kinds = package.TokenType
 
     def kind(number: int) -> Any:
-        if rule.scores is not None and words.get(number) == tokenizer.unk_token:
+        word = words.get(number)
+        if word in scores:
+            return kinds.BYTE if word in BYTE_PIECES else kinds.NORMAL
+        if rule.scores is not None and word == tokenizer.unk_token:
             return kinds.UNKNOWN
         if number in added:
             return kinds.CONTROL if added[number].special else kinds.USER_DEFINED
-        if rule.scores is not None and _is_byte(words.get(number, "")):
-            return kinds.BYTE
-        return kinds.NORMAL if number in words else kinds.UNUSED
-
-    def text(number: int) -> str:
-        word = words.get(number, f"[PAD{number}]")
-        # these are looked for in text as it is
-        found = rule.scores is not None and kind(number) == kinds.USER_DEFINED
-        return word.replace(SPACE, " ") if found else word
+        return kinds.UNUSED if word is None else kinds.NORMAL
 
     writer.add_tokenizer_model(rule.model)
     writer.add_tokenizer_pre(rule.pre)
-    writer.add_token_list([text(number) for number in range(size)])
+    writer.add_token_list([words.get(number, f"[PAD{number}]") for number in range(size)])
     writer.add_token_types([kind(number) for number in range(size)])
     if rule.scores is not None:
-        writer.add_token_scores([rule.scores.get(words.get(n, ""), 0.0) for n in range(size)])
+        writer.add_token_scores([scores.get(words.get(n, ""), 0.0) for n in range(size)])
         writer.add_add_space_prefix(rule.prefix)
-    merges = rule.scores is None
-    package.SpecialVocab(directory, load_merges=merges, n_vocab=size).add_to_gguf(writer)
+    special = package.SpecialVocab(directory, load_merges=rule.scores is None, n_vocab=size)
+    special.add_special_token, _ = _around(tokenizer)  # else as such tokenizers mostly do
+    special.add_to_gguf(writer)
 
 
-def _is_byte(word: str) -> bool:
-    """Whether ``word`` is a byte, as ``<0x0A>``."""
-    return len(word) == len("<0x00>") and word.startswith("<0x") and word.endswith(">")
+def _around(tokenizer: Any) -> tuple[dict[str, bool], str]:
+    """Whether BOS and EOS are put around a text, and a caution of other tokens that are."""
+    ids = tokenizer("a")["input_ids"]
+    put = {
+        "bos": ids[:1] == [tokenizer.bos_token_id],
+        "eos": ids[-1:] == [tokenizer.eos_token_id],
+    }
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if len(ids) == len(alone) + sum(put.values()):
+        return put, ""
+    return put, f"tokenizer: llama.cpp puts no {tokenizer.decode(ids[:1])} before a text"
