@@ -62,6 +62,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         "sizes": model.sizes,
         "defaults": model.defaults(),
         "returns": model.recorded.outputs,
+        "passes": model.recorded.passes,
         "streamed_only": model.recorded.impure,
         "whole_embedding": model.recorded.reads_ids,
         "disk_names": on_disk.names,
