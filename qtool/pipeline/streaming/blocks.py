@@ -127,20 +127,15 @@ class BuiltBlocks:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
 
         They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
-        that occur. The arguments depend on the tokens' shape alone.
+        that occur. The arguments may be made of these too (the per-layer inputs of Gemma 3n).
         """
         job, tables = self.job, self.job.family.tables
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
         for name in tables:
-            rows_of_it, hidden = self.source.entry(f"{name}.weight").shape
-            every = torch.arange(rows_of_it)
+            every = torch.arange(self.source.entry(f"{name}.weight").shape[0])
             some = name == job.family.embedding and not job.family.whole_embedding
             wanted = (occurring if some else every).to(self.device)
-            rows = (
-                torch.zeros(len(wanted), hidden)
-                if self.kept
-                else table_rows(self.source, job, name, wanted)
-            )
+            rows = table_rows(self.source, job, name, wanted)
             module = self.model.get_submodule(name)
             module.padding_idx = None  # type: ignore[assignment]
             module.weight = torch.nn.Parameter(
