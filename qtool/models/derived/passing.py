@@ -51,7 +51,8 @@ class Passing:
         }
         for name, made in taken.items():
             value = arguments[name]
-            place = next((i for i, other in enumerate(self._returned) if other is value), 0)
+            returned = enumerate(self._returned if isinstance(value, Tensor) else ())
+            place = next((i for i, other in returned if other is value), 0)
             followed = place or self._left.get(name) == list(map(id, given[name]))
             if not followed or name in self._start or self.places.setdefault(name, place) != place:
                 self.impure = f"{name} is made of earlier blocks, in a way that is not followed"
