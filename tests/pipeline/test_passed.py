@@ -21,6 +21,8 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import text_model
 from qtool.models.skeleton import bound_arguments
+from qtool.pipeline.job import Job
+from qtool.pipeline.planning.memory import activation_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import snapshots
 from qtool.runtime.load import load
@@ -50,11 +52,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return save
 
 
+LAYERS = [{"match": ".*", "scheme": "w4a16", "group_size": 64}]
+RECIPE = recipes.parse({"layers": LAYERS, "rounding": {"gptq": {"rounds": 0}}}, "mine")
+
+
 def run(source: Path, out: Path, **options: Any) -> Path:
-    layers = [{"match": ".*", "scheme": "w4a16", "group_size": 64}]
-    recipe = recipes.parse({"layers": layers, "rounding": {"gptq": {"rounds": 0}}}, "mine")
     calibration = Calibration(list(TOKENS.split(2)), {"text": "random"})
-    return quantize(Checkpoint(source), recipe, out, calibration=calibration, **options)
+    return quantize(Checkpoint(source), RECIPE, out, calibration=calibration, **options)
 
 
 @torch.no_grad()
@@ -152,13 +156,13 @@ def test_a_resumed_run_finds_it_on_disk(
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_block_run_in_halves_hands_on_the_same(
+def test_a_block_run_in_halves_hands_on_the_same_and_as_much_as_is_planned(
     model_type: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(saved(model_type))
     family = family_of(model.config)
     whole = inputs_of_blocks(model)
-    batches = first_inputs(model, family, [TOKENS])
+    batches, held = first_inputs(model, family, [TOKENS]), []
     forward = forwards._forward
 
     def small(block: Any, batch: Batch, **extra: Any) -> dict[str, Tensor]:
@@ -170,5 +174,10 @@ def test_a_block_run_in_halves_hands_on_the_same(
     config = family.settings(model.config.to_dict())
     for index, module in enumerate(model.get_submodule(family.blocks)):  # type: ignore[arg-type]
         assert_same(batches[0].tensors, whole[index])
+        held.append(sum(tensor.nbytes for tensor in batches[0].tensors.values()))
         block = forwards.Block(index, module, family.at(config, index), config, {})
         forwards.propagate(block, batches)
+    job, (count, length) = Job.of(model.config.to_dict(), RECIPE), TOKENS.shape
+    planned = activation_bytes(job, count * length, length, torch.device("cpu"))
+    chosen = getattr(model.config.get_text_config(), "index_topk", length)
+    assert planned - 2 * count * length * family.index_bytes * (length - chosen) == 2 * max(held)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Recorded:
         start: facts of what enters the first block.
         outputs: how long a tuple the blocks return; 0 for a bare tensor.
         passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
+        handed: for one forward. width: numbers a token of the hidden states.
         impure: why a block's arguments depend on earlier blocks, if they do.
         like: for each block the first one of the same modules and settings, which alone is
             recorded.
@@ -52,6 +54,8 @@ class Recorded:
     start: Facts = field(default_factory=dict)
     outputs: int = 0
     passes: dict[str, int] = field(default_factory=dict)
+    handed: list[Tensor] = field(default_factory=list)
+    width: int = 0
     impure: str = ""
     like: list[int] = field(default_factory=list)
     reads_ids: bool = False
@@ -127,6 +131,7 @@ def _recorded(model: Any, text: str) -> Recorded:
         found.reads_ids |= IDS in recorder.trace.escapes
         used = [name for name in passing.places if _uses(found.trace, name)]
         found.passes = {name: passing.places[name] for name in used}
+        found.handed = [tensor for name in used for tensor in passing.handed[name]]
         found.impure = found.impure or passing.impure
         if found.outputs > 1 and not _takes_first(found):
             found.impure = "its blocks return more than the hidden states"
@@ -358,4 +363,5 @@ def _enter_block(found: Recorded, recorder: Recorder, hidden: Any, last: list[in
         found.start = recorder.of(hidden)
     elif recorder.root(hidden) != last[0]:
         found.impure = "what enters a block is not what the one before gave"
+    found.width = hidden.numel() // prod(SHAPE)
     recorder.produce(STREAM, hidden)

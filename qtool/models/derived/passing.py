@@ -4,7 +4,7 @@ It is followed where a block is given the very tensors that the one before retur
 hidden states, or the mapping of tuples that blocks write to, and the first block nothing there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +21,14 @@ class Passing:
 
     Attributes:
         places: arguments that take it, as :attr:`~qtool.models.family.Family.passes` has them.
+        handed: what a block was given for such an argument, the most of it.
         impure: why arguments depend on earlier blocks in another way, if some do.
     """
 
     def __init__(self, recorder: Recorder, blocks: str) -> None:
         self.recorder, self.own = recorder, (STREAM, PASSED, f"{blocks}.")
         self.places: dict[str, int] = {}
+        self.handed: dict[str, list[Tensor]] = {}
         self.impure = ""
         self._start: set[str] | None = None  # arguments of the first block that hold tensors
         self._arguments: Mapping[str, Any] = {}  # of the block that runs
@@ -57,6 +59,7 @@ class Passing:
             if not followed or name in self._start or self.places.setdefault(name, place) != place:
                 self.impure = f"{name} is made of earlier blocks, in a way that is not followed"
                 continue
+            self.handed[name] = max(self.handed.get(name, []), given[name], key=_numbers)
             for tensor in made:
                 self.recorder.escape(self._facts.get(id(tensor), {}), "handed on")
                 self.recorder.produce(PASSED + name, tensor)
@@ -79,6 +82,10 @@ class Passing:
     def _of_blocks(self, tensor: Tensor) -> bool:
         """Whether a block made it."""
         return any(producer.startswith(self.own) for producer in self.recorder.of(tensor))
+
+
+def _numbers(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _is_mapping(value: Any) -> bool:

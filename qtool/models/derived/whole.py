@@ -63,6 +63,8 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         "defaults": model.defaults(),
         "returns": model.recorded.outputs,
         "passes": model.recorded.passes,
+        "beside_hidden": model.beside_hidden,
+        "index_bytes": model.index_bytes,
         "streamed_only": model.recorded.impure,
         "whole_embedding": model.recorded.reads_ids,
         "disk_names": on_disk.names,

@@ -28,11 +28,11 @@ PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 
 
-def place_for(job: Job, tokens: int, device: torch.device) -> str:
-    """The place for the activations of ``tokens`` tokens on this machine."""
+def place_for(job: Job, tokens: int, window: int, device: torch.device) -> str:
+    """The place for the activations of ``tokens``, in windows of ``window``, on this machine."""
     host_free = available_host_bytes()
     device_free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free
-    return choose(job, tokens, device, device_free, host_free)
+    return choose(job, tokens, window, device, device_free, host_free)
 
 
 def available_host_bytes() -> int:
@@ -44,17 +44,17 @@ def available_host_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
+def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
     """One line for plans and logs."""
-    size = bytes_text(activation_bytes(job, tokens, device))
+    size = bytes_text(activation_bytes(job, tokens, window, device))
     return f"calibration activations: {size}, kept {PLACES[place]}"
 
 
 def choose(
-    job: Job, tokens: int, device: torch.device, device_free: float, host_free: float
+    job: Job, tokens: int, window: int, device: torch.device, device_free: float, host_free: float
 ) -> str:
     """The first place with room for the activations of ``tokens`` beside a block's memory."""
-    nbytes = activation_bytes(job, tokens, device)
+    nbytes = activation_bytes(job, tokens, window, device)
     if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
         return "device"
     return "host" if device.type == "cuda" and nbytes <= HOST_SHARE * host_free else "disk"
