@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, str, str | Mapping[str, Any]]] = {
     "mixtral-lqq-paper": ("mixtral", "w4a8-lqq", "paper"),
     "mixtral-lqq-best": ("mixtral", "w4a8-lqq", "best"),
     "llama-lqq-panels": ("llama", "w4a8-lqq", "best"),
-    "glm-lqq-best": ("glm_moe_dsa", "w4a8-lqq", "best"),
+    "glm-fmpq": ("glm_moe_dsa", "w4ax-fmpq", {"transforms": GATHER}),
     "gemma-w4a16-best": ("gemma4_text", "w4a16", "best"),
     "llama-distill": ("llama", "w4a4-g128", {"rounding": DISTILL}),
 }

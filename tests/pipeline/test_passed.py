@@ -88,6 +88,7 @@ def inputs_of_blocks(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 def joined(batches: list[Batch]) -> dict[str, Tensor]:
     """What enters a block, of all batches."""
     found = [batch.tensors for batch in batches]
+    assert all(t.is_contiguous() for one in found for t in one.values()), "laid out as on disk"
     return {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
 
@@ -155,7 +156,7 @@ def test_a_resumed_run_finds_it_on_disk(
     assert files(run(source, tmp_path / "out", activations=place, resume=True)) == whole
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", (*TYPES, "hy_v4"))
 def test_a_block_run_in_halves_hands_on_the_same_and_as_much_as_is_planned(
     model_type: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
