@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.models.zaya.modeling_zaya import ZayaDecoderLayer
 
 from qtool import recipes
 from qtool.errors import QtoolError
@@ -149,21 +148,13 @@ def test_loaders_of_few_architectures_take_no_derived_family(tmp_path: Path) -> 
         export(tmp_path / "native", "qqq", tmp_path / "exported")
 
 
-def test_what_blocks_pass_on_in_an_unknown_way_is_only_streamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here in a list of what the block before returns."""
-    forward = ZayaDecoderLayer.forward
-
-    def in_a_list(self, hidden, router=None, **kwargs):  # type: ignore[no-untyped-def]
-        hidden, state = forward(self, hidden, router[0] if router else None, **kwargs)
-        return hidden, [state]
-
-    monkeypatch.setattr(ZayaDecoderLayer, "forward", in_a_list)
-    source = Checkpoint(save_tiny("zaya", tmp_path / "source", vocab_size=331))
-    assert "router is made of earlier blocks" in family_of(source.config).streamed_only
+def test_what_is_made_between_blocks_is_only_streamed(tmp_path: Path) -> None:
+    """Inkling 2 gathers the hidden states of earlier blocks, which later ones attend to."""
+    check("inkling2_text", tmp_path)
+    source = Checkpoint(tmp_path / "source")
+    assert "block_states is made of earlier blocks" in family_of(source.config).streamed_only
     with pytest.raises(QtoolError, match=r"activations, which a .* pass --recipe fast"):
-        quantize(source, recipes.load("w4a16", "paper"), tmp_path / "out")
+        quantize(source, recipes.load("w4a16", "paper"), tmp_path / "paper")
 
 
 @pytest.mark.parametrize(

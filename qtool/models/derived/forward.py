@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, first_line
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.module_kinds import acts_linear, is_norm
-from qtool.models.derived.numbers import RandomNumbers
+from qtool.models.derived.numbers import AttentionAsProducts, RandomNumbers
 from qtool.models.derived.passing import PASSED, Passing
 from qtool.models.derived.recorder import Recorder
 from qtool.models.derived.trace import NormCall, Read, Trace
@@ -124,6 +124,7 @@ def _recorded(model: Any, text: str) -> Recorded:
             stack.enter_context(_short_chunks(names))
             stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
+            stack.enter_context(AttentionAsProducts())
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
