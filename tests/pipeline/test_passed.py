@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from qtool import recipes
 from qtool.calibration import forwards
@@ -19,12 +19,13 @@ from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.io.safetensors import read_header
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.models.auto import text_model
+from qtool.models.auto import auto_class, text_model
 from qtool.models.skeleton import bound_arguments
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import snapshots
+from qtool.pipeline.streaming.activations import PLACES
 from qtool.runtime.load import load
 from tests.models.tiny import save_tiny
 from tests.pipeline.test_quantize import files
@@ -154,6 +155,22 @@ def test_a_resumed_run_finds_it_on_disk(
     names = {name.split(".", 2)[2] for name in read_header(kept)}
     assert "hidden" in names and len(names) > 1
     assert files(run(source, tmp_path / "out", activations=place, resume=True)) == whole
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_place_of_a_gpu_gives_the_same(
+    model_type: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In 16 bits: on the device, in pinned memory and in files."""
+    kind = auto_class(AutoConfig.from_pretrained(saved(model_type)))
+    model = kind.from_pretrained(saved(model_type), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    first, *others = (
+        files(run(tmp_path / "source", tmp_path / place, device="cuda", activations=place))
+        for place in PLACES
+    )
+    assert all(found == first for found in others)
 
 
 @pytest.mark.parametrize("model_type", (*TYPES, "hy_v4"))

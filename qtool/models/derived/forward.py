@@ -37,7 +37,7 @@ class Recorded:
         start: facts of what enters the first block.
         outputs: how long a tuple the blocks return; 0 for a bare tensor.
         passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
-        handed: for one forward. width: numbers a token of the hidden states.
+        handed: the most of it that a block was given. width: numbers a token of the hidden states.
         impure: why a block's arguments depend on earlier blocks, if they do.
         like: for each block the first one of the same modules and settings, which alone is
             recorded.
