@@ -1,10 +1,10 @@
-"""Batches of hidden states that flow through the blocks.
+"""Batches of what flows through the blocks: hidden states, and what else blocks hand on.
 
 Legend: B sequences in a batch, S tokens, H hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +17,27 @@ if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of 
     from transformers import PreTrainedModel
 
 
+#: the hidden states among the tensors that a block hands on
+HIDDEN = "hidden"
+
+
 @dataclass
 class Batch:
     """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks.
 
+    ``passed``: what else the blocks before hand on, by name (:mod:`qtool.models.passed`).
     ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
     """
 
     hidden: Tensor
     kwargs: Sequence[dict[str, Any]]
+    passed: dict[str, Tensor] = field(default_factory=dict)
     more: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the block before handed on."""
+        return {HIDDEN: self.hidden, **self.passed}
 
     def halves(self) -> Iterator["Batch"]:
         """The first and the second half of the sequences."""
@@ -37,13 +48,28 @@ class Batch:
     def part(self, sequences: slice) -> "Batch":
         """Some of the sequences."""
         size = len(self.hidden)
-        kwargs = [_sequences(kwargs, sequences, size) for kwargs in self.kwargs]
+        kwargs, passed = (_sequences(v, sequences, size) for v in (self.kwargs, self.passed))
         more = None if self.more is None else self.more[sequences]
-        return Batch(self.hidden[sequences], kwargs, more)
+        return Batch(self.hidden[sequences], kwargs, passed, more)
 
-    def keep(self, hidden: Tensor) -> None:
-        """Replace the hidden states by ``hidden``, in the place where they are stored."""
-        self.hidden = hidden.to(self.hidden.device)
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all that was handed on by ``tensors``, in the place where it is stored."""
+        stored = {name: self.stored(name, tensor) for name, tensor in tensors.items()}
+        self.hidden, self.passed = stored.pop(HIDDEN), stored
+
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` in the batch's place, where there may be room for it under its name."""
+        return tensor.to(self.hidden.device)
+
+    def room(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What the batch has under this name, if it has the shape and dtype of ``tensor``."""
+        own = self.tensors.get(name)
+        fits = own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+        return own if fits else None
+
+    def plain(self) -> "Batch":
+        """What of it goes to other ranks."""
+        return Batch(self.hidden, self.kwargs, self.passed)
 
 
 class Batches(list[Batch]):

@@ -16,12 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qtool.calibration.batch import Batch, to_device
+from qtool.calibration.batch import HIDDEN, Batch, to_device
 from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
 from qtool.errors import QtoolError
 from qtool.models.architecture import dtype_name
 from qtool.models.experts import SeparateExperts, expert_place
+from qtool.models.passed import as_arguments, handed_on
 
 #: gets the input ``[tokens, K]`` of a linear; of all experts' also their counts of tokens
 Observer = Callable[..., None]
@@ -29,10 +30,7 @@ Observer = Callable[..., None]
 
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """:func:`run` with gradients, for methods that learn, of all sequences at once."""
-    kwargs = to_device(batch.kwargs[block.index], block.device)
-    block.update_module()
-    out = block.module(batch.hidden.to(block.device, non_blocking=True), **(kwargs | extra))
-    return out[0] if isinstance(out, (tuple, list)) else out
+    return _forward(block, batch, **extra)[HIDDEN]
 
 
 @torch.no_grad()
@@ -42,9 +40,16 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     Raises:
         QtoolError: if one sequence alone does not fit.
     """
+    return hand_on(block, batch, **extra)[HIDDEN]
+
+
+@torch.no_grad()
+def hand_on(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
+    """:func:`run`, with what else the block hands on (:mod:`qtool.models.passed`), by name."""
     if (out := _forward_if_it_fits(block, batch, **extra)) is not None:
         return out
-    return torch.cat([run(block, half, **extra) for half in batch.halves()])
+    first, second = (hand_on(block, half, **extra) for half in batch.halves())
+    return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
 
 
 @torch.no_grad()
@@ -81,17 +86,17 @@ def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | N
 
 
 def propagate(block: Block, batches: Sequence[Batch]) -> None:
-    """Replace the hidden states of all batches by the block's output, in place.
+    """Replace what enters the block by what it hands on, of all batches, in place.
 
     Raises:
         QtoolError: NaN or Inf in it, of which no later block could make anything.
     """
     finite = []
     for batch in batches:
-        out = run(block, batch)
-        finite.append(torch.isfinite(out).all())
+        out = hand_on(block, batch)
+        finite.append(torch.isfinite(out[HIDDEN]).all())
         batch.keep(out)
-        dtype = dtype_name(out.dtype)
+        dtype = dtype_name(out[HIDDEN].dtype)
         del out  # the next run needs its room
     if finite and not torch.stack(finite).all():  # a GPU is waited for once
         hint = (
@@ -136,11 +141,23 @@ class _AllSeen(Exception):
     """Ends a forward once all observers have seen their input."""
 
 
-def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> Tensor | None:
-    """:func:`run` of all sequences at once; None where they do not fit, but some may."""
+def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
+    """All that the block hands on, of all sequences at once, with gradients."""
+    there = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
+    hidden, passes = there.pop(HIDDEN), block.family.passes
+    kwargs = to_device(batch.kwargs[block.index], block.device)
+    given = as_arguments(there, passes)
+    block.update_module()
+    out = block.module(hidden, **(kwargs | given | extra))
+    returned = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    return {HIDDEN: returned[0], **handed_on(returned, given, passes)}
+
+
+def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor] | None:
+    """:func:`hand_on` of all sequences at once; None where they do not fit, but some may."""
     try:
         with phase("forward"):
-            return forward(block, batch, **extra)
+            return _forward(block, batch, **extra)
     except torch.OutOfMemoryError:
         if len(batch.hidden) == 1:
             tokens = batch.hidden.shape[1]

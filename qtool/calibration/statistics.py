@@ -205,8 +205,4 @@ def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
     All ranks get all of them: the candidates of a search are what is shared out.
     """
     own = own_subset(batches, sequences)
-    return (
-        own
-        if ranks.size() == 1
-        else ranks.all_gather_batches([Batch(batch.hidden, batch.kwargs) for batch in own])
-    )
+    return own if ranks.size() == 1 else ranks.all_gather_batches([batch.plain() for batch in own])

@@ -48,6 +48,7 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "blocks": family.blocks,
         "final_norm": family.final_norm,
         "head": family.head,
+        "passes": dict(family.passes),
         "kinds_of_blocks": [
             _block(own, numbers) for own, numbers in kinds_of_blocks(family, config).items()
         ],

@@ -58,6 +58,10 @@ class Family:
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns: the length of the tuple that a block returns its output in; 0: in none.
+        passes: arguments by which a block is given what those before made beside the hidden states,
+            with its place in the tuple that they return; 0: they write it to that argument.
+        beside_hidden: numbers a token that enter a block beside the hidden size, at most.
+        index_bytes: and bytes a token for each token of its window, which an indexer may choose.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
@@ -103,6 +107,9 @@ class Family:
     choose: "Callable[[Any, int], Family] | None" = None
     refuses: Mapping[str, str] = field(default_factory=dict)
     returns: int = 0
+    passes: Mapping[str, int] = field(default_factory=dict)
+    beside_hidden: int = 0
+    index_bytes: int = 0
     always_tied: bool = False
     fixed_stream: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)

@@ -85,6 +85,17 @@ class Arguments:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def bound_arguments(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, those in ``**kwargs`` too; hidden states come first."""
+    bound: dict[str, Any] = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return bound
+
+
 def block_arguments(
     model: "PreTrainedModel", family: Family, ids: Tensor
 ) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -97,10 +108,7 @@ def block_arguments(
 
     def recorder(number: int, signature: inspect.Signature) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs).arguments
-            for name, parameter in signature.parameters.items():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    bound |= bound.pop(name, {})
+            bound = bound_arguments(signature, args, kwargs)
             first, *others = bound
             kept = {name: bound[name] for name in others if name not in CACHE_ARGUMENTS}
             seen[number] = Arguments(bound[first], kept)

@@ -14,6 +14,8 @@ from qtool.pipeline.quantize import Calibration, quantize
 from qtool.recipes import Recipe
 
 MODELS = ("llama", "mixtral")
+#: blocks that hand on an indexer's choice, and keys and values (:mod:`tests.models.tiny`)
+TINY = ("glm_moe_dsa", "gemma4_text")
 #: sequences of each calibration batch: neither 2 nor 3 ranks can share them out evenly
 SEQUENCES = (2, 2, 2, 2, 1)
 GATHER = [{"gather-outliers": {"w4a4_share": 0.8}}]
@@ -31,6 +33,8 @@ CASES: dict[str, tuple[str, str, str | Mapping[str, Any]]] = {
     "mixtral-lqq-paper": ("mixtral", "w4a8-lqq", "paper"),
     "mixtral-lqq-best": ("mixtral", "w4a8-lqq", "best"),
     "llama-lqq-panels": ("llama", "w4a8-lqq", "best"),
+    "glm-fmpq": ("glm_moe_dsa", "w4ax-fmpq", {"transforms": GATHER}),
+    "gemma-w4a16-best": ("gemma4_text", "w4a16", "best"),
     "llama-distill": ("llama", "w4a4-g128", {"rounding": DISTILL}),
 }
 

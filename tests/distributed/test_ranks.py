@@ -22,6 +22,7 @@ from tests import forks
 from tests.conftest import save_model
 from tests.distributed import rank_cases
 from tests.forks import Ended
+from tests.models.tiny import save_tiny
 from tests.pipeline.test_quantize import files
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for name in rank_cases.MODELS:
         save_model(directory / name, name, head_dim=64)
+    for name in rank_cases.TINY:
+        save_tiny(name, directory / name)
     return directory
 
 

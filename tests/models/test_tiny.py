@@ -148,16 +148,29 @@ def test_loaders_of_few_architectures_take_no_derived_family(tmp_path: Path) -> 
         export(tmp_path / "native", "qqq", tmp_path / "exported")
 
 
-def test_what_depends_on_more_than_hidden_states_is_only_streamed(tmp_path: Path) -> None:
-    source = Checkpoint(save_tiny("zaya", tmp_path / "source"))
-    assert family_of(source.config).streamed_only
+def test_what_is_made_between_blocks_is_only_streamed(tmp_path: Path) -> None:
+    """Inkling 2 gathers the hidden states of earlier blocks, which later ones attend to."""
+    check("inkling2_text", tmp_path)
+    source = Checkpoint(tmp_path / "source")
+    assert "block_states is made of earlier blocks" in family_of(source.config).streamed_only
     with pytest.raises(QtoolError, match=r"activations, which a .* pass --recipe fast"):
-        quantize(source, recipes.load("w4a16", "paper"), tmp_path / "out")
+        quantize(source, recipes.load("w4a16", "paper"), tmp_path / "paper")
 
 
-def test_what_is_passed_on_and_not_used_is_no_dependence() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "passes"),
+    [
+        ("zaya", {"prev_router_hidden_states": 1}),
+        ("glm_moe_dsa", {"prev_topk_indices": 1}),
+        ("gemma3n_text", {"shared_kv_states": 0}),
+        ("mistral_large4", {"prev_topk_indices": 1, "shared_kv_states": 0}),
+    ],
+)
+def test_what_blocks_pass_on(model_type: str, passes: dict[str, int]) -> None:
+    family = family_of(tiny_config(model_type).to_dict())
+    assert family.passes == passes and not family.streamed_only
+
+
+def test_what_is_passed_on_and_not_used_is_not_kept() -> None:
     """GLM-5's blocks hand an indexer's choice on, to blocks that have an indexer each."""
-    config = tiny_config("glm_moe_dsa").to_dict()
-    assert not family_of(config).streamed_only
-    shared = config | {"indexer_types": ["full", "shared"]}
-    assert "pass each other more" in family_of(shared).streamed_only
+    assert not family_of(tiny_config("glm_moe_dsa", indexer_types=["full"] * 3).to_dict()).passes

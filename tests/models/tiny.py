@@ -63,9 +63,16 @@ DSA = {"num_key_value_heads": 4, "mlp_layer_types": None, "indexer_types": None}
 }
 MIXED = ["sliding_attention", "full_attention"]
 ROPE_BY_TYPE = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in MIXED}
-GEMMA4 = {
-    "layer_types": MIXED,
-    "per_layer_config": {"1": {"head_dim": 64}},
+#: blocks that use an indexer's choice of the one before; it chooses fewer tokens than there are
+SHARED_INDEXER = {
+    "num_hidden_layers": 3,
+    "indexer_types": ["full", "shared", "shared"],
+    "index_topk": 8,
+}
+#: blocks that use keys and values of the first ones
+SHARED_KV = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED * 2}
+GEMMA4 = SHARED_KV | {
+    "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}},
     "vocab_size_per_layer_input": 320,
     "hidden_size_per_layer_input": 64,
     "num_experts": None,
@@ -126,10 +133,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni": {"enable_audio_output": False},  # its voices are a pickle
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
     "axk1": MLA,
-    **dict.fromkeys(("mistral4", "mistral_large4_text"), MLA | {"head_dim": ...}),
+    "mistral4": MLA | {"head_dim": ...},
+    "mistral_large4_text": MLA | SHARED_INDEXER | {"head_dim": ..., "kv_source_layers": [0, 0, 0]},
     "dots3_note_text": MLA | {"head_dim": ...},
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": ...}
-    | {"layer_types": ["linear_attention", "indexed_attention"]}
+    | SHARED_INDEXER
+    | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]}
+    | {"indexer_types": ["full", "full", "shared"], "index_kpool": 4}
     | {"linear_head_dim": 32, "linear_num_heads": 4},
     "hunyuan_vl_text": {"rope_parameters": MROPE},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [128, 128], "moe_num_experts": 4}
@@ -139,7 +149,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}}
     | {"ffn_config": {"hidden_size": 128, "ffn_hidden_size": 256}},
     "glm4_moe_lite": MLA | {"head_dim": ..., "mlp_layer_types": None},
-    **dict.fromkeys(("axk2", "glm_moe_dsa", "deepseek_v32"), DSA),
+    **dict.fromkeys(("axk2", "deepseek_v32"), DSA),
+    "glm_moe_dsa": DSA | SHARED_INDEXER,
+    "hy_v4": SHARED_INDEXER,
     "bailing_hybrid": MLA | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32},
     "bamba": MAMBA2 | {"attn_layer_indices": [1], "layer_types": ...},
     "cohere_compass_text": {"rope_parameters": ROPE_BY_TYPE, "layer_types": MIXED},
@@ -149,9 +161,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "falcon": {"num_key_value_heads": None, "head_dim": None},
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 256, "layer_types": ...},
-    "gemma3n_text": {
-        "layer_types": ["full_attention", "sliding_attention"],
-        "num_kv_shared_layers": 0,
+    "gemma3n_text": SHARED_KV
+    | {
         "vocab_size_per_layer_input": 320,
         "hidden_size_per_layer_input": 128,
         "activation_sparsity_pattern": None,
@@ -214,7 +225,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     }
     | {"attention_head_dim": 64, "attention_hidden_size": 256, "num_key_value_heads": 4}
     | {"mamba_headdim": 32, "n_mamba_heads": 8, "kv_channels": 32, "num_query_groups": 4},
-    "zaya": {"layer_types": None, "router_hidden_size": 64, "num_experts_per_tok": 1},
+    "zaya": {
+        "num_hidden_layers": 3,
+        "layer_types": None,
+        "router_hidden_size": 64,
+        "num_experts_per_tok": 1,
+    },
 }
 
 

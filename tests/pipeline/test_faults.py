@@ -203,13 +203,13 @@ def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) 
 def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     job = Job.of(Checkpoint(source).config, recipes.parse(RECIPE, "test"))
     cuda, cpu, tokens = torch.device("cuda"), torch.device("cpu"), 1 << 20
-    kept, working = activation_bytes(job, tokens, cuda), working_bytes(job, tokens, cuda)
+    kept, working = activation_bytes(job, tokens, 2048, cuda), working_bytes(job, tokens, cuda)
     assert kept == 2 * 2 * tokens * 128  # bytes; the quantized path and the float model's beside it
-    assert activations.choose(job, tokens, cuda, 2 * (kept + working), 0) == "device"
-    assert activations.choose(job, tokens, cuda, working, 3 * kept) == "host"
-    assert activations.choose(job, tokens, cuda, working, kept) == "disk"
-    assert activations.choose(job, tokens, cpu, 10 * (kept + working), 0) == "device"
-    assert activations.choose(job, tokens, cpu, kept, 9 * kept) == "disk"
+    assert activations.choose(job, tokens, 2048, cuda, 2 * (kept + working), 0) == "device"
+    assert activations.choose(job, tokens, 2048, cuda, working, 3 * kept) == "host"
+    assert activations.choose(job, tokens, 2048, cuda, working, kept) == "disk"
+    assert activations.choose(job, tokens, 2048, cpu, 10 * (kept + working), 0) == "device"
+    assert activations.choose(job, tokens, 2048, cpu, kept, 9 * kept) == "disk"
 
 
 def test_a_write_that_fails_stops_the_run_and_what_was_submitted_is_written() -> None:

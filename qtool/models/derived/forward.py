@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import prod
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, first_line
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.module_kinds import acts_linear, is_norm
-from qtool.models.derived.numbers import RandomNumbers
-from qtool.models.derived.recorder import Recorder, tensors_in
+from qtool.models.derived.numbers import AttentionAsProducts, RandomNumbers
+from qtool.models.derived.passing import PASSED, Passing
+from qtool.models.derived.recorder import Recorder
 from qtool.models.derived.trace import NormCall, Read, Trace
 from qtool.models.experts import is_experts
+from qtool.models.skeleton import bound_arguments
 
 #: the producer of the token ids
 IDS = "token ids"
-#: the producer of what blocks pass each other beside the hidden states
-PASSED = "earlier blocks"
 #: sequences and tokens of the forward
 SHAPE = 1, 4
 
@@ -35,6 +36,8 @@ class Recorded:
         blocks: the module list of its blocks. embedding, head: the modules' names.
         start: facts of what enters the first block.
         outputs: how long a tuple the blocks return; 0 for a bare tensor.
+        passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
+        handed: the most of it that a block was given. width: numbers a token of the hidden states.
         impure: why a block's arguments depend on earlier blocks, if they do.
         like: for each block the first one of the same modules and settings, which alone is
             recorded.
@@ -50,6 +53,9 @@ class Recorded:
     head: str
     start: Facts = field(default_factory=dict)
     outputs: int = 0
+    passes: dict[str, int] = field(default_factory=dict)
+    handed: list[Tensor] = field(default_factory=list)
+    width: int = 0
     impure: str = ""
     like: list[int] = field(default_factory=list)
     reads_ids: bool = False
@@ -110,20 +116,24 @@ def _recorded(model: Any, text: str) -> Recorded:
         names[run.get_output_embeddings()],
     )
     found.like = _alike(run, model.get_submodule(blocks))
+    passing = Passing(recorder, blocks)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_hooks(found, recorder, names))
+            stack.enter_context(_hooks(found, recorder, passing, names))
             stack.enter_context(_short_chunks(names))
             stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
+            stack.enter_context(AttentionAsProducts())
             ids = torch.zeros(SHAPE, dtype=torch.long)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
             run(input_ids=ids, use_cache=False)
         found.reads_ids |= IDS in recorder.trace.escapes
-        if not found.impure and _uses(recorder.trace, PASSED):
-            found.impure = "its blocks pass each other more than the hidden states"
+        used = [name for name in passing.places if _uses(found.trace, name)]
+        found.passes = {name: passing.places[name] for name in used}
+        found.handed = [tensor for name in used for tensor in passing.handed[name]]
+        found.impure = found.impure or passing.impure
         if found.outputs > 1 and not _takes_first(found):
             found.impure = "its blocks return more than the hidden states"
     except Exception as error:
@@ -169,8 +179,9 @@ def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iter
         del nn.Linear.__getattr__
 
 
-def _uses(trace: Trace, producer: str) -> bool:
-    """Whether anything was made of what ``producer`` gave."""
+def _uses(trace: Trace, argument: str) -> bool:
+    """Whether anything was made of what blocks handed on for ``argument``."""
+    producer = PASSED + argument
     used = [read.facts for read in (*trace.reads, *trace.experts.values())]
     used += [call.facts for call in trace.norms] + [facts for _, facts in trace.writers]
     used += [side for call in trace.attentions for side in (call.q, call.k, call.v)]
@@ -252,14 +263,16 @@ def _alike(model: Any, blocks: Any) -> list[int]:
 
 
 @contextmanager
-def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
+def _hooks(
+    found: Recorded, recorder: Recorder, passing: Passing, names: Mapping[nn.Module, str]
+) -> Iterator[None]:
     """Note calls of modules while open; norms and stacked experts are not looked into."""
     blocks: Any = found.model.get_submodule(found.blocks)
     numbers = {block: number for number, block in enumerate(blocks)}
     last: list[int] = []  # the root of the last block's output
     norm_inputs: list[Tensor] = []
     muted: list[bool] = []  # of the block that runs
-    given_more: set[int] = set()  # the kinds of blocks of which one was recorded with PASSED
+    given_more: set[int] = set()  # the kinds of which a block was recorded that was given more
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names.get(module, "")
@@ -267,7 +280,9 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
         recorder.trace.called.append(name)
         if module in numbers:
             number, like = numbers[module], found.like[numbers[module]]
-            passed = _enter_block(found, recorder, module, args, kwargs, last)
+            bound = bound_arguments(inspect.signature(module.forward), args, kwargs)
+            _enter_block(found, recorder, bound.pop(next(iter(bound))), last)
+            passed = passing.enter(bound)
             unlike = passed and like not in given_more  # the first of its kind may get nothing
             given_more.update([like] * passed)
             muted.append(number != like and not unlike)
@@ -292,8 +307,7 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
             if muted.pop():
                 recorder.muted -= 1
                 recorder.produce(STREAM, result)
-            for other in tensors_in(out[1:] if found.outputs else ()):
-                recorder.produce(PASSED, other)
+            passing.leave(tuple(out) if found.outputs else (out,))
         elif is_norm(module) and norm_inputs:
             recorder.muted -= 1
             x = norm_inputs.pop()
@@ -342,30 +356,13 @@ def _hooks(found: Recorded, recorder: Recorder, names: Mapping[nn.Module, str]) 
             module.__dict__.pop("forward", None)
 
 
-def _enter_block(
-    found: Recorded,
-    recorder: Recorder,
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    last: list[int],
-) -> bool:
-    """Begin a block: its first argument is the residual stream; others know no earlier block.
-
-    Returns:
-        whether it was given what an earlier one returned beside its hidden states.
-    """
-    bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
-    given = [value for name, value in bound.items() if name != "self"]
-    hidden = given[0]
+def _enter_block(found: Recorded, recorder: Recorder, hidden: Any, last: list[int]) -> None:
+    """Begin a block: its first argument is the residual stream."""
     if not isinstance(hidden, Tensor):
         raise QtoolError(f"a block's first argument is a {type(hidden).__name__}, no hidden states")
     if not last:
         found.start = recorder.of(hidden)
     elif recorder.root(hidden) != last[0]:
         found.impure = "what enters a block is not what the one before gave"
-    others = [recorder.of(tensor) for tensor in tensors_in(given[1:])]
-    if any(p == STREAM or p.startswith(f"{found.blocks}.") for facts in others for p in facts):
-        found.impure = "its blocks pass each other more than the hidden states"
+    found.width = hidden.numel() // prod(SHAPE)
     recorder.produce(STREAM, hidden)
-    return any(PASSED in facts for facts in others)

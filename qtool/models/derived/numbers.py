@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qtool.models.placement import OffMeta
@@ -48,6 +50,18 @@ class RandomNumbers(OffMeta):
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.randn(tensor.shape, generator=self.generator).to(tensor.dtype)
+
+
+class AttentionAsProducts(TorchFunctionMode):
+    """While open, attention whose queries are weights is two products: torch's own takes none."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is scaled_dot_product_attention and [x.is_meta for x in args[:2]] == [True, False]:
+            query, key, value = args[:3]
+            return (query @ key.mT).softmax(-1) @ value
+        return func(*args, **(kwargs or {}))
 
 
 def _name(func: Any) -> str:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.models.derived.expert_gates import gate_facts
 from qtool.models.derived.facts import STREAM, Kind, is_stream
-from qtool.models.derived.forward import Recorded
+from qtool.models.derived.forward import SHAPE, Recorded
 from qtool.models.derived.norms import NormForm, form_of
 from qtool.models.derived.on_disk import leaf_names
 from qtool.models.experts import is_experts
@@ -123,6 +124,21 @@ class RecordedModel:
         """The width of the residual stream."""
         return self.state[f"{self.recorded.embedding}.weight"][1]
 
+    @property
+    def beside_hidden(self) -> int:
+        """Numbers a token that enter a block beside as many as the embedding has.
+
+        Whole ones count as several of 16 bits.
+        """
+        others = [t for t in self.recorded.handed if not _of_all_tokens(t)]
+        numbers = sum(t.numel() if t.is_floating_point() else t.nbytes // 2 for t in others)
+        return self.recorded.width - self.hidden + numbers // prod(SHAPE)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that enter a block for each pair of tokens."""
+        return sum(t.dtype.itemsize for t in self.recorded.handed if _of_all_tokens(t))
+
     def expert_fold(self, module: str) -> Fold:
         """How the input of an expert's last linear depends on its first ones."""
         up, gate = gate_facts(self.modules[module])
@@ -139,6 +155,11 @@ class RecordedModel:
         if key not in self.forms:
             self.forms[key] = form_of(module)
         return self.forms[key]
+
+
+def _of_all_tokens(indices: Tensor) -> bool:
+    """Whether an indexer chose for each token as many as there are."""
+    return not indices.is_floating_point() and indices.shape[1:] == (SHAPE[1], SHAPE[1])
 
 
 def _constant(size: int, config: Any) -> int:

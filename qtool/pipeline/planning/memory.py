@@ -25,13 +25,16 @@ GIVEN_SHARE = 1 / 8
 CACHE_SHARE = 0.25
 
 
-def activation_bytes(job: Job, tokens: int, device: torch.device) -> int:
-    """Bytes of the hidden states of ``tokens`` between two blocks.
+def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
+    """Bytes of what enters a block for ``tokens`` in windows of ``window``, at most.
 
-    Where the rounding compares with the float model, the float model's too.
+    Where the rounding compares with the float model, the float model's too. An indexer is taken to
+    choose all tokens of a window.
     """
-    paths = 1 + job.rounding.compares
-    return paths * tokens * int(job.namespace.hidden_size) * compute_bytes(job, device)
+    paths, family = 1 + job.rounding.compares, job.family
+    numbers = int(job.namespace.hidden_size) + family.beside_hidden
+    each = numbers * compute_bytes(job, device) + window * family.index_bytes
+    return paths * tokens * each
 
 
 def compute_bytes(job: Job, device: torch.device) -> int:

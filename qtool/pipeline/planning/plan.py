@@ -164,8 +164,8 @@ def _calibrated(
     """Time, memory and activations of a calibrated run: the fields of a :class:`Plan`."""
     rates: Rates = H200 if device.type == "cuda" else CPU
     tokens = -(-samples // gpus) * seqlen  # of each rank
-    place = activations.choose(job, tokens, device, device_memory, host_memory / gpus)
-    kept = memory.activation_bytes(job, tokens, device)
+    place = activations.choose(job, tokens, seqlen, device, device_memory, host_memory / gpus)
+    kept = memory.activation_bytes(job, tokens, seqlen, device)
     on_host = place == "host" or (place == "device" and device.type == "cpu")
     host_bytes = memory.host_bytes(job, device, tokens, kept if on_host else 0)
     device_bytes = memory.working_bytes(job, tokens, device) + (kept if place == "device" else 0)

@@ -1,20 +1,21 @@
 """Keeps calibration activations between two blocks: on the device, on the host, or in a file.
 
 They are all that grows with the number of calibration tokens: tokens x hidden size, in the dtype of
-forwards. A file is mapped into memory, laid out on disk in full before the first byte is used, and
-dropped from memory after each use.
+forwards, and what else the model's blocks hand on. A file is mapped into memory, laid out on disk
+in full before the first byte is used, and dropped from memory after each use.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.batch import Batch
+from qtool.calibration.batch import HIDDEN, Batch
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
@@ -27,11 +28,11 @@ PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 
 
-def place_for(job: Job, tokens: int, device: torch.device) -> str:
-    """The place for the activations of ``tokens`` tokens on this machine."""
+def place_for(job: Job, tokens: int, window: int, device: torch.device) -> str:
+    """The place for the activations of ``tokens``, in windows of ``window``, on this machine."""
     host_free = available_host_bytes()
     device_free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free
-    return choose(job, tokens, device, device_free, host_free)
+    return choose(job, tokens, window, device, device_free, host_free)
 
 
 def available_host_bytes() -> int:
@@ -43,17 +44,17 @@ def available_host_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def described(job: Job, tokens: int, device: torch.device, place: str) -> str:
+def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
     """One line for plans and logs."""
-    size = bytes_text(activation_bytes(job, tokens, device))
+    size = bytes_text(activation_bytes(job, tokens, window, device))
     return f"calibration activations: {size}, kept {PLACES[place]}"
 
 
 def choose(
-    job: Job, tokens: int, device: torch.device, device_free: float, host_free: float
+    job: Job, tokens: int, window: int, device: torch.device, device_free: float, host_free: float
 ) -> str:
     """The first place with room for the activations of ``tokens`` beside a block's memory."""
-    nbytes = activation_bytes(job, tokens, device)
+    nbytes = activation_bytes(job, tokens, window, device)
     if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
         return "device"
     return "host" if device.type == "cuda" and nbytes <= HOST_SHARE * host_free else "disk"
@@ -75,53 +76,61 @@ class Activations:
     def __init__(self, place: str, dtype: torch.dtype | None, directory: Path) -> None:
         self.place, self.dtype, self.directory, self.count = place, dtype, directory, 0
 
-    def batch(self, hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> Batch:
-        """A batch of ``hidden [B, S, H]``, moved to its place.
+    def batch(self, tensors: Mapping[str, Tensor], kwargs: Sequence[dict[str, Any]]) -> Batch:
+        """A batch of hidden states ``[B, S, H]`` and what else is passed on, moved to its place.
 
         Raises:
             QtoolError: no space left on the disk.
         """
-        hidden = hidden.to(self.dtype or hidden.dtype)
+        hidden = tensors[HIDDEN].to(self.dtype or tensors[HIDDEN].dtype)
+        nothing = hidden.new_empty(0)
         if self.place == "device":
-            return Batch(hidden, kwargs)
-        if self.place == "host":
-            return HostBatch(
-                torch.empty_like(hidden, device="cpu", pin_memory=True).copy_(hidden), kwargs
-            )
-        self.count += 1
-        path = self.directory / f"activations-{ranks.rank()}-{self.count:05d}"
-        return DiskBatch.make(path, hidden, kwargs)
+            batch = Batch(nothing, kwargs)
+        elif self.place == "host":
+            batch = HostBatch(nothing, kwargs)
+        else:
+            self.count += 1
+            path = self.directory / f"activations-{ranks.rank()}-{self.count:05d}"
+            batch = DiskBatch(nothing, kwargs, path=path)
+        batch.keep({**tensors, HIDDEN: hidden})
+        return batch
 
 
 class HostBatch(Batch):
-    """Hidden states in pinned memory, which outputs are copied to without waiting."""
+    """Activations in pinned memory, which outputs are copied to without waiting."""
 
-    def keep(self, hidden: Tensor) -> None:
-        self.hidden.copy_(hidden, non_blocking=True)
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        room = self.room(name, tensor)
+        if room is None:
+            room = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return room.copy_(tensor, non_blocking=True)
 
 
+@dataclass
 class DiskBatch(Batch):
-    """Hidden states in a mapped file."""
+    """Activations in mapped files, one a tensor; ``path`` is their name."""
 
-    mapped: mmap.mmap
+    path: Path = Path()
+    mapped: dict[str, mmap.mmap] = field(default_factory=dict)
 
-    @classmethod
-    def make(cls, path: Path, hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> "DiskBatch":
-        """Lay out the file ``path`` and fill it."""
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        room = self.room(name, tensor)
+        if room is None:
+            self.mapped[name] = self._laid_out(tensor.nbytes)
+            room = torch.frombuffer(self.mapped[name], dtype=tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        self.mapped[name].madvise(mmap.MADV_DONTNEED)
+        return room
+
+    def _laid_out(self, nbytes: int) -> mmap.mmap:
+        """A file of ``nbytes``, mapped."""
         try:
-            with path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, hidden.nbytes)
-                mapped = mmap.mmap(file.fileno(), hidden.nbytes)
-            path.unlink()  # its space is free again when the run ends, however it ends
+            with self.path.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                mapped = mmap.mmap(file.fileno(), nbytes)
+            self.path.unlink()  # its space is free again when the run ends, however it ends
         except OSError as error:
             raise QtoolError(
-                f"no space left on the disk that holds {path.parent} for the activations"
+                f"no space left on the disk that holds {self.path.parent} for the activations"
             ) from error
-        batch = cls(torch.frombuffer(mapped, dtype=hidden.dtype).view(hidden.shape), kwargs)
-        batch.mapped = mapped
-        batch.keep(hidden)
-        return batch
-
-    def keep(self, hidden: Tensor) -> None:
-        self.hidden.copy_(hidden)
-        self.mapped.madvise(mmap.MADV_DONTNEED)
+        return mapped

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.alike import packed_in_turn
-from qtool.calibration.batch import Batch, Batches, first_inputs
+from qtool.calibration.batch import HIDDEN, Batch, Batches, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
@@ -114,7 +114,7 @@ class BuiltBlocks:
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
         #: the same in the float model; they enter block ``self.reached``
         self.references = [
-            activations.batch(self._kept("float", i) if kept else b.hidden, b.kwargs)
+            activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs)
             for i, b in enumerate(self.batches)
             if job.rounding.compares
         ]
@@ -126,20 +126,15 @@ class BuiltBlocks:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
 
         They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
-        that occur. The arguments depend on the tokens' shape alone.
+        that occur. The arguments may be made of these too (the per-layer inputs of Gemma 3n).
         """
         job, tables = self.job, self.job.family.tables
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
         for name in tables:
-            rows_of_it, hidden = self.source.entry(f"{name}.weight").shape
-            every = torch.arange(rows_of_it)
+            every = torch.arange(self.source.entry(f"{name}.weight").shape[0])
             some = name == job.family.embedding and not job.family.whole_embedding
             wanted = (occurring if some else every).to(self.device)
-            rows = (
-                torch.zeros(len(wanted), hidden)
-                if self.kept
-                else table_rows(self.source, job, name, wanted)
-            )
+            rows = table_rows(self.source, job, name, wanted)
             module = self.model.get_submodule(name)
             module.padding_idx = None  # type: ignore[assignment]
             module.weight = torch.nn.Parameter(
@@ -153,7 +148,7 @@ class BuiltBlocks:
         numbers = count()
 
         def batch(hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> Batch:
-            stored = self._kept("quantized", next(numbers)) if self.kept else hidden
+            stored = self._kept("quantized", next(numbers)) if self.kept else {HIDDEN: hidden}
             return activations.batch(stored, kwargs)
 
         batches = first_inputs(self.model, job.family, places, batch)
@@ -176,10 +171,15 @@ class BuiltBlocks:
             else:
                 module._buffers[part] = tensor
 
-    def _kept(self, path: str, number: int) -> Tensor:
-        """The hidden states on disk of this rank's batch ``number`` on one of the two paths."""
+    def _kept(self, path: str, number: int) -> dict[str, Tensor]:
+        """What is on disk of this rank's batch ``number`` on one of the two paths, by name."""
         assert self.kept is not None
-        return read(self.kept[f"{path}.{number}"]).to(self.device)
+        own = f"{path}.{number}."
+        return {
+            name.removeprefix(own): read(entry).to(self.device)
+            for name, entry in self.kept.items()
+            if name.startswith(own)
+        }
 
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]

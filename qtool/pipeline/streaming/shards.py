@@ -169,9 +169,10 @@ class Shards:
             return 0, StreamedBlocks(self.source, self.job)
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))
+            sizes = own, max(ids.shape[1] for ids in tokens)
             if activations == "auto":
-                activations = place_for(self.job, own, self.device)
-            ranks.log(described(self.job, own, self.device, activations))
+                activations = place_for(self.job, *sizes, self.device)
+            ranks.log(described(self.job, *sizes, self.device, activations))
         place = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN
         )

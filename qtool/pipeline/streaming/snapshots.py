@@ -43,23 +43,26 @@ class Snapshot:
 
     def __init__(self, block: int, paths: dict[str, Sequence[Batch]]) -> None:
         self.block = block
-        self.specs = {
-            f"{path}.{i}": torch.empty_like(batch.hidden, device="meta")
+        self.inputs = {
+            f"{path}.{i}.{name}": tensor
             for path, batches in paths.items()
             for i, batch in enumerate(batches)
+            for name, tensor in batch.tensors.items()
         }
-        self.hidden = [batch.hidden for batches in paths.values() for batch in batches]
-        self.nbytes = sum(hidden.nbytes for hidden in self.hidden)
+        self.specs = {
+            name: torch.empty_like(tensor, device="meta") for name, tensor in self.inputs.items()
+        }
+        self.nbytes = sum(tensor.nbytes for tensor in self.inputs.values())
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The hidden states of all batches; stops once they are given up."""
+        """What enters the block, of all batches; stops once they are given up."""
         self.started = time.monotonic()
-        for name, hidden in zip(self.specs, self.hidden, strict=True):
+        for name, tensor in self.inputs.items():
             if self.given_up.is_set():
                 raise _GivenUp
-            yield name, hidden
-            self.done += hidden.nbytes
+            yield name, tensor
+            self.done += tensor.nbytes
 
     def seconds_left(self) -> float:
         """Seconds that the write still takes, by the speed that it has reached."""

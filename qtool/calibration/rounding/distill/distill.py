@@ -227,7 +227,7 @@ def own_sequences(batches: Sequence[Batch]) -> list[Batch | None]:
         return list(batches)
     own: list[Batch | None] = []
     for batch in ranks.lockstep(batches):
-        for whole in ranks.all_gather(batch and Batch(batch.hidden, batch.kwargs)):
+        for whole in ranks.all_gather(batch and batch.plain()):
             if whole is not None:
                 part = ranks.local_rows(len(whole.hidden))
                 own.append(whole.part(part) if part.start < part.stop else None)
