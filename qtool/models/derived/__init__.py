@@ -10,7 +10,8 @@ seen. :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +40,7 @@ def built(config: Mapping[str, Any]) -> Any:
     Raises:
         QtoolError: transformers cannot build it.
     """
-    with torch.device("cpu"):  # a caller may be building a model on another one
+    with _torch_as_it_comes():
         return build(json.loads(_text(config), object_hook=_number))
 
 
@@ -51,10 +52,22 @@ def _text(config: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
-        with torch.device("cpu"):
+        with _torch_as_it_comes():
             return whole_family(RecordedModel(record(built(json.loads(config)))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
+
+
+@contextmanager
+def _torch_as_it_comes() -> Iterator[None]:
+    """New tensors on the CPU and in float32: a caller may be building a model in other ones."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _number(found: dict[str, Any]) -> Any:
