@@ -208,7 +208,11 @@ def test_keywords_are_the_fields_of_the_options() -> None:
         (qtool.quantize, {"samples": -1}, "--samples -1: a whole number of at least 1"),
         (qtool.quantize, {"samples": "8"}, "--samples '8': a whole number"),
         (qtool.quantize, {"seqlen": 1}, "--seqlen 1: a whole number of at least 2"),
-        (qtool.quantize, {"seed": 1 << 64}, "--seed 18446744073709551616: a whole number of at most"),
+        (
+            qtool.quantize,
+            {"seed": 1 << 64},
+            "--seed 18446744073709551616: a whole number",
+        ),
         (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
         (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
         (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),
