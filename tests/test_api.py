@@ -82,6 +82,30 @@ def test_a_model_in_memory_becomes_one_with_packed_linears(
     assert torch.equal(made(IDS).logits, qtool.load(tmp_path / "out")(IDS).logits)
 
 
+def test_a_quantized_model_in_memory_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    made = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out")
+    with pytest.raises(QtoolError, match="quantized already"):
+        qtool.quantize(qtool.load(made), "w8a8")
+
+
+def test_what_a_caller_set_in_torch_changes_nothing(tmp_path: Path) -> None:
+    def shards(name: str) -> list[bytes]:
+        how: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 16}
+        qtool.quantize("demo", "w4a16", recipe="paper", out=tmp_path / name, **how)
+        assert not [row for row in qtool.verify(tmp_path / name) if row.problem]
+        return [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))]
+
+    plain = shards("plain")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert shards("set") == plain
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     done = qtool.quantize(

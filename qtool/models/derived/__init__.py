@@ -10,8 +10,7 @@ seen. :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +22,7 @@ from qtool.models.derived.forward import record
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.derived.whole import whole_family
 from qtool.models.family import Family
+from qtool.models.torch_defaults import torch_defaults
 
 
 def derive(config: Mapping[str, Any]) -> Family:
@@ -40,7 +40,7 @@ def built(config: Mapping[str, Any]) -> Any:
     Raises:
         QtoolError: transformers cannot build it.
     """
-    with _torch_as_it_comes():
+    with torch_defaults(), torch.device("cpu"):
         return build(json.loads(_text(config), object_hook=_number))
 
 
@@ -52,22 +52,10 @@ def _text(config: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
-        with _torch_as_it_comes():
+        with torch_defaults(), torch.device("cpu"):
             return whole_family(RecordedModel(record(built(json.loads(config)))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
-
-
-@contextmanager
-def _torch_as_it_comes() -> Iterator[None]:
-    """New tensors on the CPU and in float32: a caller may be building a model in other ones."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def _number(found: dict[str, Any]) -> Any:
