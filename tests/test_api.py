@@ -113,6 +113,7 @@ def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) ->
     )
     assert json.loads((done.directory / "qtool.json").read_text())["calibration"]["samples"] == 2
     assert qtool.load_tokenizer(done)("It was")["input_ids"]
+    assert str(done).splitlines()[1] == f"next: qtool eval wikitext2 --model {done.directory}"
 
 
 @pytest.mark.parametrize(
