@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
@@ -169,7 +170,8 @@ def quantize(
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
             target = Path(out) if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
-            return done if out is not None else load(target, device=own)
+            # the temporary directory is no source that anything could be compared with
+            return replace(done, source="") if out is not None else load(target, device=own)
 
 
 def plan(

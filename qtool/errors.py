@@ -20,10 +20,11 @@ class NoSpace(QtoolError):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """``did you mean X?`` for the nearest of ``known``, else the list of all of them."""
-    known = sorted(known)
-    close = get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    """``did you mean X?`` for those of ``known`` that begin so or the nearest, else all of them."""
+    known = sorted(set(known))
+    begun = [name for name in known if word and name.startswith(word)]
+    close = begun or get_close_matches(word, known, n=1)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:

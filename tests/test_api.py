@@ -82,6 +82,30 @@ def test_a_model_in_memory_becomes_one_with_packed_linears(
     assert torch.equal(made(IDS).logits, qtool.load(tmp_path / "out")(IDS).logits)
 
 
+def test_a_quantized_model_in_memory_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    made = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out")
+    with pytest.raises(QtoolError, match="quantized already"):
+        qtool.quantize(qtool.load(made), "w8a8")
+
+
+def test_what_a_caller_set_in_torch_changes_nothing(tmp_path: Path) -> None:
+    def shards(name: str) -> list[bytes]:
+        how: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 16}
+        qtool.quantize("demo", "w4a16", recipe="paper", out=tmp_path / name, **how)
+        assert not [row for row in qtool.verify(tmp_path / name) if row.problem]
+        return [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))]
+
+    plain = shards("plain")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert shards("set") == plain
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     done = qtool.quantize(
@@ -89,6 +113,7 @@ def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) ->
     )
     assert json.loads((done.directory / "qtool.json").read_text())["calibration"]["samples"] == 2
     assert qtool.load_tokenizer(done)("It was")["input_ids"]
+    assert str(done).splitlines()[1] == f"next: qtool eval wikitext2 --model {done.directory}"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +233,11 @@ def test_keywords_are_the_fields_of_the_options() -> None:
         (qtool.quantize, {"samples": -1}, "--samples -1: a whole number of at least 1"),
         (qtool.quantize, {"samples": "8"}, "--samples '8': a whole number"),
         (qtool.quantize, {"seqlen": 1}, "--seqlen 1: a whole number of at least 2"),
+        (
+            qtool.quantize,
+            {"seed": 1 << 64},
+            "--seed 18446744073709551616: a whole number",
+        ),
         (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
         (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
         (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),

@@ -219,6 +219,7 @@ def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None: 
 def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     refused("did you mean w4a8-lqq?", model, scheme="w4a8-lq")
+    refused("did you mean w4a8-lqq or w4a8-qoq or w4a8-qoq-g128?", model, scheme="w4a8")
     refused("'seven'", model, "--group-size", "seven")
     refused("group size 48 is not supported", model, "--group-size", "48")
     refused("did you mean kv4?", model, "--kv", "kv-4")

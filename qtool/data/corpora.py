@@ -164,7 +164,7 @@ def require_file(source: str) -> Path:
     """
     if not is_corpus(source):
         raise QtoolError(f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}")
-    return Path(source)
+    return Path(source).expanduser()  # the shell leaves the ~ of a.txt:16,~/b.txt:16
 
 
 def data_directory(data_dir: str | Path | None) -> Path | None:

@@ -13,7 +13,7 @@ from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
-from qtool.io.source import DEMO
+from qtool.io.source import DEMO, read_config
 from qtool.models.architecture import DTYPES
 from qtool.pipeline.run import directory_of
 from qtool.runtime.load import load, load_tokenizer
@@ -74,6 +74,8 @@ def evaluate_checkpoints(
     if dtype is not None and dtype not in DTYPES:
         raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     store = directory_of(model)
+    if compare:
+        read_config(directory_of(compare))  # refused before the model is evaluated, not after
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.layouts.base import Layout, require_bytes, require_codes, require_tile
 from qtool.layouts.digits import Permutation, digit_sizes, parse_digits, tile_size
 from qtool.layouts.words import (
@@ -36,6 +37,9 @@ class DigitLayout(Layout):
         group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps
             ``[N, G]``.
         channel_order: order of a per-channel parameter over the n digits; ``None`` keeps ``[N]``.
+
+    Raises:
+        QtoolError: an order that is no permutation of its digits, a nibble that is none of size 2.
     """
 
     name: str
@@ -48,6 +52,23 @@ class DigitLayout(Layout):
     rows: bool = False
     group_order: str | None = None
     channel_order: str | None = None
+
+    def __post_init__(self) -> None:
+        rows, digits = parse_digits(self.n), parse_digits(f"{self.n} {self.k}")
+        if self.nibble is not None and (self.nibble, 2) not in digits:
+            raise QtoolError(f"layout {self.name}: nibble {self.nibble!r} is no digit of size 2")
+        n = [name for name, _ in rows]
+        for what, expected in {
+            "order": [name for name, _ in digits if name != self.nibble],
+            "group_order": [*n, "g"],
+            "channel_order": n,
+        }.items():
+            order = getattr(self, what)
+            if order is not None and sorted(order.replace(",", " ").split()) != sorted(expected):
+                raise QtoolError(
+                    f"layout {self.name}: {what} {order!r}: each of {', '.join(expected)} is"
+                    " expected once"
+                )
 
     @property
     def bits(self) -> int:  # type: ignore[override]

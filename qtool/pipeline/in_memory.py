@@ -21,12 +21,14 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             is on this machine.
 
     Raises:
-        QtoolError: it is no model of transformers.
+        QtoolError: it is no model of transformers, or a quantized one.
     """
     if not isinstance(model, PreTrainedModel):
         raise QtoolError(
             f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
         )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise QtoolError("the model in memory is quantized already: pass the original one")
     with TemporaryDirectory(prefix="qtool-") as directory:
         source = Path(directory) / "source"
         model.save_pretrained(source)

@@ -121,6 +121,8 @@ class QuantizeOptions(RecipeOverrides):
         if self.samples is not None:
             require_count("--samples", self.samples)
         require_count("--seqlen", self.seqlen, 2)
+        if type(self.seed) is not int or self.seed.bit_length() > 63:
+            raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
                 f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"

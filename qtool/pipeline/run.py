@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.distributed import ranks
 from qtool.io.adapter import Adapter
 from qtool.io.source import DEMO, Checkpoint, resolve
+from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import SEQLEN, QuantizeOptions
 from qtool.pipeline.summary import Quantized, summarize
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from qtool.pipeline.quantize import Calibration
 
 
+@torch_defaults()
 def run(
     model: str | PathLike[str],
     recipe: Recipe,

@@ -26,6 +26,7 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
+from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import job_of
@@ -256,6 +257,7 @@ def sensitivity(
     return Sensitivity(recipe, curve[best], curve, uniform, named)
 
 
+@torch_defaults()
 def write_recipe(
     directory: Path,
     choices: Sequence[str],

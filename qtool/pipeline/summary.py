@@ -22,7 +22,7 @@ class Quantized:
 
     Attributes:
         directory: of the checkpoint.
-        source: of what it was made from, as the caller named it.
+        source: of what it was made from, as the caller named it; empty for a model in memory.
         source_bytes, nbytes: of the tensors in the files of both.
         seconds: of the run, its resumptions included; None where nothing recorded them.
         error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
@@ -64,7 +64,7 @@ class Quantized:
         where, source = shlex.quote(str(self.directory)), shlex.quote(self.source)
         text = "demo" if self.source == "demo" else "wikitext2"
         following = f"eval {text} --model {where}"
-        if self.adapter is None:
+        if self.adapter is None and self.source:
             following += f" --compare {source}"
         return f"{size}\nnext: qtool {f'verify {where}' if self.imported else following}"
 

@@ -18,6 +18,7 @@ from qtool.format import CheckpointFormat, LinearFormat, native_format
 from qtool.io.integrity import damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
+from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
@@ -95,6 +96,7 @@ def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
             yield Verified(name, "a key offset of the KV cache is not a finite number")
 
 
+@torch_defaults()
 @torch.no_grad()
 def _linear(
     checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device

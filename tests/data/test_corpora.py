@@ -149,6 +149,12 @@ def test_bad_names(tmp_path):
         corpora.load("c4", split="train", data_dir=tmp_path / "absent")
 
 
+def test_a_file_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text")
+    assert corpora.load("~/a.txt", split="test").documents == ["text"]
+
+
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_wikitext2_test_is_the_published_text():

@@ -60,6 +60,16 @@ def test_only_the_model_gets_it(demo_like: Path) -> None:
     assert found == [kv4, plain]
 
 
+def test_a_baseline_that_is_not_there_costs_no_evaluation(
+    demo_like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.eval.checkpoints.load", lambda *_, **__: pytest.fail("loaded"))
+    (nothing := demo_like.parent / "nothing").mkdir()
+    for baseline in ("nowhere", str(nothing)):
+        with pytest.raises(QtoolError, match=baseline):
+            evaluate_checkpoints(["demo"], str(demo_like), baseline, **OPTIONS)
+
+
 def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None:
     for kv in (None, "kv4", "kv4"):
         evaluate_checkpoints(["demo"], str(demo_like), str(demo_like), kv=kv, save=True, **OPTIONS)

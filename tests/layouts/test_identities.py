@@ -178,3 +178,22 @@ def test_a_truncated_tensor_is_refused(layout: Layout) -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(QtoolError, match="did you mean dual-mma"):
         layouts.get("dual_mma")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"order": "nt, kt"}, "order 'nt, kt': each of nt, a, kt is expected once"),
+        ({"order": "nt, kt a a"}, "order"),
+        ({"order": "nt, kt a h"}, "order"),
+        ({"group_order": "nt, g"}, "group_order 'nt, g': each of nt, a, g"),
+        ({"channel_order": "nt"}, "channel_order"),
+        ({"nibble": "q"}, "nibble 'q' is no digit of size 2"),
+        ({"k": "kt h:4"}, "nibble 'h'"),
+    ],
+)
+def test_an_order_that_is_no_permutation_is_refused(wrong: dict[str, str], said: str) -> None:
+    right = {"n": "nt a:8", "k": "kt h:2", "order": "nt, kt a", "nibble": "h"}
+    DigitLayout(name="mine", **right)  # type: ignore[arg-type]
+    with pytest.raises(QtoolError, match=f"layout mine: {said}"):
+        DigitLayout(name="mine", **right | wrong)  # type: ignore[arg-type]

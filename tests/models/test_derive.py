@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from qtool.errors import QtoolError
 from qtool.models import Family, family_of
-from qtool.models.derived import derive
+from qtool.models.derived import _derived, derive
 from qtool.models.parts import LinearGroup
 from tests.conftest import VARIANTS, MakeModel
 from tests.models.tiny import tiny_config
@@ -63,6 +64,20 @@ def test_a_derived_family_is_the_declared_one(variant: str, make_model: MakeMode
             ours.pop("rotary"), theirs.pop("rotary")
         assert ours == theirs
     assert not derived.streamed_only and not derived.refuses and not derived.outside
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "gpt_neox"])
+def test_a_model_that_is_loaded_in_16_bits_has_the_same_family(model_type: str) -> None:
+    config = tiny_config(model_type).to_dict()
+    _derived.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does while it loads
+    try:
+        loading = derive(config)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _derived.cache_clear()
+    assert repr(loading) == repr(derive(config))  # sizes are functions
 
 
 def test_a_forward_may_look_at_numbers() -> None:

@@ -22,6 +22,7 @@ from qtool.models.derived.forward import record
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.derived.whole import whole_family
 from qtool.models.family import Family
+from qtool.models.torch_defaults import torch_defaults
 
 
 def derive(config: Mapping[str, Any]) -> Family:
@@ -39,7 +40,7 @@ def built(config: Mapping[str, Any]) -> Any:
     Raises:
         QtoolError: transformers cannot build it.
     """
-    with torch.device("cpu"):  # a caller may be building a model on another one
+    with torch_defaults(), torch.device("cpu"):
         return build(json.loads(_text(config), object_hook=_number))
 
 
@@ -51,7 +52,7 @@ def _text(config: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
-        with torch.device("cpu"):
+        with torch_defaults(), torch.device("cpu"):
             return whole_family(RecordedModel(record(built(json.loads(config)))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
