@@ -32,11 +32,14 @@ def register_scheme(
             in the row-major layout, rounded to nearest (``fast``) or by GPTQ (``paper``).
 
     Raises:
-        QtoolError: the name is taken, the recipe does not read, or none is given for codes that
-            are neither 4 nor 8 bits wide, which no built-in layout holds.
+        QtoolError: it is no scheme or lacks an attribute, the name is taken, the recipe does not
+            read, or none is given for codes that are neither 4 nor 8 bits wide, which no built-in
+            layout holds.
     """
-    from qtool.schemes import SCHEMES
+    from qtool.schemes import SCHEMES, Scheme
 
+    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
+    _require(scheme, (Scheme,), facts)
     if recipe is None and scheme.code_bits not in (4, 8):
         raise QtoolError(
             f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
@@ -95,17 +98,16 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     """Let recipes name ``method`` under ``transforms`` or ``rounding``, whichever it is.
 
     Raises:
-        QtoolError: the name is taken, or it is neither.
+        QtoolError: the name is taken, or it is neither, or lacks an attribute.
     """
     from qtool.calibration import ROUNDINGS, TRANSFORMS
     from qtool.calibration.method import Rounding, Transform
 
+    _require(method, (Transform, Rounding), ("name", "needs_data"))
     if issubclass(method, Transform):
         plugins.add(TRANSFORMS, method.name, method, "transform")
-    elif issubclass(method, Rounding):
-        plugins.add(ROUNDINGS, method.name, method, "rounding")
     else:
-        raise QtoolError(f"{method!r} is neither a Transform nor a Rounding")
+        plugins.add(ROUNDINGS, method.name, method, "rounding")
 
 
 def register_export(target: "Target") -> None:
@@ -117,6 +119,15 @@ def register_export(target: "Target") -> None:
     from qtool.exchange import targets
 
     targets.register_export(target)
+
+
+def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:
+    """Refuse what is no class of ``bases``, or has none of one of ``attributes``."""
+    if not (isinstance(given, type) and issubclass(given, bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise QtoolError(f"{given!r} is no subclass of {kinds}")
+    if missing := [name for name in attributes if not hasattr(given, name)]:
+        raise QtoolError(f"{given.__name__} has no {', '.join(missing)}")
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

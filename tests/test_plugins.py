@@ -24,7 +24,7 @@ from qtool.layouts import LAYOUTS, DigitLayout
 from qtool.models import FAMILIES, family_of
 from qtool.recipes import added
 from qtool.runtime.dispatch import KERNELS, W8A8
-from qtool.schemes import SCHEMES
+from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.w8a8 import SmoothQuant
 from tests.conftest import MakeModel
 
@@ -118,6 +118,10 @@ def test_names_that_are_taken_are_refused() -> None:
     three = type("Three", (SmoothQuant,), {"name": "three", "code_bits": 3})
     with pytest.raises(QtoolError, match="3-bit codes, the row-major layouts hold"):
         qtool.register_scheme(three)
+    with pytest.raises(QtoolError, match="5 is no subclass of Scheme"):
+        qtool.register_scheme(5)  # type: ignore[arg-type]
+    with pytest.raises(QtoolError, match="Bare has no code_bits, signed, group_sizes, default"):
+        qtool.register_scheme(type("Bare", (Scheme,), {"name": "bare"}))
 
 
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(
@@ -133,7 +137,7 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
         name = "halved"
 
     qtool.register_method(Halved)
-    with pytest.raises(QtoolError, match="neither a Transform nor a Rounding"):
+    with pytest.raises(QtoolError, match="int'> is no subclass of Transform or Rounding"):
         qtool.register_method(int)  # type: ignore[arg-type]
 
     @dataclasses.dataclass

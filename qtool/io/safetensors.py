@@ -42,6 +42,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
+#: how a file begins that stands for one which Git LFS has
+LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,11 @@ def read_header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
+                file.seek(0)
                 raise QtoolError(
-                    f"{path.name}: not a safetensors file, or truncated ({size} bytes)"
+                    f"{path.name}: a pointer of Git LFS, `git lfs pull` gets it"
+                    if file.read(len(LFS)) == LFS
+                    else f"{path.name}: not a safetensors file, or truncated ({size} bytes)"
                 )
             header = json.loads(file.read(length))
     except FileNotFoundError:
