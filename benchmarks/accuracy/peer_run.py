@@ -3,9 +3,9 @@
     python benchmarks/accuracy/peer_run.py ROW --work DIR [the options of peers.py]
 
 Quantizes by one tool, stores the result in its own format, loads that again in float32, evaluates
-it, and writes ``DIR/ROW.json``. Every tool gets the same calibration windows as token ids.
-Wall-clock and CPU time run from opening the model to the stored result; imports before it are not
-counted.
+it, and writes ``DIR/ROW.json``. What a tool does not store, or cannot load on a CPU, is evaluated
+as the model that it hands back. Every tool gets the same calibration windows as token ids. CPU time
+runs from opening the model to the result; imports before it are not counted.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from schemes import evaluated
@@ -31,7 +32,8 @@ from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
 from qtool.runtime.load import load
 
-Run = Callable[[argparse.Namespace, Path], None]
+#: stores a model in the path, or returns it
+Run = Callable[[argparse.Namespace, Path], PreTrainedModel | None]
 SEED = 0
 
 
@@ -46,17 +48,14 @@ def main() -> None:
     importlib.import_module(module)
     out = arguments.work / arguments.row
     shutil.rmtree(out, ignore_errors=True)
-    started, busy = time.perf_counter(), time.process_time()
-    run(arguments, out)
-    seconds, busy = time.perf_counter() - started, time.process_time() - busy
+    started = time.process_time()
+    model = run(arguments, out)
+    seconds = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     base = load(resolve(arguments.model), dtype=torch.float32)
-    model = base if arguments.row == "full" else stored(out, base)
-    found = evaluated(model, arguments, base) | {
-        "seconds": seconds,
-        "cpu_seconds": busy,
-        "megabytes_peak": peak,
-    }
+    if model is None:
+        model = base if arguments.row == "full" else stored(out, base)
+    found = evaluated(model, arguments, base) | {"seconds": seconds, "megabytes_peak": peak}
     (arguments.work / f"{arguments.row}.json").write_text(json.dumps(found))
 
 
@@ -114,72 +113,165 @@ def full(arguments: argparse.Namespace, out: Path) -> None:
     """Full precision: nothing to do."""
 
 
-def ours(scheme: str, variant: str, arguments: argparse.Namespace, out: Path) -> None:
+def ours(
+    scheme: str | None,
+    recipe: str,
+    arguments: argparse.Namespace,
+    out: Path,
+    windows: str | None = None,
+) -> None:
+    """A recipe of qtool; ``windows`` of calibration are the recipe's if not told."""
     qtool.quantize(
         arguments.model,
         scheme,
         out=out,
-        recipe=variant,
+        recipe=recipe,
         calibration=arguments.calib,
         samples=arguments.samples,
         seqlen=arguments.seqlen,
         seed=SEED,
+        windows=windows,
     )
 
 
-def llm_compressor(scheme: str, smooth: bool, arguments: argparse.Namespace, out: Path) -> None:
-    """As in its examples: GPTQ with its defaults, SmoothQuant of strength 0.8 before W8A8."""
+def llm_compressor(
+    scheme: str,
+    arguments: argparse.Namespace,
+    out: Path,
+    smooth: float | None = None,
+    rotations: str = "",
+    matrix: str = "hadamard",
+    observer: str = "memoryless_minmax",
+    group: int | None = None,
+    act_group: int | None = None,
+) -> PreTrainedModel | None:
+    """GPTQ after other modifiers; R4, which transformers does not load, is evaluated in memory.
+
+    Args:
+        smooth: strength of SmoothQuant before it.
+        rotations: SpinQuant's, like ``"R1 R2"``, before it. matrix: their kind.
+        observer: of the weights' ranges.
+        group: channels that share a scale of weights; those of the scheme if None.
+        act_group: channels that share a scale of activations; the token if None.
+    """
+    from compressed_tensors.quantization import QuantizationStrategy, preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
 
+    layers = preset_name_to_scheme(scheme, ["Linear"])
+    layers.weights.observer = observer
+    if group:
+        layers.weights.group_size = group
+    if act_group:
+        layers.input_activations.strategy = QuantizationStrategy.GROUP
+        layers.input_activations.group_size = act_group
     model, tokenizer = _opened(arguments)
-    recipe = [SmoothQuantModifier(smoothing_strength=0.8)] if smooth else []
-    recipe.append(GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]))
+    recipe: list[Any] = []
+    if rotations:
+        recipe.append(SpinQuantModifier(rotations=rotations.split(), transform_type=matrix))
+    if smooth is not None:
+        recipe.append(SmoothQuantModifier(smoothing_strength=smooth))
+    recipe.append(GPTQModifier(config_groups={"all": layers}, ignore=["lm_head"]))
     batches = calibration(arguments)
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
     oneshot(
         model=model,
         tokenizer=tokenizer,
-        dataset=loader,
+        dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         recipe=recipe,
         num_calibration_samples=len(batches),
         max_seq_length=arguments.seqlen,
     )
+    if "R4" in rotations:
+        return model
     model.save_pretrained(out, save_compressed=True)
     tokenizer.save_pretrained(out)
+    return None
 
 
-def gptqmodel(arguments: argparse.Namespace, out: Path) -> None:
+def gptqmodel(arguments: argparse.Namespace, out: Path, **options: Any) -> None:
+    """GPTQ; ``options`` of its configuration."""
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    config = QuantizeConfig(bits=4, group_size=128, sym=True)
+    config = QuantizeConfig(bits=4, group_size=128, sym=True, **options)
     model = GPTQModel.load(str(resolve(arguments.model)), config, device="cpu", dtype=torch.float32)
     batches = [{name: ids[0] for name, ids in batch.items()} for batch in calibration(arguments)]
     model.quantize(batches, batch_size=1, backend=BACKEND.GPTQ_TORCH)
     model.save(str(out))
 
 
-def autoround(iterations: int, arguments: argparse.Namespace, out: Path) -> None:
+def autoround(
+    scheme: str | dict[str, Any],
+    form: str | None,
+    arguments: argparse.Namespace,
+    out: Path,
+    **options: Any,
+) -> PreTrainedModel | None:
+    """Learned rounding, stored in the format ``form``; the model itself if there is none."""
     from auto_round import AutoRound
 
     model, tokenizer = _opened(arguments)
     batches = calibration(arguments)
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
     tuner = AutoRound(
         model,
         tokenizer,
-        scheme="W4A16",
-        dataset=loader,
-        iters=iterations,
+        scheme=scheme,
+        dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         seqlen=arguments.seqlen,
         nsamples=len(batches),
         batch_size=8,
         device_map="cpu",
         seed=SEED,
         amp=False,
+        enable_torch_compile=False,
+        **options,
     )
-    tuner.quantize_and_save(str(out), format="auto_gptq")
+    if form is None:
+        return tuner.quantize()[0]
+    tuner.quantize_and_save(str(out), format=form)
+    return None
+
+
+def quark(
+    scheme: str,
+    arguments: argparse.Namespace,
+    out: Path,
+    rotations: str = "r1 r2",
+) -> PreTrainedModel:
+    """Qronos after rotations, handed back as the frozen model.
+
+    Args:
+        scheme: like ``w4a8``; 4 bits are in groups of 128, 8 bits per channel or per token.
+        rotations: SpinQuant's names, like ``"r1 r2"``.
+    """
+    from quark.torch import LLMTemplate, ModelQuantizer
+    from quark.torch.quantization.config.config import (
+        Int4PerGroupSpec,
+        Int8PerChannelSpec,
+        QLayerConfig,
+    )
+
+    def spec(bits: str, axis: int, dynamic: bool) -> Any:
+        if bits == "4":
+            made = Int4PerGroupSpec(ch_axis=-1, group_size=128, is_dynamic=dynamic)
+        else:
+            made = Int8PerChannelSpec(ch_axis=axis, symmetric=True, is_dynamic=dynamic)
+        return made.to_quantization_spec()
+
+    weights, activations = scheme[1], scheme.partition("a")[2]
+    inputs = None if activations == "16" else spec(activations, axis=1, dynamic=True)
+    layer = QLayerConfig(weight=spec(weights, axis=0, dynamic=False), input_tensors=inputs)
+    LLMTemplate.register_scheme(scheme, config=layer)
+    template = LLMTemplate.get("llama")
+    rotation = template.algo_config["rotation"]
+    for name in ("r1", "r2", "r3", "r4"):
+        setattr(rotation, name, name in rotations.split())
+    model, _ = _opened(arguments)
+    ids = [batch["input_ids"][0] for batch in calibration(arguments)]
+    quantizer = ModelQuantizer(template.get_config(scheme, algorithm=["rotation", "qronos"]))
+    loader = torch.utils.data.DataLoader(ids, batch_size=1)
+    return quantizer.freeze(quantizer.quantize_model(model, loader))
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[PreTrainedModel, AutoTokenizer]:
@@ -189,19 +281,56 @@ def _opened(arguments: argparse.Namespace) -> tuple[PreTrainedModel, AutoTokeniz
     return model, AutoTokenizer.from_pretrained(directory)
 
 
+#: llm-compressor at its best
+clipped = partial(llm_compressor, observer="mse")
+#: AutoRound's preset INT8 at the bits and groups of the other tools
+AR_W4A8 = {
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "act_bits": 8,
+    "act_group_size": -1,
+    "act_data_type": "int",
+    "act_dynamic": True,
+    "act_sym": True,
+}
+AR_W4A4 = AR_W4A8 | {"act_bits": 4, "act_group_size": 128}
+#: auto-round-best's iterations, with the extended algorithm
+LONG = {"iters": 1000, "enable_alg_ext": True}
+EVERYWHERE = str(Path(__file__).with_name("w4a4-everywhere.yaml"))
 #: name of a row -> module to import before the clock starts, what to run
 ROWS: dict[str, tuple[str, Run]] = {
     "full": ("qtool", full),
-    "qtool-w4a16-paper": ("qtool", partial(ours, "w4a16", "paper")),
     "qtool-w4a16-best": ("qtool", partial(ours, "w4a16", "best")),
-    "llm-compressor-w4a16": ("llmcompressor", partial(llm_compressor, "W4A16", False)),
+    "qtool-w4a16-given": ("qtool", partial(ours, "w4a16", "best", windows="given")),
+    "qtool-w4a16-paper": ("qtool", partial(ours, "w4a16", "paper")),
+    "llm-compressor-w4a16": ("llmcompressor", partial(llm_compressor, "W4A16")),
+    "llm-compressor-w4a16-best": ("llmcompressor", partial(clipped, "W4A16")),
     "gptqmodel-w4a16": ("gptqmodel", gptqmodel),
-    "autoround-w4a16": ("auto_round", partial(autoround, 200)),
+    "gptqmodel-w4a16-best": ("gptqmodel", partial(gptqmodel, mse=2.4)),
+    "autoround-w4a16": ("auto_round", partial(autoround, "W4A16", "auto_gptq")),
+    "autoround-w4a16-best": ("auto_round", partial(autoround, "W4A16", "auto_gptq", **LONG)),
+    "quark-w4a16": ("quark", partial(quark, "w4a16")),
     "qtool-w8a8-best": ("qtool", partial(ours, "w8a8", "best")),
-    "llm-compressor-w8a8": ("llmcompressor", partial(llm_compressor, "W8A8", True)),
-    "qtool-w4a8-lqq-best": ("qtool", partial(ours, "w4a8-lqq", "best")),
+    "llm-compressor-w8a8": ("llmcompressor", partial(llm_compressor, "W8A8", smooth=0.8)),
+    "autoround-w8a8": ("auto_round", partial(autoround, "INT8", None)),
+    "quark-w8a8": ("quark", partial(quark, "w8a8")),
     "qtool-w4a8-qoq-g128-best": ("qtool", partial(ours, "w4a8-qoq-g128", "best")),
-    "llm-compressor-w4a8": ("llmcompressor", partial(llm_compressor, "W4A8", False)),
+    "qtool-w4a8-lqq-best": ("qtool", partial(ours, "w4a8-lqq", "best")),
+    "llm-compressor-w4a8": ("llmcompressor", partial(llm_compressor, "W4A8")),
+    "llm-compressor-w4a8-best": ("llmcompressor", partial(clipped, "W4A8")),
+    "llm-compressor-w4a8-g64": ("llmcompressor", partial(clipped, "W4A8", group=64)),
+    "autoround-w4a8": ("auto_round", partial(autoround, AR_W4A8, None)),
+    "quark-w4a8": ("quark", partial(quark, "w4a8")),
+    "qtool-w4a4-everywhere": ("qtool", partial(ours, None, EVERYWHERE)),
+    "qtool-w4a4-best": ("qtool", partial(ours, "w4a4-g128", "best")),
+    "llm-compressor-w4a4-best": (
+        "llmcompressor",
+        partial(clipped, "W4A4", rotations="R1 R2 R4", matrix="random-hadamard", act_group=128),
+    ),
+    "autoround-w4a4": ("auto_round", partial(autoround, AR_W4A4, None)),
+    "quark-w4a4": ("quark", partial(quark, "w4a4", rotations="r1 r2 r4")),
 }
 
 if __name__ == "__main__":

@@ -1,45 +1,85 @@
-"""The same model, calibration tokens and evaluation through qtool, llm-compressor, GPTQModel and
-AutoRound.
+"""The same model, calibration tokens and evaluation through qtool, llm-compressor, GPTQModel,
+AutoRound and Quark.
 
     python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--text demo] [--rows all]
     [--write benchmarks/results/peers.json]
 
-Makes its own virtual environment (--venv) with qtool and those peers that install beside its torch,
-runs every row there as its own process, and prints a Markdown table; --write FILE keeps it as JSON,
-from which benchmarks/tables.py makes the tables of the docs. A peer that does not install or run
-has its reason in the table. What --work holds is reused: delete it to measure again. Options not
-listed below are those of peer_run.py. Standard library only.
+Makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
+and prints a Markdown table; --write FILE keeps it as JSON, from which benchmarks/tables.py makes
+the tables of the docs. A tool that does not install or run has its reason in the table. What --work
+holds is reused: delete it to measure again. Options not listed below are those of peer_run.py.
+Standard library only.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-#: first, by its exact version: the index then gives its CPU build where it has one, and no peer may
+#: first, by its exact version: the index then gives its CPU build where it has one, and no tool may
 #: replace it
 TORCH = "torch==2.13.0"
-PEERS = ("llmcompressor", "auto-round", "gptqmodel")
-#: row -> what it is, the peer that it needs
+OURS = "qtool"
+
+
+class Row(NamedTuple):
+    """What a row is.
+
+    Attributes:
+        scheme: the first row of a scheme is ours, and the others are compared with it.
+        label: the tool and its methods.
+        tool: its package.
+        bits: of a weight with its scale, a scale counted as 16 bits, and of an activation.
+    """
+
+    scheme: str
+    label: str
+    tool: str
+    bits: str
+
+
+W4A16, W4A8, W8A8, W4A4 = "4.125 / 16", "4.125 / 8", "8.052 / 8", "4.125 / 4"
+LLM, GPTQMODEL, AUTOROUND, QUARK = "llmcompressor", "gptqmodel", "auto-round", "amd-quark"
 ROWS = {
-    "full": ("full precision", ""),
-    "qtool-w4a16-paper": ("**qtool** W4A16 g128, `paper`", ""),
-    "qtool-w4a16-best": ("**qtool** W4A16 g128, `best`", ""),
-    "llm-compressor-w4a16": ("llm-compressor W4A16 g128, GPTQ", "llmcompressor"),
-    "gptqmodel-w4a16": ("GPTQModel W4A16 g128, GPTQ", "gptqmodel"),
-    "autoround-w4a16": ("AutoRound W4A16 g128, 200 iterations", "auto-round"),
-    "qtool-w8a8-best": ("**qtool** W8A8, `best`", ""),
-    "llm-compressor-w8a8": ("llm-compressor W8A8, SmoothQuant + GPTQ", "llmcompressor"),
-    "qtool-w4a8-lqq-best": ("**qtool** W4A8 LQQ g64 (integer scales), `best`", ""),
-    "qtool-w4a8-qoq-g128-best": ("**qtool** W4A8 QoQ g128 (integer scales), `best`", ""),
-    "llm-compressor-w4a8": ("llm-compressor W4A8 g128 (float scales), GPTQ", "llmcompressor"),
+    "full": Row("", "full precision", OURS, "16 / 16"),
+    "qtool-w4a16-best": Row("W4A16", "**qtool** `best`", OURS, W4A16),
+    "qtool-w4a16-given": Row("W4A16", "**qtool** `best`, `--windows given`", OURS, W4A16),
+    "qtool-w4a16-paper": Row("W4A16", "**qtool** `paper`", OURS, W4A16),
+    "llm-compressor-w4a16": Row("W4A16", "llm-compressor, GPTQ", LLM, W4A16),
+    "llm-compressor-w4a16-best": Row("W4A16", "llm-compressor, GPTQ, observer `mse`", LLM, W4A16),
+    "gptqmodel-w4a16": Row("W4A16", "GPTQModel, GPTQ", GPTQMODEL, W4A16),
+    "gptqmodel-w4a16-best": Row("W4A16", "GPTQModel, GPTQ, `mse=2.4`", GPTQMODEL, W4A16),
+    "autoround-w4a16": Row("W4A16", "AutoRound, 200 iterations", AUTOROUND, W4A16),
+    "autoround-w4a16-best": Row("W4A16", "AutoRound, 1000 iterations", AUTOROUND, W4A16),
+    "quark-w4a16": Row("W4A16", "Quark, rotation + Qronos", QUARK, W4A16),
+    "qtool-w8a8-best": Row("W8A8", "**qtool** `best`", OURS, W8A8),
+    "llm-compressor-w8a8": Row("W8A8", "llm-compressor, SmoothQuant + GPTQ", LLM, W8A8),
+    "autoround-w8a8": Row("W8A8", "AutoRound, 200 iterations", AUTOROUND, W8A8),
+    "quark-w8a8": Row("W8A8", "Quark, rotation + Qronos", QUARK, W8A8),
+    "qtool-w4a8-qoq-g128-best": Row("W4A8", "**qtool** QoQ, `best`", OURS, "4.177 / 8"),
+    "qtool-w4a8-lqq-best": Row("W4A8", "**qtool** LQQ, `best`", OURS, "4.302 / 8"),
+    "llm-compressor-w4a8": Row("W4A8", "llm-compressor, GPTQ", LLM, W4A8),
+    "llm-compressor-w4a8-best": Row("W4A8", "llm-compressor, GPTQ, observer `mse`", LLM, W4A8),
+    "llm-compressor-w4a8-g64": Row(
+        "W4A8", "llm-compressor, GPTQ, observer `mse`, groups of 64", LLM, "4.250 / 8"
+    ),
+    "autoround-w4a8": Row("W4A8", "AutoRound, 200 iterations", AUTOROUND, W4A8),
+    "quark-w4a8": Row("W4A8", "Quark, rotation + Qronos", QUARK, W4A8),
+    "qtool-w4a4-everywhere": Row("W4A4", "**qtool** methods of `best` everywhere", OURS, W4A4),
+    "qtool-w4a4-best": Row("W4A4", "**qtool** `best`, down in W4A8", OURS, "4.130 / 4, down 8"),
+    "llm-compressor-w4a4-best": Row("W4A4", "llm-compressor, SpinQuant with R4 + GPTQ", LLM, W4A4),
+    "autoround-w4a4": Row("W4A4", "AutoRound, 200 iterations", AUTOROUND, W4A4),
+    "quark-w4a4": Row("W4A4", "Quark, rotation with R4 + Qronos", QUARK, W4A4),
 }
+HEAD = ["", "what", "bits", "perplexity", "rise", "KL, nats", "KL beside ours", "CPU seconds", "MB"]
 #: GPTQModel's default of half the cores is one too few for it on a machine of two
 ENVIRONMENT = {"GPTQMODEL_CPU_WORKERS": "2", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -48,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--venv", type=Path, default=Path("out/peers-venv"))
+    parser.add_argument("--venvs", type=Path, default=Path("out/peers-venvs"))
     parser.add_argument("--work", type=Path, default=Path("out/peers"))
     parser.add_argument(
         "--rows", default="all", help=f"all, or names with commas: {', '.join(ROWS)}"
@@ -60,75 +100,67 @@ def main() -> None:
         :8
     ]  # other options, other results
     arguments.work.mkdir(parents=True, exist_ok=True)
-    missing = installed(arguments.venv)
     rows = list(ROWS) if arguments.rows == "all" else arguments.rows.split(",")
-    found = {row: measured(row, arguments, options, missing) for row in rows}
-    text = table(found)
-    print(text)
+    found = {row: measured(row, arguments, options) for row in rows}
+    cells = [HEAD, ["---", "---", *["---:"] * (len(HEAD) - 2)], *table(found)]
+    print("\n".join(f"| {' | '.join(row)} |" for row in cells))
     if arguments.write:
+        tools = list(dict.fromkeys(ROWS[row].tool for row in rows if "error" not in found[row]))
         facts = {
             "command": " ".join(["python", *sys.argv]),
-            "machine": f"{machine(arguments.venv)}; {versions(arguments.venv)}",
+            "machine": "; ".join(
+                [said(arguments.venvs, OURS, MACHINE), *versions(arguments, tools)]
+            ),
             "date": time.strftime("%Y-%m-%d"),
         }
+        made = {"head": HEAD, "rows": table(found)}
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(json.dumps(facts | rows_of(found), indent=1) + "\n")
+        arguments.write.write_text(json.dumps(facts | made, indent=1, ensure_ascii=False) + "\n")
 
 
-def installed(venv: Path) -> dict[str, str]:
-    """Make the environment if it is not there; the peers that pip refused, with its reason."""
-    record = venv / "missing.json"
-    if record.exists():
-        return dict(json.loads(record.read_text()))
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-    (venv / "constraints.txt").write_text(TORCH + "\n")
-    pip = [str(venv / "bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
-    wanted = ["-c", str(venv / "constraints.txt"), "-e", str(HERE.parents[1])]
-    subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, *wanted], check=True)
-    missing = {}
-    for peer in PEERS:  # each with those before it, so that it cannot break them
-        done = subprocess.run([*pip, *wanted, peer], capture_output=True, text=True)
-        if done.returncode:
-            missing[peer] = last_line(done.stderr)
-        else:
-            wanted.append(peer)
-    record.write_text(json.dumps(missing))
-    return missing
+def refused(venvs: Path, tool: str) -> str:
+    """Make the environment of ``tool`` if it is not there; why pip refused it, or nothing."""
+    venv = venvs / tool
+    record = venv / "refused.txt"
+    if not record.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        constraints = venv / "constraints.txt"
+        constraints.write_text(TORCH + "\n")
+        pip = [str(venv / "bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, TORCH], check=True)
+        wanted = ["-c", str(constraints), "-e", str(HERE.parents[1])]
+        wanted += [tool] * (tool != OURS)
+        done = subprocess.run([*pip, *wanted], capture_output=True, text=True)
+        record.write_text(last_line(done.stderr) if done.returncode else "")
+    return record.read_text()
 
 
-def measured(
-    row: str, arguments: argparse.Namespace, options: list[str], missing: dict[str, str]
-) -> dict[str, Any]:
+def measured(row: str, arguments: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     """What ``peer_run.py`` found, or ``{"error": reason}``."""
     record = arguments.work / f"{row}.json"
-    if (peer := ROWS[row][1]) in missing:
-        return {"error": f"does not install: {missing[peer]}"}
-    if not record.exists():
-        log = arguments.work / f"{row}.log"
-        print(f"{row} ...", file=sys.stderr, flush=True)
-        command = [
-            arguments.venv / "bin/python",
-            HERE / "peer_run.py",
-            row,
-            "--work",
-            arguments.work,
-            *options,
-        ]
-        try:
-            with log.open("w") as output:
-                subprocess.run(
-                    [str(part) for part in command],
-                    env=ENVIRONMENT | os.environ,
-                    stdout=output,
-                    stderr=output,
-                    check=True,
-                    timeout=arguments.timeout,
-                )
-        except subprocess.TimeoutExpired:
-            return {"error": f"does not finish in {arguments.timeout} s"}
-        except subprocess.CalledProcessError:
-            return {"error": f"does not run: {last_line(log.read_text())}"}
+    if record.exists():
+        return dict(json.loads(record.read_text()))
+    tool = ROWS[row].tool
+    if reason := refused(arguments.venvs, tool):
+        return {"error": f"does not install: {reason}"}
+    log = arguments.work / f"{row}.log"
+    print(f"{row} ...", file=sys.stderr, flush=True)
+    python = arguments.venvs / tool / "bin/python"
+    command = [python, HERE / "peer_run.py", row, "--work", arguments.work, *options]
+    try:
+        with log.open("w") as output:
+            subprocess.run(
+                [str(part) for part in command],
+                env=ENVIRONMENT | os.environ,
+                stdout=output,
+                stderr=output,
+                check=True,
+                timeout=arguments.timeout,
+            )
+    except subprocess.TimeoutExpired:
+        return {"error": f"does not finish in {arguments.timeout} s"}
+    except subprocess.CalledProcessError:
+        return {"error": f"does not run: {last_line(log.read_text())}"}
     return dict(json.loads(record.read_text()))
 
 
@@ -138,50 +170,60 @@ def last_line(text: str) -> str:
     return lines[-1][:120].replace("|", "/") if lines else "no message"
 
 
-def rows_of(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The table: its head, and the cells of its rows."""
-    rows = []
-    for row, r in found.items():
-        name = ROWS[row][0]
-        if "error" in r:
-            rows.append([name, r["error"], "", "", "", ""])
-        elif row == "full":
-            rows.append([name, f"{r['perplexity']:.3f}", "-", "-", "-", "-"])
-        else:
-            quality = [f"{r['perplexity']:.3f}", f"{r['kl']:.5f}"]
-            cost = [f"{r[key]:.0f}" for key in ("seconds", "cpu_seconds", "megabytes_peak")]
-            rows.append([name, *quality, *cost])
-    head = ["what", "perplexity", "KL, nats", "seconds", "CPU seconds", "peak MB"]
-    return {"head": head, "rows": rows}
+def table(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The cells of the rows; errors are over windows, and differences paired by them."""
+    rows, ours = [], dict[str, dict[str, Any]]()
+    for name, r in found.items():
+        scheme, label, _, bits = ROWS[name]
+        cells = [scheme, label, bits, r["error"] if "error" in r else f"{r['perplexity']:.3f}"]
+        if "error" not in r and name != "full":
+            first = ours.setdefault(scheme, r)
+            cells.append(rise(r, found["full"]) if "full" in found else "")
+            cells.append(f"{fmean(r['window_kl']):.5f} ± {error(r['window_kl']):.5f}")
+            cells.append("" if first is r else beside(r["window_kl"], first["window_kl"]))
+            cells += [f"{r['seconds']:.0f}", f"{r['megabytes_peak']:.0f}"]
+        rows.append(cells + [""] * (len(HEAD) - len(cells)))
+    return rows
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The table in Markdown."""
-    made = rows_of(found)
-    lines = (f"| {' | '.join(row)} |" for row in made["rows"])
-    return "\n".join([f"| {' | '.join(made['head'])} |", "|---|" + "---:|" * 5, *lines])
+def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
+    """Of perplexity, as in the table of all schemes."""
+    apart = [a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)]
+    share = found["perplexity"] / full["perplexity"] - 1
+    return f"{100 * share:+.2f} ± {100 * error(apart):.2f} %"
 
 
-def machine(venv: Path) -> str:
-    """What the rows were measured on."""
-    code = "from qtool.bench.stored import machine; print(machine())"
+def beside(theirs: list[float], ours: list[float]) -> str:
+    """How much more their divergence is."""
+    apart, mean = [a - b for a, b in zip(theirs, ours, strict=True)], fmean(ours)
+    return f"{100 * fmean(apart) / mean:+.0f} ± {100 * error(apart) / mean:.0f} %"
+
+
+def error(values: list[float]) -> float:
+    """The standard error of the mean; 0 for one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+MACHINE = "from qtool.bench.stored import machine; print(machine())"
+VERSION = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
+
+
+def said(venvs: Path, tool: str, *command: str) -> str:
+    """What a line of Python prints in the environment of ``tool``."""
     done = subprocess.run(
-        [venv / "bin/python", "-c", code], capture_output=True, text=True, check=True
+        [venvs / tool / "bin/python", "-c", *command], capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 
 
-def versions(venv: Path) -> str:
-    """The versions that were measured, with commas."""
-    code = (
-        "import sys, importlib.metadata as m; "
-        "print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
-    )
-    names = ["qtool", *(p for p in PEERS if p not in installed(venv)), "transformers"]
-    done = subprocess.run(
-        [venv / "bin/python", "-c", code, *names], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+def versions(arguments: argparse.Namespace, tools: list[str]) -> list[str]:
+    """Every tool's version and that of its transformers."""
+    return [
+        "{} {} (transformers {})".format(
+            tool, *said(arguments.venvs, tool, VERSION, tool, "transformers").split()
+        )
+        for tool in tools
+    ]
 
 
 if __name__ == "__main__":

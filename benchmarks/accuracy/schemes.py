@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -44,16 +45,22 @@ HEAD = """\
 |---|---|---:|---:|---:|---:|---:|---:|"""
 
 
-@torch.no_grad()
 def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: torch.Tensor) -> float:
     """Mean KL(base || model) in nats a token, over the whole vocabulary."""
-    sums, tokens = 0.0, 0
-    for ids in windows.split(4):
+    return fmean(window_divergence(model, base, windows))
+
+
+@torch.no_grad()
+def window_divergence(
+    model: PreTrainedModel, base: PreTrainedModel, windows: torch.Tensor
+) -> list[float]:
+    """KL(base || model) of each window, in nats a token."""
+    found: list[float] = []
+    for ids in windows.split(1):
         q = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         p = base(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        sums += float((p.exp() * (p - q)).sum(-1)[:, :-1].sum(dtype=torch.float64))
-        tokens += ids[:, 1:].numel()
-    return sums / tokens
+        found.append(float((p.exp() * (p - q)).sum(-1)[:, :-1].mean(dtype=torch.float64)))
+    return found
 
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
@@ -112,6 +119,7 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
         tokenizer=tokenizer,
         seqlen=arguments.seqlen,
         limit=arguments.limit,
+        batch_size=1,  # Quark shares a token's scale in a batch
         deterministic=True,  # one table for every device
     )
     result = results.tasks[0]
@@ -125,7 +133,10 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
         context = base.config.get_text_config().max_position_embeddings
         windows = cut_windows(ids, min(arguments.seqlen, context))
-        found["kl"] = divergence(model, base, windows[: arguments.limit].to(model.device))
+        found["window_kl"] = window_divergence(
+            model, base, windows[: arguments.limit].to(model.device)
+        )
+        found["kl"] = fmean(found["window_kl"])
     return found
 
 

@@ -5,6 +5,7 @@ without an entry in :data:`SCRIPTS` fails :func:`test_every_script_has_an_entry`
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -69,10 +70,14 @@ def package(name: str, arguments: str = "") -> Case:
 
 
 def refused_peers(tmp: Path) -> None:
-    """An environment in which pip refused all peers."""
-    (tmp / "venv").mkdir()
-    peers = ("llmcompressor", "auto-round", "gptqmodel")
-    (tmp / "venv" / "missing.json").write_text(json.dumps(dict.fromkeys(peers, "no network")))
+    """An environment for a peer that pip refused, and a row that was measured."""
+    (tmp / "venvs" / "gptqmodel").mkdir(parents=True)
+    (tmp / "venvs" / "gptqmodel" / "refused.txt").write_text("no network")
+    work = tmp / "work" / hashlib.sha256(b"").hexdigest()[:8]
+    work.mkdir(parents=True)
+    for row, kl in (("qtool-w8a8-best", 0.1), ("quark-w8a8", 0.2)):
+        found = {"perplexity": 2.0, "window_kl": [kl, 2 * kl], "seconds": 1, "megabytes_peak": 1}
+        (work / f"{row}.json").write_text(json.dumps(found))
 
 
 def made(folder: str) -> Callable[[Path], object]:
@@ -117,8 +122,9 @@ SCRIPTS: dict[str, Case] = {
     "accuracy/outliers.py": Case("{model} {tmp}/out --first-token 1", check=loads("out")),
     "accuracy/peer_run.py": Case("full --samples 1 --seqlen 16 --limit 1 --work {tmp}"),
     "accuracy/peers.py": Case(
-        "--venv {tmp}/venv --work {tmp}/work --rows gptqmodel-w4a16",
-        r"\| GPTQModel .* \| does not install: no network",
+        "--venvs {tmp}/venvs --work {tmp}/work --rows gptqmodel-w4a16,qtool-w8a8-best,quark-w8a8",
+        r"\| GPTQModel.* \| does not install: no network",
+        r"\| Quark.* 0\.30000 ± 0\.10000 \| \+100 ± 33 %",
         before=refused_peers,
     ),
     "accuracy/rare_experts.py": Case(
