@@ -1,8 +1,8 @@
 """The same model, calibration tokens and evaluation through qtool, llm-compressor, GPTQModel,
 AutoRound and Quark.
 
-    python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--text demo] [--rows all]
-    [--write benchmarks/results/peers.json]
+    python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--samples 128] [--text demo]
+    [--rows all] [--write benchmarks/results/peers.json]
 
 Makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
 and prints a Markdown table; --write FILE keeps it as JSON, from which benchmarks/tables.py makes
