@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from qtool.errors import QtoolError
+from qtool.runtime.decode import StaticTokens, graph_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def continued(
 
 
 class _Part:
-    """Windows that are written side by side.
+    """Windows that are written side by side; by graphs where the model decodes so.
 
     Attributes:
         state: the model's argument for what it keeps of earlier tokens; empty where all tokens are
@@ -98,7 +99,7 @@ class _Part:
         self.state = next((name for name in (CACHE, "cache_params") if name in known), "")
         self.cache: Any = _cache(model, length) if self.state == CACHE else None
         layers = self.cache.layers if self.cache is not None else []
-        self.layers = [layer for layer in layers if isinstance(layer, _Roomy)]
+        self.layers = [layer for layer in layers if isinstance(layer, (_Roomy, StaticTokens))]
         self.tokens = [beginnings.to(model.device)]
         self.drawn = self.kept = beginnings.shape[1]
         self.cached = 0
@@ -111,18 +112,30 @@ class _Part:
     @property
     def can_be_kept(self) -> bool:
         """Whether the cache is nothing but the keys and values of all tokens."""
-        plain = isinstance(self.cache, DynamicCache)
+        plain = isinstance(self.cache, (DynamicCache, StaticCache))
         return plain and 0 < len(self.layers) == len(self.cache.layers)
+
+    def inputs(self) -> dict[str, Any]:
+        """The forward's arguments: what it was not given yet, and what it keeps of the rest."""
+        if not self.state:
+            return {"input_ids": self.windows}
+        given = self.tokens[-1]
+        if not isinstance(self.cache, StaticCache):
+            return {"input_ids": given, self.state: self.cache}
+        return self.model.prepare_inputs_for_generation(
+            given,
+            past_key_values=self.cache,
+            attention_mask=given.new_ones(len(given), self.drawn),
+            position_ids=torch.arange(self.drawn, device=given.device).expand(len(given), -1),
+        )
 
     def draw(self, random: torch.Generator) -> None:
         """One token more for each window."""
-        given = self.tokens[-1] if self.state else self.windows
-        kept = {self.state: self.cache} if self.state else {}
         with sdpa_kernel(ATTENTION):
-            out = self.model(given, **kept, use_cache=bool(self.state), logits_to_keep=1)
+            out = self.model(**self.inputs(), use_cache=bool(self.state), logits_to_keep=1)
         self.cache = getattr(out, self.state, None) if self.state else None
-        more = any(layer.get_seq_length() > self.drawn for layer in self.layers)
-        if self.cache is None or more:
+        more = [x.get_seq_length() > self.drawn for x in self.layers if isinstance(x, _Roomy)]
+        if self.cache is None or any(more):
             self.state, self.cache, self.layers = "", None, []
         logits = out.logits[:, -1].float()
         self.finite &= torch.isfinite(logits).all()  # looked at later: no wait for a GPU
@@ -138,7 +151,7 @@ class _Part:
         for number, layer in enumerate(self.layers):
             for name, filled in (("keys", layer.keys), ("values", layer.values)):
                 assert filled is not None
-                found[f"{name}.{number}"] = filled[:, :, self.cached :]
+                found[f"{name}.{number}"] = filled[:, :, self.cached : self.drawn - 1]
         self._all_is_kept()
         return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
@@ -168,6 +181,8 @@ def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
     Without it some layers copy all they have for each token. None, for which the model makes one of
     its own, where layers keep other things than keys and values.
     """
+    if (static := graph_cache(model, length)) is not None:
+        return static
     cache = DynamicCache(config=model.config)
     if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return None

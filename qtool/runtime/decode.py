@@ -100,6 +100,16 @@ def keep_tokens(cache: StaticCache, window: int | None) -> None:
         cache.layers = [StaticTokens(max(lengths), window) for window in windows]
 
 
+def graph_cache(model: PreTrainedModel, length: int) -> StaticCache | None:
+    """A cache of ``length`` tokens over which ``model`` decodes by graphs; None if it does not."""
+    if not hasattr(model, "decode_graphs"):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    cache = StaticCache(config=config, max_cache_len=length)
+    keep_tokens(cache, getattr(config, "sliding_window", None))
+    return cache if all(type(layer) is StaticTokens for layer in cache.layers) else None
+
+
 def attend(
     module: Any,
     query: Tensor,

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 from qtool.data.continuation import continued
 from qtool.errors import QtoolError
+from qtool.runtime.decode import graph_decoding
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
 from tests.models.tiny import save_tiny
+from tests.runtime.test_decode import HYBRID, model_of, recorded  # noqa: F401  (a fixture)
 
 
 def texts(windows: int = 4, length: int = 5) -> Tensor:
@@ -103,6 +105,32 @@ def test_a_killed_continuation_goes_on_to_the_same_windows(
     assert torch.equal(found, wanted)
     drawn = sum(entry["tokens"].numel() for entry in journal)
     assert drawn == 4 * (40 - texts().shape[1])  # each token once
+
+
+@pytest.mark.parametrize(("config", "more"), [(LlamaConfig, {}), (Gemma3TextConfig, HYBRID)])
+def test_windows_are_drawn_by_graphs(
+    config: type,
+    more: dict[str, object],
+    recorded: list[str],  # noqa: F811
+) -> None:
+    """Each is a likeliest one by all before, to the precision of bf16; a killed run goes on."""
+    model = model_of(config, **more)
+    model.lm_head.weight.data *= 1000  # nothing else is ever drawn
+    given = texts() % 128
+    assert graph_decoding(model)
+    wanted = continued(model, given, 40, seed=0, at_once=3)
+    assert recorded == (["run", "record"] + ["replay"] * 33) * 2
+    with torch.no_grad():
+        logits = model(input_ids=wanted, use_cache=False).logits[:, 4:-1].float()
+    most, chosen = logits.amax(-1), logits.gather(-1, wanted[:, 5:, None])[..., 0]
+    assert (chosen > 0.95 * most).all()
+    journal = Entries(2)
+    with pytest.raises(Killed):
+        continued(model, given, 40, seed=0, at_once=3, journal=journal)
+    journal.most = 100
+    assert torch.equal(continued(model, given, 40, seed=0, at_once=3, journal=journal), wanted)
+    drawn = sum(entry["tokens"].numel() for entry in journal)
+    assert drawn == 4 * (40 - given.shape[1])
 
 
 def test_no_text_from_nan(make_model: MakeModel) -> None:
