@@ -122,7 +122,7 @@ class _Part:
         given = self.tokens[-1]
         if not isinstance(self.cache, StaticCache):
             return {"input_ids": given, self.state: self.cache}
-        return self.model.prepare_inputs_for_generation(
+        return self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             given,
             past_key_values=self.cache,
             attention_mask=given.new_ones(len(given), self.drawn),
