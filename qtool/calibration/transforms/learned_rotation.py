@@ -25,6 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qtool.calibration.precision import tensor_cores
+
 #: of the norm: squarings of a square
 SQUARINGS = 3
 POWER = 2 ** (SQUARINGS + 1)
@@ -35,40 +37,53 @@ MOMENTUM, SQUARES = 0.9, 0.99
 BATCH = 16
 #: what the axes count beside the rows; inputs count as much as rows
 AXES = 0.3
+#: numbers of a step's rows that are looked at together
+TOGETHER = 1 << 25
 
 
 @torch.no_grad()
 def learn(
-    rows: Tensor, start: Tensor, group: int, steps: int, inputs: Tensor | None = None
+    rows: Sequence[Tensor],
+    start: Tensor,
+    group: int,
+    steps: int,
+    inputs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``Q [H, H]``, float64, from the orthogonal ``start [H, H]``.
 
     Args:
-        rows: ``[M, H]``, float32. group: channels of a group. steps: of Adam.
-        inputs: ``[M', H]``, likewise; None: the axes.
+        rows: each ``[M, H]``. group: channels of a group. steps: of Adam.
+        inputs: likewise; none: the axes.
     """
-    q = start.to(rows)
-    one = torch.eye(len(q), dtype=q.dtype, device=q.device)
-    batches = _shuffled(rows)
-    beside, weight = ([one * len(q) ** 0.5], AXES) if inputs is None else (_shuffled(inputs), 1.0)
+    q = start.float().to(rows[0].device)
+    one = torch.eye(len(q), device=q.device)
+    beside, weight = (inputs, 1.0) if inputs else ([one * len(q) ** 0.5], AXES)
     mean, squares = torch.zeros_like(q), torch.zeros_like(q)
     for step in range(steps):
-        found = gradient(batches[step % len(batches)], q, group)
-        ahead = q.T @ found.add_(gradient(beside[step % len(beside)], q, group), alpha=weight)
+        with tensor_cores():
+            found = gradient(_of_step(rows, step), q, group)
+            found.add_(gradient(_of_step(beside, step), q, group), alpha=weight)
+        ahead = q.T @ found
         skew = ahead - ahead.T
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
         half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
         q = q @ torch.linalg.solve(one + half, one - half)
-    left, _, right = torch.linalg.svd(q.double())
-    return left @ right
+    q = q.double()
+    for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
+        q = 1.5 * q - 0.5 * q @ (q.T @ q)
+    return q
 
 
-def _shuffled(rows: Tensor) -> Sequence[Tensor]:
-    """The rows of each step, ``[BATCH H, H]``."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    return rows[order.to(rows.device)].split(BATCH * rows.shape[1])
+def _of_step(parts: Sequence[Tensor], step: int) -> Tensor:
+    """About ``BATCH H`` rows, of each part its share; all rows in turn.
+
+    Every n-th row, with an odd n: the rows of a head are a power of two.
+    """
+    turns = -(-sum(map(len, parts)) // (BATCH * parts[0].shape[1]))
+    n = turns + 1 - turns % 2
+    return torch.cat([part[(step + number) % n :: n] for number, part in enumerate(parts)])
 
 
 def step_flops(hidden: int) -> float:
@@ -80,14 +95,18 @@ def step_flops(hidden: int) -> float:
 
 
 def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
-    """The gradient ``[H, H]`` of the mean over the groups of ``rows q``."""
-    turned = (rows @ q).unflatten(-1, (-1, group))
-    top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
-    share = turned / top
-    power = share.square()
-    for _ in range(SQUARINGS):
-        power = power.square()
-    norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
-    power /= torch.where(share == 0, 1.0, share)
-    power *= norm * top
-    return rows.T @ power.flatten(-2) * (2 / power.numel())
+    """The gradient ``[H, H]`` of the mean over the groups of ``rows q``, ``[M, H]``."""
+    found = torch.zeros_like(q)
+    for part in rows.split(max(1, TOGETHER // len(q))):
+        own = part.to(q)
+        turned = (own @ q).unflatten(-1, (-1, group))
+        top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
+        share = turned / top
+        power = share.square()
+        for _ in range(SQUARINGS):
+            power = power.square()
+        norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
+        power /= torch.where(share == 0, 1.0, share)
+        power *= norm * top
+        found.addmm_(own.T, power.flatten(-2), alpha=2 / rows.numel())
+    return found

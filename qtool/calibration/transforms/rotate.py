@@ -35,9 +35,10 @@ from qtool.calibration.transforms.learned_rotation import learn, step_flops
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
-#: bytes of the readers of the residual stream, in float32, of which a rotation is learned
-LARGEST = 4 << 30
-#: of each norm's outputs in a batch, of which it is learned too
+#: bytes in 16 bits of the readers of the residual stream of which a rotation is learned; where they
+#: have more, it is every n-th row
+LARGEST = 10 << 30
+#: of each norm's outputs in a batch, of which it is learned too; an n-th of them likewise
 TOKENS = 2048
 
 
@@ -63,8 +64,7 @@ class Rotate(Transform):
         seed: of the random signs of the residual rotation.
         learn_steps: by which the residual rotation is learned from the weights that read the
             residual stream, and from their inputs if these have 4 bits, from the Hadamard on
-            (:mod:`.learned_rotation`); 0: none. Models whose readers have more than
-            :data:`LARGEST` bytes, and those with LayerNorm, keep the Hadamard.
+            (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the Hadamard.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -113,24 +113,21 @@ class Rotate(Transform):
                 if group.reads_residual and name in block.schemes
             }
             weights = {name: block.weight(name) for name in readers}
-            size = 4 * sum(weight.numel() for weight in weights.values())
-            if size * block.config.num_hidden_layers > LARGEST:
-                return {}
+            size = 2 * sum(weight.numel() for weight in weights.values())
+            every = -(-size * block.config.num_hidden_layers // LARGEST) or 1
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
-                rows.append(_unit_rows(weight))
+                rows.append(_unit_rows(weight[block.index % every :: every]))
             coarse = [name for name in readers if block.schemes[name].activation.bits == 4]
             for batch in batches:
-                inputs += _normalized(block, batch, {readers[name] for name in coarse})
+                norms = {readers[name] for name in coarse}
+                inputs += _normalized(block, batch, norms, -(-TOKENS // every))
             propagate(block, batches)
         if not rows:
             return {}
-        together, beside = torch.cat(rows), torch.cat(inputs) if inputs else None
-        rows.clear()
-        inputs.clear()
-        hidden = together.shape[1]
+        hidden = rows[0].shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(together, start, hidden // groups, self.learn_steps, beside)
+        found = learn(rows, start, hidden // groups, self.learn_steps, inputs)
         return {"rotation": found.cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
@@ -143,20 +140,22 @@ class Rotate(Transform):
         flops = self.learn_steps * step_flops(block.config.hidden_size)
         return Work(
             read_bytes=block.weights * block.itemsize,
-            rounding_flops=flops / block.config.num_hidden_layers,
+            search_flops=flops / block.config.num_hidden_layers,
         )
 
     def held_bytes(self, block: BlockShape) -> int:
-        return max(super().held_bytes(block), 2 * self._learned_bytes(block))  # and shuffled
+        return max(super().held_bytes(block), self._learned_bytes(block))
 
     def _learned_bytes(self, block: BlockShape) -> int:
         """Bytes of the rows, and inputs, that the rotation is learned of; 0 if it is not."""
+        if not self.learns:
+            return 0
         readers = [g for g in block.family.folds() if g.reads_residual]
         linears = (n for g in readers for n in g.linears if n in block.quantized)
-        rows = 4 * sum(prod(block.quantized[n]) for n in linears) * block.config.num_hidden_layers
+        rows = 2 * sum(prod(block.quantized[n]) for n in linears) * block.config.num_hidden_layers
         norms = len({group.source for group in readers}) * block.config.num_hidden_layers
-        inputs = 4 * norms * TOKENS * block.config.hidden_size
-        return int(rows + inputs) if self.learns and rows <= LARGEST else 0
+        inputs = 2 * norms * TOKENS * block.config.hidden_size
+        return int((rows + inputs) / max(1, -(-rows // LARGEST)))
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -211,16 +210,16 @@ class Rotate(Transform):
 
 
 def _unit_rows(x: Tensor) -> Tensor:
-    """``x [M, H]`` in float32, each row to a mean square of 1; rows of zeros stay."""
-    return x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
+    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay."""
+    return (x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)).half()
 
 
-def _normalized(block: Block, batch: Batch, norms: Iterable[str]) -> list[Tensor]:
-    """What each of ``norms``, whose weight is 1, makes of :data:`TOKENS` tokens, ``[M, H]``."""
+def _normalized(block: Block, batch: Batch, norms: Iterable[str], tokens: int) -> list[Tensor]:
+    """What each of ``norms``, whose weight is 1, makes of at most ``tokens`` tokens, ``[M, H]``."""
     seen: list[Tensor] = []
     if observers := dict.fromkeys(norms, seen.append):
         observe(block, [batch], observers)
-    return [_unit_rows(x[:: -(-len(x) // TOKENS)]) for x in seen]
+    return [_unit_rows(x[:: -(-len(x) // tokens)]) for x in seen]
 
 
 def balance_heads(block: Block) -> None:
