@@ -5,16 +5,20 @@ Every scheme has one floating-point parameter, a scale its values are linear in,
 
     s <- s * (1 + <V_G, (T - V) H> / <V_G H_GG, V_G>)
 
-the minimum of ``tr (T - V) H (T - V)^T`` over that scale, one group after another.
+the minimum of ``tr (T - V) H (T - V)^T`` over that scale, one group after another. ``(T - V) H`` is
+made for a panel of groups and follows each change inside it.
 
-Legend: N output channels, K input channels, G groups.
+Legend: N output channels, K input channels, G groups of a panel.
 """
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import product
+from qtool.calibration.precision import by_rows, product
 from qtool.schemes.base import Params, Scheme, stored_scale
+
+#: columns of a panel, at least a group
+PANEL = 4096
 
 
 def float_scale(params: Params) -> str:
@@ -31,13 +35,35 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
     error = target - values
     size = values.shape[1] // (scale.shape[1] if scale.dim() == 2 else 1)
     ratios = []
-    for start in range(0, values.shape[1], size):
-        columns = slice(start, start + size)
-        value = values[:, columns]
-        wanted = (product(error, hessian[:, columns]) * value).sum(1)
-        power = (product(value, hessian[columns, columns]) * value).sum(1)
-        ratio = torch.where(power > 0, 1 + wanted / power, 1.0).clamp(0.5, 2)
-        error[:, columns] -= value * (ratio - 1)[:, None]
-        ratios.append(ratio)
+    for first, stop in _panels(values.shape[1], size):
+        panel = slice(first, stop)
+        pull, power = product(error, hessian[:, panel]), _power(values, hessian, panel, size)
+        for start, own_power in zip(range(first, stop, size), power.unbind(1), strict=True):
+            columns, later = slice(start, start + size), slice(start + size, stop)
+            value, own = values[:, columns], start - first
+            wanted = (pull[:, own : own + size] * value).sum(1)
+            ratio = torch.where(own_power > 0, 1 + wanted / own_power, 1.0).clamp(0.5, 2)
+            change = value * (ratio - 1)[:, None]
+            error[:, columns] -= change
+            pull[:, own + size :].addmm_(change, hessian[columns, later], alpha=-1)
+            ratios.append(ratio)
     better = scale.float() * torch.stack(ratios, 1).view(scale.shape)
     return params | {name: stored_scale(better.abs(), scale.dtype).copysign(scale)}
+
+
+def _panels(columns: int, size: int) -> list[tuple[int, int]]:
+    """First and last column of panels of whole groups of ``size`` columns."""
+    width = size * max(1, PANEL // size)
+    return [(start, min(start + width, columns)) for start in range(0, columns, width)]
+
+
+def _power(values: Tensor, hessian: Tensor, panel: slice, size: int) -> Tensor:
+    """``<V_G H_GG, V_G> [N, G]`` of the groups of a panel."""
+    blocks = hessian[panel, panel].unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    own = torch.stack([blocks[g, :, g] for g in range(len(blocks))])  # [G, size, size]
+
+    def of_rows(some: Tensor) -> Tensor:
+        groups = some.unflatten(1, (-1, size)).transpose(0, 1)  # [G, N, size]
+        return ((groups @ own) * groups).sum(2).T
+
+    return by_rows(of_rows, values[:, panel])

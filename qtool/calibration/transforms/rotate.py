@@ -44,7 +44,7 @@ TOKENS = 2048
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``."""
+    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``, computed where Q is."""
 
     matrix: Tensor
 
@@ -53,7 +53,7 @@ class Dense:
         return len(self.matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.double() @ self.matrix.to(x.device)).to(x.dtype)
+        return (x.to(self.matrix.device).double() @ self.matrix).to(x)
 
 
 @dataclass(kw_only=True)

@@ -212,7 +212,8 @@ class Shards:
                     with closing(built), phase("search"):
                         found = transform.learn(built.blocks(), built.batches)
                     output.keep(name, found, found.items(), {})
-            transform.load(ranks.broadcast(found))
+            shared = ranks.broadcast(found)
+            transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})
 
     def missing_bytes(self) -> int:
         """Bytes that the missing shards will take on the disk."""
