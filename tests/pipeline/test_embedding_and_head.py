@@ -9,7 +9,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.streaming import embedding_and_head as edges
 from tests.conftest import MakeModel
 
-EMBEDDING = "model.embed_tokens"
+EMBEDDING, CPU = "model.embed_tokens", torch.device("cpu")
 
 
 def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -23,7 +23,7 @@ def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch
             torch.tensor([200]),
         ):
             assert torch.equal(edges.table_rows(source, job, EMBEDDING, wanted), table[wanted])
-        pieces = [piece for _, piece in edges.tables(source, job)]
+        pieces = [piece for _, piece in edges.tables(source, job, CPU)]
         assert len(pieces) == -(-len(table) // rows) and torch.equal(torch.cat(pieces), table)
 
 
@@ -31,7 +31,7 @@ def test_the_head_takes_the_gain_of_the_norm_that_is_made_plain(make_model: Make
     source = Checkpoint(make_model())
     layers = [{"match": ".*", "scheme": None}]
     fused = recipes.parse({"layers": layers, "transforms": ["norm-fusion"]}, "fused")
-    stored = dict(edges.head(source, Job.of(source.config, fused)))
+    stored = dict(edges.head(source, Job.of(source.config, fused), CPU))
     gain, head = source.read("model.norm.weight"), source.read("lm_head.weight")
     assert torch.equal(stored["model.norm.weight"], torch.ones_like(gain))
     torch.testing.assert_close(stored["lm_head.weight"], head * gain)

@@ -1,4 +1,4 @@
-"""Rewrites embedding, final norm and head by the transforms, a few rows at a time."""
+"""Rewrites embedding, final norm and head by the transforms, a few rows at a time on a device."""
 
 from collections.abc import Iterator
 
@@ -12,17 +12,12 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 
 
-def tables(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
+def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """``(name, rows)`` of the embedding of the result, and of learned positions, in pieces."""
     for module in job.family.tables:
-        yield from table(source, job, module)
-
-
-def table(source: Checkpoint, job: Job, module: str) -> Iterator[tuple[str, Tensor]]:
-    """``(name, rows)`` of one table of the result, in pieces."""
-    name = f"{module}.weight"
-    for rows in finite_rows(source, name, job.dtype.itemsize):
-        yield name, as_stored(name, _embedded(rows, job), job)
+        name = f"{module}.weight"
+        for rows in finite_rows(source, name, job.dtype.itemsize, device):
+            yield name, as_stored(name, _embedded(rows, job), job)
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
@@ -44,16 +39,18 @@ def _embedded(rows: Tensor, job: Job) -> Tensor:
     return rows
 
 
-def head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
+def head(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Final norm, rows of the head unless it stays tied, and tensors the family does not know."""
-    yield from _norm_and_head(source, job)
+    yield from _norm_and_head(source, job, device)
     for name in job.family.outside:
         yield name, source.read(name)
     for name in job.unknown:
         yield name, source.read(name)
 
 
-def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]:
+def _norm_and_head(
+    source: Checkpoint, job: Job, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     family = job.family
     head_name = f"{family.head}.weight"
     norms = [_final_norm(source, job)]  # before each transform, and after the last
@@ -65,10 +62,10 @@ def _norm_and_head(source: Checkpoint, job: Job) -> Iterator[tuple[str, Tensor]]
     if job.tied and not job.unties:
         return
     stored_head = f"{family.embedding}.weight" if job.tied else head_name
-    for rows in finite_rows(source, stored_head, job.dtype.itemsize):
+    for rows in finite_rows(source, stored_head, job.dtype.itemsize, device):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
-            changed = transform.head(changed, norm.gain)
+            changed = transform.head(changed, norm.gain.to(device))
         yield head_name, as_stored(head_name, changed, job)
 
 

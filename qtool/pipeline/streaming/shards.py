@@ -103,7 +103,7 @@ class Shards:
                 outside = ((1, embedding_and_head.tables), (last, embedding_and_head.head))
                 for shard, tensors in outside:
                     if shard not in output.records and output.is_written_here(shard):
-                        self._write(writer, shard, tensors(self.source, self.job), {})
+                        self._write(writer, shard, tensors(self.source, self.job, self.device), {})
                 for shard in range(2 + start, max(missing, default=1) + 1):
                     self._block(blocks, shard, missing, writer)
                 with phase("write"):
