@@ -88,8 +88,8 @@ H200 = Rates(
     packed_weights=25e9,
     read_bytes=1.5e9,
     write_bytes=0.45e9,
-    seconds_a_token=0.7e-3,
-    cached_bytes=390e9,
+    seconds_a_token=0.21e-3,
+    cached_bytes=1.9e12,
     start=2.8,
     compiling=4.0,
 )
