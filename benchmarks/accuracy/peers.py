@@ -121,7 +121,7 @@ def main() -> None:
     if arguments.write:
         tools = list(dict.fromkeys(ROWS[row].tool for row in rows if "error" not in found[row]))
         facts = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": "python " + " ".join(Path(a).name if a[:1] == "/" else a for a in sys.argv),
             "machine": "; ".join(
                 [
                     said(arguments.venvs, OURS, MACHINE, arguments.device),

@@ -190,7 +190,7 @@ def main() -> None:
     model = build(arguments.shape, vocabulary).to(arguments.device).train()
     print(f"{model.num_parameters():,} parameters, {len(tokens):,} tokens", flush=True)
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": "python " + " ".join(Path(a).name if a[:1] == "/" else a for a in sys.argv),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if tokens.is_cuda else "cpu",
