@@ -281,6 +281,21 @@ def families() -> str:
     return counted + markdown(head, rows) + made_by(found)
 
 
+def trained() -> str:
+    """The models that benchmarks/accuracy/train.py made."""
+    rows, commands = [], []
+    for shape in ("dense", "mixture"):
+        found = results(f"training-{shape}")
+        millions = [f"{found[name] / 1e6:.1f}" for name in ("parameters", "train_tokens", "tokens")]
+        spent = [f"{found['held_out_loss']:.3f}", f"{found['seconds']:.0f}"]
+        rows.append([shape, *millions, *spent])
+        commands.append(f"`{found['command']}`")
+    head = ["model", "parameters, M", "text, M tokens", "read, M tokens", "held-out loss, nats"]
+    where = f"{found['device']}, torch {found['torch']}, transformers {found['transformers']}"
+    made = f"\nTrained by {' and '.join(commands)} on {where}.\n"
+    return markdown([*head, "seconds"], rows) + made
+
+
 def printed(name: str) -> Callable[[], str]:
     """A table stored as ``head`` and ``rows`` of text, as the command printed it."""
 
@@ -310,6 +325,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runtime": runtime,
     "quantize": quantize,
     "families": families,
+    "trained": trained,
     "sensitivity": sensitivity,
     **{
         name: printed(name)
@@ -321,6 +337,8 @@ TABLES: dict[str, Callable[[], str]] = {
             "outliers",
             "peers",
             "peers-c4",
+            "peers-dense",
+            "peers-mixture",
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",

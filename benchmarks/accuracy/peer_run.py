@@ -4,12 +4,12 @@
 
 Quantizes by one tool, stores the result in its own format, loads that again in float32, evaluates
 it, and writes ``DIR/ROW.json``. What a tool does not store, or cannot load on a CPU, is evaluated
-as the model that it hands back. Every tool gets the same calibration windows as token ids. CPU time
-runs from opening the model to the result; imports before it are not counted.
+as the model that it hands back. Every tool gets the same calibration windows as token ids. Time
+runs from opening the model to the result, on a CPU as the seconds of all threads; imports before it
+are not counted. Everything is calculated in float32, on a GPU without TF32.
 """
 
 import argparse
-import copy
 import importlib
 import json
 import resource
@@ -30,7 +30,8 @@ from qtool.data import corpora
 from qtool.data.windows import cut, token_ids
 from qtool.exchange.sources import describe
 from qtool.io.source import Checkpoint, resolve
-from qtool.runtime.load import load
+from qtool.pipeline.inspect import total
+from qtool.runtime.load import load_as_stored
 
 #: stores a model in the path, or returns it
 Run = Callable[[argparse.Namespace, Path], PreTrainedModel | None]
@@ -48,15 +49,27 @@ def main() -> None:
     importlib.import_module(module)
     out = arguments.work / arguments.row
     shutil.rmtree(out, ignore_errors=True)
-    started = time.process_time()
+    base = load_as_stored(resolve(arguments.model), dtype=torch.float32)  # before tools patch it
+    clock = time.process_time if arguments.device == "cpu" else time.monotonic
+    started = clock()
     model = run(arguments, out)
-    seconds = time.process_time() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    base = load(resolve(arguments.model), dtype=torch.float32)
+    seconds = clock() - started
+    if arguments.device == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        peak = torch.cuda.max_memory_allocated()
+    torch.set_float32_matmul_precision("highest")  # whatever a tool left
+    base.to(arguments.device)
     if model is None:
-        model = base if arguments.row == "full" else stored(out, base)
-    found = evaluated(model, arguments, base) | {"seconds": seconds, "megabytes_peak": peak}
-    (arguments.work / f"{arguments.row}.json").write_text(json.dumps(found))
+        model = base if arguments.row == "full" else stored(out, base, arguments)
+    found = evaluated(model, arguments, base)
+    found |= {"device": arguments.device, "seconds": seconds, "megabytes_peak": peak / 1e6}
+    if module == "qtool" and out.exists():
+        found["bits"] = total("", (row for row in qtool.inspect(out) if row.layout)).bits
+    record = arguments.work / f"{arguments.row}.json"
+    record.write_text(json.dumps(found))  # whatever becomes of the tasks
+    if arguments.tasks:
+        record.write_text(json.dumps(found | {"tasks": zero_shot(model, arguments)}))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,28 +81,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
+    parser.add_argument("--tasks", default="", help="zero-shot ones of qtool eval, with commas")
+    parser.add_argument("--items", type=int, help="of a task; all by default")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, of every tool")
     parser.add_argument("--work", type=Path, default=Path("out/peers"))
 
 
-def stored(directory: Path, base: PreTrainedModel) -> PreTrainedModel:
+def stored(
+    directory: Path, base: PreTrainedModel, arguments: argparse.Namespace
+) -> PreTrainedModel:
     """A tool's stored model in float32; GPTQ files are dequantized here, without their kernels."""
     directory = next(
         directory.rglob("config.json")
     ).parent  # AutoRound makes a folder of its own below
     checkpoint = Checkpoint(directory)
     if checkpoint.config["quantization_config"]["quant_method"] != "gptq":
-        return load(directory, dtype=torch.float32)
-    model, foreign = copy.deepcopy(base), describe(checkpoint.config)
-    for name, linear in model.named_modules():
-        if f"{name}.qweight" in checkpoint:
-            parts = {
-                part.removeprefix(f"{name}."): checkpoint.read(part)
-                for part in checkpoint.under(name)
-            }
-            linear.weight.data = foreign.read(
-                parts, linear.out_features, linear.in_features
-            ).weight()
-    return model
+        return load_as_stored(directory, device=arguments.device, dtype=torch.float32)
+    source, foreign = Checkpoint(resolve(arguments.model)), describe(checkpoint.config)
+    tensors = {name: source.read(name) for name in source.entries}
+    for packed in [name for name in checkpoint.entries if name.endswith(".qweight")]:
+        linear = packed.removesuffix(".qweight")
+        parts = {
+            part.removeprefix(f"{linear}."): checkpoint.read(part)
+            for part in checkpoint.under(linear)
+        }
+        shape = tensors[f"{linear}.weight"].shape
+        tensors[f"{linear}.weight"] = foreign.read(parts, *shape).weight()
+    model = base.from_pretrained(None, config=base.config, state_dict=tensors, dtype=torch.float32)
+    return model.to(arguments.device).eval()
+
+
+def zero_shot(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The accuracy of each task and its standard error."""
+    results, _ = qtool.evaluate(
+        arguments.tasks.split(","),
+        model,
+        tokenizer=qtool.load_tokenizer(arguments.model),
+        limit=arguments.items,
+        batch_size=1 if arguments.row.startswith("quark") else 16,  # it shares scales in a batch
+    )
+    found = {task.task: task.metrics["acc"] for task in results.tasks}
+    return {name: (accuracy.value, accuracy.stderr) for name, accuracy in found.items()}
 
 
 def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
@@ -131,6 +163,7 @@ def ours(
         seqlen=arguments.seqlen,
         seed=SEED,
         windows=windows,
+        device=arguments.device,
     )
 
 
@@ -145,7 +178,8 @@ def llm_compressor(
     group: int | None = None,
     act_group: int | None = None,
 ) -> PreTrainedModel | None:
-    """GPTQ after other modifiers; R4, which transformers does not load, is evaluated in memory.
+    """GPTQ after other modifiers; R4 and mixtures, which transformers does not load as they are
+    stored, are evaluated in memory.
 
     Args:
         smooth: strength of SmoothQuant before it.
@@ -154,8 +188,10 @@ def llm_compressor(
         group: channels that share a scale of weights; those of the scheme if None.
         act_group: channels that share a scale of activations; the token if None.
     """
+    from compressed_tensors.offload import remove_dispatch
     from compressed_tensors.quantization import QuantizationStrategy, preset_name_to_scheme
     from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import load_quantizable_moe
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
     from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
@@ -167,7 +203,8 @@ def llm_compressor(
     if act_group:
         layers.input_activations.strategy = QuantizationStrategy.GROUP
         layers.input_activations.group_size = act_group
-    model, tokenizer = _opened(arguments)
+    with load_quantizable_moe():
+        model, tokenizer = _opened(arguments)
     recipe: list[Any] = []
     if rotations:
         recipe.append(SpinQuantModifier(rotations=rotations.split(), transform_type=matrix))
@@ -183,8 +220,8 @@ def llm_compressor(
         num_calibration_samples=len(batches),
         max_seq_length=arguments.seqlen,
     )
-    if "R4" in rotations:
-        return model
+    if "R4" in rotations or hasattr(model.config, "num_experts"):
+        return remove_dispatch(model).to(arguments.device)
     model.save_pretrained(out, save_compressed=True)
     tokenizer.save_pretrained(out)
     return None
@@ -195,7 +232,9 @@ def gptqmodel(arguments: argparse.Namespace, out: Path, **options: Any) -> None:
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=4, group_size=128, sym=True, **options)
-    model = GPTQModel.load(str(resolve(arguments.model)), config, device="cpu", dtype=torch.float32)
+    model = GPTQModel.load(
+        str(resolve(arguments.model)), config, device=arguments.device, dtype=torch.float32
+    )
     batches = [{name: ids[0] for name, ids in batch.items()} for batch in calibration(arguments)]
     model.quantize(batches, batch_size=1, backend=BACKEND.GPTQ_TORCH)
     model.save(str(out))
@@ -210,7 +249,9 @@ def autoround(
 ) -> PreTrainedModel | None:
     """Learned rounding, stored in the format ``form``; the model itself if there is none."""
     from auto_round import AutoRound
+    from auto_round.modeling.unfused_moe import apply_model_monkey_patches
 
+    apply_model_monkey_patches(str(resolve(arguments.model)))  # experts of a mixture as linears
     model, tokenizer = _opened(arguments)
     batches = calibration(arguments)
     tuner = AutoRound(
@@ -221,14 +262,14 @@ def autoround(
         seqlen=arguments.seqlen,
         nsamples=len(batches),
         batch_size=8,
-        device_map="cpu",
+        device_map=arguments.device,
         seed=SEED,
         amp=False,
         enable_torch_compile=False,
         **options,
     )
     if form is None:
-        return tuner.quantize()[0]
+        return tuner.quantize()[0].to(arguments.device)
     tuner.quantize_and_save(str(out), format=form)
     return None
 
@@ -263,12 +304,15 @@ def quark(
     inputs = None if activations == "16" else spec(activations, axis=1, dynamic=True)
     layer = QLayerConfig(weight=spec(weights, axis=0, dynamic=False), input_tensors=inputs)
     LLMTemplate.register_scheme(scheme, config=layer)
-    template = LLMTemplate.get("llama")
-    rotation = template.algo_config["rotation"]
+    model, _ = _opened(arguments)
+    model.to(arguments.device)
+    template = LLMTemplate.get(model.config.model_type)
+    rotation = (template.algo_config or {}).get("rotation")
+    if rotation is None:
+        raise NotImplementedError(f"Quark's template of {model.config.model_type} has no rotation")
     for name in ("r1", "r2", "r3", "r4"):
         setattr(rotation, name, name in rotations.split())
-    model, _ = _opened(arguments)
-    ids = [batch["input_ids"][0] for batch in calibration(arguments)]
+    ids = [batch["input_ids"][0].to(arguments.device) for batch in calibration(arguments)]
     quantizer = ModelQuantizer(template.get_config(scheme, algorithm=["rotation", "qronos"]))
     loader = torch.utils.data.DataLoader(ids, batch_size=1)
     return quantizer.freeze(quantizer.quantize_model(model, loader))

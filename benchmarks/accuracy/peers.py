@@ -2,13 +2,14 @@
 AutoRound and Quark.
 
     python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--samples 128] [--text demo]
-    [--rows all] [--write benchmarks/results/peers.json]
+    [--rows all] [--device cuda:0] [--jobs 8] [--write benchmarks/results/peers.json]
 
 Makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
 and prints a Markdown table; --write FILE keeps it as JSON, from which benchmarks/tables.py makes
 the tables of the docs. A tool that does not install or run has its reason in the table. What --work
-holds is reused: delete it to measure again. Options not listed below are those of peer_run.py.
-Standard library only.
+holds is reused: delete it to measure again. So is what --venvs holds: an environment of your own
+there, with an empty refused.txt, is taken as it is. Options not listed below are those of
+peer_run.py. Standard library only.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -79,7 +81,7 @@ ROWS = {
     "autoround-w4a4": Row("W4A4", "AutoRound, 200 iterations", AUTOROUND, W4A4),
     "quark-w4a4": Row("W4A4", "Quark, rotation with R4 + Qronos", QUARK, W4A4),
 }
-HEAD = ["", "what", "bits", "perplexity", "rise", "KL, nats", "KL beside ours", "CPU seconds", "MB"]
+HEAD = ["", "what", "bits", "perplexity", "rise", "KL, nats", "KL beside ours"]
 #: GPTQModel's default of half the cores is one too few for it on a machine of two
 ENVIRONMENT = {"GPTQMODEL_CPU_WORKERS": "2", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -94,26 +96,41 @@ def main() -> None:
         "--rows", default="all", help=f"all, or names with commas: {', '.join(ROWS)}"
     )
     parser.add_argument("--timeout", type=int, default=7200, help="seconds a row may take")
+    parser.add_argument("--total", type=int, help="seconds that all rows may take")
+    parser.add_argument("--jobs", type=int, default=1, help="rows that are measured at once")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the table as JSON")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0, of every tool")
     arguments, options = parser.parse_known_args()
+    options += ["--device", arguments.device] if arguments.device != "cpu" else []
     arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[
         :8
     ]  # other options, other results
     arguments.work.mkdir(parents=True, exist_ok=True)
     rows = list(ROWS) if arguments.rows == "all" else arguments.rows.split(",")
-    found = {row: measured(row, arguments, options) for row in rows}
-    cells = [HEAD, ["---", "---", *["---:"] * (len(HEAD) - 2)], *table(found)]
+    arguments.deadline = time.monotonic() + (arguments.total or math.inf)
+    missing = [row for row in rows if not (arguments.work / f"{row}.json").exists()]
+    for tool in dict.fromkeys(ROWS[row].tool for row in missing):
+        refused(arguments.venvs, tool)  # before rows that run at once want the same one
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        slow_first = sorted(rows, key=lambda row: not row.startswith("autoround"))
+        runs = {row: pool.submit(measured, row, arguments, options) for row in slow_first}
+    found = {row: runs[row].result() for row in rows}
+    head, lines = table(found)
+    cells = [head, ["---", "---", *["---:"] * (len(head) - 2)], *lines]
     print("\n".join(f"| {' | '.join(row)} |" for row in cells))
     if arguments.write:
         tools = list(dict.fromkeys(ROWS[row].tool for row in rows if "error" not in found[row]))
         facts = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": "python " + " ".join(Path(a).name if a[:1] == "/" else a for a in sys.argv),
             "machine": "; ".join(
-                [said(arguments.venvs, OURS, MACHINE), *versions(arguments, tools)]
+                [
+                    said(arguments.venvs, OURS, MACHINE, arguments.device),
+                    *versions(arguments, tools),
+                ]
             ),
             "date": time.strftime("%Y-%m-%d"),
         }
-        made = {"head": HEAD, "rows": table(found)}
+        made = {"head": head, "rows": lines}
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(json.dumps(facts | made, indent=1, ensure_ascii=False) + "\n")
 
@@ -143,6 +160,7 @@ def measured(row: str, arguments: argparse.Namespace, options: list[str]) -> dic
     tool = ROWS[row].tool
     if reason := refused(arguments.venvs, tool):
         return {"error": f"does not install: {reason}"}
+    limit = max(min(arguments.timeout, arguments.deadline - time.monotonic()), 0)
     log = arguments.work / f"{row}.log"
     print(f"{row} ...", file=sys.stderr, flush=True)
     python = arguments.venvs / tool / "bin/python"
@@ -155,13 +173,15 @@ def measured(row: str, arguments: argparse.Namespace, options: list[str]) -> dic
                 stdout=output,
                 stderr=output,
                 check=True,
-                timeout=arguments.timeout,
+                timeout=limit,
             )
     except subprocess.TimeoutExpired:
-        return {"error": f"does not finish in {arguments.timeout} s"}
+        failed = f"does not finish in {limit:.0f} s"
     except subprocess.CalledProcessError:
-        return {"error": f"does not run: {last_line(log.read_text())}"}
-    return dict(json.loads(record.read_text()))
+        failed = f"does not run: {last_line(log.read_text())}"
+    if record.exists():  # without zero-shot tasks, if it was they that failed
+        return dict(json.loads(record.read_text()))
+    return {"error": failed}
 
 
 def last_line(text: str) -> str:
@@ -170,20 +190,41 @@ def last_line(text: str) -> str:
     return lines[-1][:120].replace("|", "/") if lines else "no message"
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The cells of the rows; errors are over windows, and differences paired by them."""
+def table(found: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of the rows; errors are over windows or items, differences paired by window.
+
+    Bits that depend on the width of the model are those of our checkpoint, where it was measured.
+    """
     rows, ours = [], dict[str, dict[str, Any]]()
+    measured = [r for r in found.values() if "error" not in r]
+    tasks = list(dict.fromkeys(task for r in measured for task in r.get("tasks", {})))
+    on_gpu = any(r.get("device", "cpu") != "cpu" for r in measured)
+    head = [*HEAD, *tasks, *(("seconds", "GPU MB") if on_gpu else ("CPU seconds", "MB"))]
     for name, r in found.items():
-        scheme, label, _, bits = ROWS[name]
-        cells = [scheme, label, bits, r["error"] if "error" in r else f"{r['perplexity']:.3f}"]
-        if "error" not in r and name != "full":
-            first = ours.setdefault(scheme, r)
+        scheme, label, tool, bits = ROWS[name]
+        first = ours.get(scheme, r) if "error" in r else ours.setdefault(scheme, r)
+        stored = r if tool == OURS else first if bits == W8A8 else {}
+        if "bits" in stored:
+            bits = f"{stored['bits']:.3f} / {bits.partition(' / ')[2]}"
+        if "error" in r:
+            rows.append([scheme, label, bits, r["error"], *[""] * (len(head) - 4)])
+            continue
+        cells = [scheme, label, bits, f"{r['perplexity']:.3f}"]
+        if name == "full":
+            cells += [""] * 3
+        else:
             cells.append(rise(r, found["full"]) if "full" in found else "")
             cells.append(f"{fmean(r['window_kl']):.5f} ± {error(r['window_kl']):.5f}")
             cells.append("" if first is r else beside(r["window_kl"], first["window_kl"]))
-            cells += [f"{r['seconds']:.0f}", f"{r['megabytes_peak']:.0f}"]
-        rows.append(cells + [""] * (len(HEAD) - len(cells)))
-    return rows
+        cells += [share(*r["tasks"][task]) if "tasks" in r else "" for task in tasks]
+        spent = [f"{r['seconds']:.0f}", f"{r['megabytes_peak']:.0f}"]
+        rows.append(cells + (["", ""] if name == "full" else spent))
+    return head, rows
+
+
+def share(accuracy: float, error: float) -> str:
+    """In percent."""
+    return f"{100 * accuracy:.1f} ± {100 * error:.1f}"
 
 
 def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
@@ -204,7 +245,7 @@ def error(values: list[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-MACHINE = "from qtool.bench.stored import machine; print(machine())"
+MACHINE = "import sys; from qtool.bench.stored import machine; print(machine(sys.argv[1]))"
 VERSION = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
 
 

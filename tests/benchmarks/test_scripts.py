@@ -77,6 +77,7 @@ def refused_peers(tmp: Path) -> None:
     work.mkdir(parents=True)
     for row, kl in (("qtool-w8a8-best", 0.1), ("quark-w8a8", 0.2)):
         found = {"perplexity": 2.0, "window_kl": [kl, 2 * kl], "seconds": 1, "megabytes_peak": 1}
+        found |= {"tasks": {"piqa": (0.5, 0.01)}} | ({"bits": 8.02} if "qtool" in row else {})
         (work / f"{row}.json").write_text(json.dumps(found))
 
 
@@ -97,6 +98,15 @@ def loads(folder: str) -> Callable[[Path], object]:
 def books(tmp: Path) -> None:
     for name in ("train", "valid"):
         (tmp / f"{name}.txt").write_text((DEMO / "heldout.txt").read_text())
+
+
+def random_tokens(tmp: Path) -> None:
+    """What tokenize_corpus.py writes, of the demo's vocabulary."""
+    for name in ("train", "valid"):
+        torch.randint(4096, (5000,), dtype=torch.int16).numpy().tofile(tmp / f"{name}.bin")
+    (tmp / "tokenizer").mkdir()
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, tmp / "tokenizer")
 
 
 def two_evaluations(tmp: Path) -> None:
@@ -120,11 +130,15 @@ TINY = "--shape llama-tiny --layers 1 --samples 1 --seqlen 16"
 SCRIPTS: dict[str, Case] = {
     "accuracy/families.py": Case("smollm3 gpt_oss --steps plan fast", r"^2 of 2 passed$"),
     "accuracy/outliers.py": Case("{model} {tmp}/out --first-token 1", check=loads("out")),
-    "accuracy/peer_run.py": Case("full --samples 1 --seqlen 16 --limit 1 --work {tmp}"),
+    "accuracy/peer_run.py": Case(
+        "full --samples 1 --seqlen 16 --limit 1 --tasks demo_choice --items 2 --work {tmp}",
+        check=lambda tmp: json.loads((tmp / "full.json").read_text())["tasks"]["demo_choice"],
+    ),
     "accuracy/peers.py": Case(
-        "--venvs {tmp}/venvs --work {tmp}/work --rows gptqmodel-w4a16,qtool-w8a8-best,quark-w8a8",
+        "--venvs {tmp}/venvs --work {tmp}/work --rows gptqmodel-w4a16,qtool-w8a8-best,quark-w8a8 "
+        "--jobs 2",
         r"\| GPTQModel.* \| does not install: no network",
-        r"\| Quark.* 0\.30000 ± 0\.10000 \| \+100 ± 33 %",
+        r"\| Quark.* 8\.020 / 8 .* 0\.30000 ± 0\.10000 \| \+100 ± 33 % \| 50\.0 ± 1\.0 \| 1 ",
         before=refused_peers,
     ),
     "accuracy/rare_experts.py": Case(
@@ -143,6 +157,12 @@ SCRIPTS: dict[str, Case] = {
     ),
     "accuracy/standin.py": gpu("{tmp}/out"),
     "accuracy/tied.py": Case("{tied} --schemes w4a16 --windows 2 --length 16", r"\| w4a16 \| "),
+    "accuracy/train.py": Case(
+        "tiny {tmp}/out --tokens {tmp} --minutes 0 --windows 2 --no-compile --device cpu",
+        r"^\{'command'.* 'steps': 1,",
+        before=random_tokens,
+        check=loads("out"),
+    ),
     "accuracy/windows.py": Case(
         "{model} --calib demo --schemes w4a16 --recipe fast --samples 1 --windows given "
         "--length 16 --limit 1",
