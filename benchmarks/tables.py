@@ -338,7 +338,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "peers",
             "peers-c4",
             "peers-dense",
-            "peers-mixture",
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",

@@ -2,7 +2,8 @@
 AutoRound and Quark.
 
     python benchmarks/accuracy/peers.py [--model demo] [--calib demo] [--samples 128] [--text demo]
-    [--rows all] [--device cuda:0] [--jobs 8] [--write benchmarks/results/peers.json]
+    [--limit 32] [--tasks piqa,arc_easy --items 300] [--rows all] [--device cuda:0] [--jobs 8]
+    [--write benchmarks/results/peers.json]
 
 Makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
 and prints a Markdown table; --write FILE keeps it as JSON, from which benchmarks/tables.py makes

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3, help="in all")
     parser.add_argument("--windows", type=int, default=48, help=f"of {CONTEXT} tokens a step")
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
