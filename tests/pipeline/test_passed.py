@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from qtool import recipes
 from qtool.calibration import forwards
@@ -45,6 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def save(model_type: str) -> Path:
+        if model_type not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {model_type}")
         if model_type not in made:
             directory = tmp_path_factory.mktemp("saved") / model_type
             made[model_type] = save_tiny(model_type, directory)
