@@ -66,8 +66,9 @@ class GptqOptions:
         clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no
             search.
         negative_scales: try them with scales below 0 too, where the scheme takes those.
-        residual: share of the input's error that the target makes up for; 0: the target is W. All
-            of it (1) is best with 16-bit activations and much calibration text.
+        residual: share of the input's error that the target makes up for, beside all that the
+            residual stream lacks; 0: the target is W. All of it (1) is best with 16-bit
+            activations and much calibration text.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
     """
 
