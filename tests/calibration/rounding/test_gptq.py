@@ -169,28 +169,31 @@ def test_the_target_makes_up_for_the_error_of_the_input() -> None:
     assert errors[2] < errors[1] < errors[0]
 
 
-@pytest.mark.parametrize("residual", [0.5, 1.0])
-def test_the_target_makes_up_for_what_the_residual_stream_lacks(residual: float) -> None:
+def test_the_target_makes_up_for_what_the_residual_stream_lacks() -> None:
     """All of it where the inputs can make it; else as least squares do."""
     (weight, _), gen = problem(), torch.Generator().manual_seed(0)
     x = torch.randn(1024, 128, generator=gen)
     change = 0.1 * torch.randn(24, 128, generator=gen)
 
-    def target(lacking: Tensor) -> Tensor:
+    def target(lacking: Tensor, stream: float = 1) -> Tensor:
         hessian = Hessian(128, x.device, drift=True, hidden=24)
         hessian.add(x, x, lacking)
         hessian.complete()
         of = Problem(get("w4a16"), weight, hessian, lacking=hessian.s)
-        return prepare(of, Gptq(residual=residual, damping=1e-6)).target
+        return prepare(of, Gptq(stream=stream, damping=1e-6)).target
 
     torch.testing.assert_close(target(x @ change.T), weight + change, rtol=1e-3, atol=1e-3)
+    half = weight + change / 2
+    torch.testing.assert_close(target(x @ change.T, stream=0.5), half, rtol=1e-3, atol=1e-3)
     lacking = torch.randn(1024, 24, generator=gen)
     left = lacking - x @ (target(lacking) - weight).T
     assert left.norm() < lacking.norm()
     torch.testing.assert_close(left.T @ x / 1024, torch.zeros(24, 128), rtol=0, atol=1e-3)
 
 
-def moments(blocks: list[tuple[Block, list]], linear: str) -> tuple[Hessian, list[Tensor]]:
+def moments(
+    blocks: list[tuple[Block, list]], linear: str, **options: float
+) -> tuple[Hessian, list[Tensor]]:
     """The moments of a linear of block 0 where the float model's path differs, and by how much."""
     block, batches = blocks[0]
     gen, floats = torch.Generator().manual_seed(2), {}
@@ -199,7 +202,7 @@ def moments(blocks: list[tuple[Block, list]], linear: str) -> tuple[Hessian, lis
         floats[id(batch)].hidden += torch.randn(batch.hidden.shape, generator=gen)
     differences = [floats[id(batch)].hidden - batch.hidden for batch in batches]
     reference = Reference.of(block, floats)
-    return Gptq().moments(block, reference, batches, linear), differences
+    return Gptq(**options).moments(block, reference, batches, linear), differences
 
 
 def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> None:
@@ -215,6 +218,7 @@ def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> No
     behind_attention, _ = moments(own, "mlp.down_proj")
     assert behind_attention.s is not None and behind_attention.s.any()
     assert moments(own, "self_attn.q_proj")[0].s is None
+    assert moments(own, name, stream=0)[0].s is None
 
 
 @pytest.mark.parametrize(

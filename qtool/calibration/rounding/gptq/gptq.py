@@ -5,7 +5,7 @@ codes, one Cholesky and no inverse), with MARLIN's clipping search by group (sec
 weight W and the inputs X that the quantized linear sees, after its own activation quantizer:
 
     H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
-    T = W + (residual W D + S) H^-1                     D = 2 (X_fp - X)^T X        prepare
+    T = W + (residual W D + stream S) H^-1              D = 2 (X_fp - X)^T X        prepare
                                                         S = 2 (R_fp - R)^T X
     v_k = nearest(t_k + sum_{j<k} e_j M_jk)             M = R diag(R)^-1 - I        sweep
     then, ``rounds`` times:
@@ -66,9 +66,11 @@ class GptqOptions:
         clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no
             search.
         negative_scales: try them with scales below 0 too, where the scheme takes those.
-        residual: share of the input's error that the target makes up for, beside all that the
-            residual stream lacks; 0: the target is W. All of it (1) is best with 16-bit
-            activations and much calibration text.
+        residual: share of the input's error that the target makes up for; 0: the target is W. All
+            of it (1) is best with 16-bit activations and much calibration text.
+        stream: share of what the residual stream lacks that the target makes up for too, if
+            ``residual`` is above 0. Weights' errors depend on the input and can be made up for; the
+            errors of activations do not, and fitting them adds noise.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
     """
 
@@ -79,6 +81,7 @@ class GptqOptions:
     clip_least: float = 0.6
     negative_scales: bool = False
     residual: float = 0.5
+    stream: float = 1.0
     rounds: int = 2
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
@@ -256,7 +259,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     if hessian.d is not None:
         missing = options.residual * product(weight, hessian.d)
         if problem.lacking is not None:
-            missing += problem.lacking
+            missing += options.stream * problem.lacking
         target = weight + by_rows(factor.solve, missing[:, order])[:, back]
     keep = None
     if scheme.sparsity:

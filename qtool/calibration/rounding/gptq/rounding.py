@@ -136,7 +136,7 @@ class Gptq(GptqOptions, Rounding):
         ``turns`` are the batches by ``ranks.lockstep``: None where this rank has none.
         """
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
-        norms = norms_of_writers(block.family, name) if reference else []
+        norms = norms_of_writers(block.family, name) if reference and self.stream else []
         hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
@@ -226,7 +226,7 @@ class Gptq(GptqOptions, Rounding):
                 work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
             seen = block.tokens * block.share(groups[0].linears[0])
             together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
-            writes = drift and bool(norms_of_writers(block.family, groups[0].linears[0]))
+            writes = drift and self._makes_up_for_stream(block.family, groups[0])
             for n, k in problems:
                 moments = sum(
                     rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
@@ -241,6 +241,9 @@ class Gptq(GptqOptions, Rounding):
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
             before += block.attention_flops() if number == 0 else 0
         return work
+
+    def _makes_up_for_stream(self, family: Family, group: LinearGroup) -> bool:
+        return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
 
     def held_bytes(self, block: BlockShape) -> int:
         """Bytes at the worst moment.
@@ -257,7 +260,7 @@ class Gptq(GptqOptions, Rounding):
             for n, k in problems[:1]:  # experts are alike
                 factoring = (3 + drift + bool(self.rounds)) * 4 * k * k
                 sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
-                writes = drift and bool(norms_of_writers(block.family, groups[0].linears[0]))
+                writes = drift and self._makes_up_for_stream(block.family, groups[0])
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
                 solving += 4 * n * k * writes
                 worst = max(worst, 4 * left + (total - left) + solving)
