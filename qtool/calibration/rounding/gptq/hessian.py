@@ -32,12 +32,12 @@ class Hessian:
 
     def __init__(self, k: int, device: torch.device, drift: bool = False, hidden: int = 0) -> None:
         self.panels = parts(k, device)
-        sizes = [
-            sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels),
-            k * k * drift,
-            k * hidden,
+        upper = sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels)
+        others = [size for size in (k * k * drift, hidden * k) if size]
+        self._sums = [
+            ranks.OrderedSum(upper, device, room=k * k),
+            *(ranks.OrderedSum(size, device) for size in others),
         ]
-        self._sums = [ranks.OrderedSum(size, device, room=k * k) for size in sizes if size]
         self.tokens = 0
 
     @classmethod
@@ -55,10 +55,10 @@ class Hessian:
         ``lacking``: ``R_fp - R [M, H]`` of the residual stream.
         """
         h, *others = self._sums
-        missing = None if reference is None else reference.to(x.dtype) - x
         with phase("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
                 add_product(panel, x[:, rows], x[:, columns])
+            missing = None if reference is None else reference.to(x.dtype) - x
             for part, error in zip(others, (missing, lacking), strict=False):
                 if error is not None:
                     add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), x)
