@@ -432,9 +432,21 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/gptq/gptq.py",
-            "weight + options.residual * missing",
-            "weight - options.residual * missing",
+            "missing = options.residual * product",
+            "missing = -options.residual * product",
             "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/rounding.py",
+            "norms and not any(map(seen[-1].equal, seen[1:-1]))",
+            "norms",
+            "tests/calibration/rounding/test_gptq.py",
+        ),
+        (
+            "qtool/calibration/rounding/distill/distill.py",
+            "for b in shown]",
+            "for b in used]",
+            "tests/calibration/rounding/test_distill.py",
         ),
         (
             "qtool/calibration/rounding/gptq/gptq.py",
@@ -553,9 +565,15 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "** 0.5], AXES)",
-            "** 0.5], 0.0)",
+            "weight, size = AXES,",
+            "weight, size = 0.0,",
             "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/value_heads.py",
+            "(len(self.matrix), -1))  #",
+            "(-1, len(self.matrix))).transpose(-2, -3)  #",
+            "tests/calibration/transforms/test_rotate.py",
         ),
         (
             "qtool/calibration/transforms/rotate.py",

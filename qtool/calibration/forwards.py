@@ -78,11 +78,13 @@ def by_place(block: Block, names: Iterable[str]) -> dict[str, dict[int, str]]:
     return places
 
 
-def inputs_of(block: Block, batch: Batch, name: str, **extra: Any) -> Tensor | None:
-    """The input ``[tokens, K]`` of submodule ``name`` for one batch; None if it was not called."""
-    seen: list[Tensor] = []
-    observe(block, [batch], {name: seen.append}, **extra)
-    return torch.cat(seen) if len(seen) > 1 else next(iter(seen), None)
+def inputs_of(block: Block, batch: Batch, *names: str, **extra: Any) -> list[Tensor]:
+    """The inputs ``[tokens, K]`` of submodules for one batch; none if one was not called."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    observe(block, [batch], {name: parts.append for name, parts in seen.items()}, **extra)
+    if not all(seen.values()):
+        return []
+    return [torch.cat(seen[name]) if len(seen[name]) > 1 else seen[name][0] for name in names]
 
 
 def propagate(block: Block, batches: Sequence[Batch]) -> None:
@@ -132,9 +134,10 @@ class Reference:
             batches or {},
         )
 
-    def inputs(self, batch: Batch, name: str) -> Tensor | None:
-        """The float input ``[tokens, K]`` of submodule ``name`` for the tokens of ``batch``."""
-        return inputs_of(self.block, self.batches.get(id(batch), batch), name, **self.block.full_kv)
+    def inputs(self, batch: Batch, *names: str) -> list[Tensor]:
+        """The float inputs ``[tokens, K]`` of submodules for the tokens of ``batch``."""
+        own = self.batches.get(id(batch), batch)
+        return inputs_of(self.block, own, *names, **self.block.full_kv)
 
 
 class _AllSeen(Exception):

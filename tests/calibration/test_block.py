@@ -54,9 +54,9 @@ def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> N
 def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:
     block, batch = block_and_batch
     linear = "mlp.up_proj"
-    whole = inputs_of(block, batch, linear)
+    (whole,) = inputs_of(block, batch, linear)
     limit(block, 1)
-    assert whole is not None and torch.allclose(inputs_of(block, batch, linear), whole, atol=1e-6)  # type: ignore[arg-type]
+    assert torch.allclose(*inputs_of(block, batch, linear), whole, atol=1e-6)
     seen: list[torch.Tensor] = []
     observe(block, [batch], {linear: seen.append})
     assert torch.allclose(torch.cat(seen), whole, atol=1e-6)
@@ -66,7 +66,7 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
     """The memory ends in the MLP, behind linears that have seen the whole batch."""
     block, batch = block_and_batch
     names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
-    whole = {name: inputs_of(block, batch, name) for name in names}
+    whole = dict(zip(names, inputs_of(block, batch, *names), strict=True))
 
     def refuse(_, args) -> None:  # type: ignore[no-untyped-def]
         if len(args[0]) > 1:

@@ -4,6 +4,7 @@ their weights.
 
 import json
 import weakref
+from itertools import chain
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_an_expert_observes_the_tokens_its_router_thinks_likeliest(starved, bloc
     assert [r + a for r, a in zip(routed, added, strict=True)] == [
         max(r, min(least, total)) for r in routed
     ]
-    inputs = [inputs_of(block, batch, "block_sparse_moe.gate") for batch in batches]
+    inputs = [*chain(*(inputs_of(block, batch, "block_sparse_moe.gate") for batch in batches))]
     likely = (torch.cat(inputs) @ block.weight("block_sparse_moe.gate").T).softmax(1)
     more = torch.cat([batch.more.flatten(0, 1) for batch in batches])
     for expert in (2, 3):

@@ -86,7 +86,8 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     job = job_of(make_model(family), "w4a8-lqq", "best")
     assert "residual stream left out" in job.recipe.adaptations[0]
     steps = {step.name: dict(step.options) for step in job.recipe.transforms}
-    assert steps == {"norm-fusion": {}, "rotate": {"residual": False}, "smooth": {}}
+    heads = {"learn_steps": 200, "residual": False}
+    assert steps == {"norm-fusion": {}, "rotate": heads, "smooth": {}}
 
 
 def test_what_was_adapted_is_printed_and_recorded(

@@ -119,7 +119,9 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
     )
-    assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops
+    writers = sum(prod(shape.linears[name]) for name in ("self_attn.o_proj", "mlp.down_proj"))
+    assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops + 2 * 72 * writers
+    assert Gptq(stream=0).work(shape).hessian_flops == 2 * gptq.hessian_flops
 
 
 def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> None:

@@ -91,4 +91,6 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_compute(
     for inputs, float_inputs, own in list(
         zip(seen, exact.hidden_states, made.hidden_states, strict=False)
     )[1:]:
-        assert (inputs - own).norm() < 0.2 * (float_inputs - own).norm()
+        # of a token: the last bit of a sum may tip a code of the cache, and the tokens after it
+        off, drift = ((x - own).norm(dim=-1).median() for x in (inputs, float_inputs))
+        assert off < 0.01 * drift

@@ -14,17 +14,25 @@ the activations is a channel of the residual stream, and has to stay spread. Wit
 Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the manifold. Adam turns it into a
 step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``.
 
-A rotation has ``H (H - 1) / 2`` free numbers, and what it wins falls with the number of groups over
+A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
 that: rows of random numbers are served as well as those of a model.
 
-Legend: H hidden size, M rows.
+The matrices of the value heads are learned together: the rows are those of the weight that reads
+the heads' sums, and a group of their columns may lie across heads.
+
+Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix turns K / h.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import observe
 from qtool.calibration.precision import tensor_cores
 
 #: of the norm: squarings of a square
@@ -33,12 +41,28 @@ POWER = 2 ** (SQUARINGS + 1)
 #: of the first step, in radians of a plane; it falls to 0
 RATE = 0.03
 MOMENTUM, SQUARES = 0.9, 0.99
-#: rows of a step, in H
+#: rows of a step, in n
 BATCH = 16
 #: what the axes count beside the rows; inputs count as much as rows
 AXES = 0.3
+#: of a batch of which inputs are taken
+TOKENS = 2048
 #: numbers of a step's rows that are looked at together
 TOGETHER = 1 << 25
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``, computed where Q is."""
+
+    matrix: Tensor
+
+    @property
+    def n(self) -> int:
+        return self.matrix.shape[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x.to(self.matrix.device).double() @ self.matrix).to(x)
 
 
 @torch.no_grad()
@@ -49,22 +73,26 @@ def learn(
     steps: int,
     inputs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """``Q [H, H]``, float64, from the orthogonal ``start [H, H]``.
+    """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
     Args:
-        rows: each ``[M, H]``. group: channels of a group. steps: of Adam.
+        rows: each ``[M, K]``. group: channels of a group. steps: of Adam.
         inputs: likewise; none: the axes.
     """
     q = start.float().to(rows[0].device)
-    one = torch.eye(len(q), device=q.device)
-    beside, weight = (inputs, 1.0) if inputs else ([one * len(q) ** 0.5], AXES)
+    matrices, order = q.shape[:2]
+    one = torch.eye(order, device=q.device)
+    axes = one.repeat(1, matrices) * order**0.5
+    beside, weight, size = [axes], AXES, gcd(group, order)
+    if inputs:
+        beside, weight, size = list(inputs), 1.0, group
     mean, squares = torch.zeros_like(q), torch.zeros_like(q)
     for step in range(steps):
         with tensor_cores():
-            found = gradient(_of_step(rows, step), q, group)
-            found.add_(gradient(_of_step(beside, step), q, group), alpha=weight)
-        ahead = q.T @ found
-        skew = ahead - ahead.T
+            found = gradient(_of_step(rows, order, step), q, group)
+            found.add_(gradient(_of_step(beside, order, step), q, size), alpha=weight)
+        ahead = q.mT @ found
+        skew = ahead - ahead.mT
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
@@ -72,34 +100,34 @@ def learn(
         q = q @ torch.linalg.solve(one + half, one - half)
     q = q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
-        q = 1.5 * q - 0.5 * q @ (q.T @ q)
+        q = 1.5 * q - 0.5 * q @ (q.mT @ q)
     return q
 
 
-def _of_step(parts: Sequence[Tensor], step: int) -> Tensor:
-    """About ``BATCH H`` rows, of each part its share; all rows in turn.
+def _of_step(parts: Sequence[Tensor], order: int, step: int) -> Tensor:
+    """About ``BATCH n`` rows, of each part its share; all rows in turn.
 
     Every n-th row, with an odd n: the rows of a head are a power of two.
     """
-    turns = -(-sum(map(len, parts)) // (BATCH * parts[0].shape[1]))
+    turns = -(-sum(map(len, parts)) // (BATCH * order))
     n = turns + 1 - turns % 2
     return torch.cat([part[(step + number) % n :: n] for number, part in enumerate(parts)])
 
 
-def step_flops(hidden: int) -> float:
+def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
     """Operations of a step: products with its rows and the axes, twice each, and the solve.
 
-    Those with inputs come on top of it.
+    Those with inputs come on top of it. ``columns``: K; 0: the order.
     """
-    return (4 * (BATCH + 1) + 4 + 8 / 3) * float(hidden) ** 3
+    return (4 * BATCH * (columns or order) + matrices * (8 + 8 / 3) * order) * float(order) ** 2
 
 
 def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
-    """The gradient ``[H, H]`` of the mean over the groups of ``rows q``, ``[M, H]``."""
+    """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q."""
     found = torch.zeros_like(q)
-    for part in rows.split(max(1, TOGETHER // len(q))):
-        own = part.to(q)
-        turned = (own @ q).unflatten(-1, (-1, group))
+    for some in rows.split(max(1, TOGETHER // rows.shape[1])):
+        own = some.to(q).view(len(some), len(q), -1, q.shape[-1])  # [m, h, K / (h n), n]
+        turned = torch.einsum("mhri,hij->mhrj", own, q).flatten(1).unflatten(-1, (-1, group))
         top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
         share = turned / top
         power = share.square()
@@ -108,5 +136,21 @@ def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
         norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
         power /= torch.where(share == 0, 1.0, share)
         power *= norm * top
-        found.addmm_(own.T, power.flatten(-2), alpha=2 / rows.numel())
+        found += torch.einsum("mhri,mhrj->hij", own, power.view_as(own)) * (2 / rows.numel())
     return found
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay."""
+    return (x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)).half()
+
+
+def unit_inputs(block: Block, batch: Batch, names: Iterable[str], tokens: int) -> list[Tensor]:
+    """Inputs ``[M, K]`` of submodules, of at most ``tokens`` tokens each, as :func:`unit_rows`.
+
+    Of a norm whose weight is 1 they are the outputs.
+    """
+    seen: list[Tensor] = []
+    if observers := dict.fromkeys(names, seen.append):
+        observe(block, [batch], observers)
+    return [unit_rows(x[:: -(-len(x) // tokens)]) for x in seen]

@@ -72,8 +72,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
     moments, tokens = [], 0
     for batch in batches:
-        x = inputs_of(block, batch, block.family.owner(attention.q))
-        assert x is not None, "attention always runs"
+        (x,) = inputs_of(block, batch, block.family.owner(attention.q))
         queries = torch.nn.functional.linear(
             x.float(), weight, None if bias is None else bias.float()
         )

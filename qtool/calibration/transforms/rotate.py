@@ -1,7 +1,7 @@
 """Rotation spreads outliers of the residual stream and of the value heads over all channels.
 
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
-and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head:
+and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head, or what is learned from them on:
 
     residual stream   x <- x Q:   embedding <- E Q,  readers W <- W Q,  writers W <- Q^T W, b <- b Q
     values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
@@ -27,33 +27,24 @@ from torch import Tensor, nn
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import observe, propagate
+from qtool.calibration.forwards import propagate
 from qtool.calibration.method import Norm, Transform
-from qtool.calibration.transforms.folding import fold_factor, per_kv_head
+from qtool.calibration.transforms import value_heads
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
-from qtool.calibration.transforms.learned_rotation import learn, step_flops
+from qtool.calibration.transforms.learned_rotation import (
+    TOKENS,
+    Dense,
+    learn,
+    step_flops,
+    unit_inputs,
+    unit_rows,
+)
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
 #: bytes in 16 bits of the readers of the residual stream of which a rotation is learned; where they
-#: have more, it is every n-th row
+#: have more, it is every n-th row, and of the inputs every n-th token
 LARGEST = 10 << 30
-#: of each norm's outputs in a batch, of which it is learned too; an n-th of them likewise
-TOKENS = 2048
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``, computed where Q is."""
-
-    matrix: Tensor
-
-    @property
-    def n(self) -> int:
-        return len(self.matrix)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return (x.to(self.matrix.device).double() @ self.matrix).to(x)
 
 
 @dataclass(kw_only=True)
@@ -64,7 +55,8 @@ class Rotate(Transform):
         seed: of the random signs of the residual rotation.
         learn_steps: by which the residual rotation is learned from the weights that read the
             residual stream, and from their inputs if these have 4 bits, from the Hadamard on
-            (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the Hadamard.
+            (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the Hadamard. Likewise,
+            block by block, those of the value heads from W_o.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -117,34 +109,39 @@ class Rotate(Transform):
             every = -(-size * block.config.num_hidden_layers // LARGEST) or 1
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
-                rows.append(_unit_rows(weight[block.index % every :: every]))
+                rows.append(unit_rows(weight[block.index % every :: every]))
             coarse = [name for name in readers if block.schemes[name].activation.bits == 4]
             for batch in batches:
                 norms = {readers[name] for name in coarse}
-                inputs += _normalized(block, batch, norms, -(-TOKENS // every))
+                inputs += unit_inputs(block, batch, norms, -(-TOKENS // every))
             propagate(block, batches)
         if not rows:
             return {}
         hidden = rows[0].shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(rows, start, hidden // groups, self.learn_steps, inputs)
-        return {"rotation": found.cpu()}
+        found = learn(rows, start[None], hidden // groups, self.learn_steps, inputs)
+        return {"rotation": found[0].cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
         if "rotation" in learned:
             self._learned = Dense(learned["rotation"])
 
     def work(self, block: BlockShape) -> Work:
-        if not self._learned_bytes(block):
-            return super().work(block)
-        flops = self.learn_steps * step_flops(block.config.hidden_size)
-        return Work(
-            read_bytes=block.weights * block.itemsize,
-            search_flops=flops / block.config.num_hidden_layers,
-        )
+        work = Work()
+        if self._learned_bytes(block):
+            flops = self.learn_steps * step_flops(block.config.hidden_size)
+            work += Work(
+                read_bytes=block.weights * block.itemsize,
+                search_flops=flops / block.config.num_hidden_layers,
+            )
+        if self._heads_learn(block):
+            work += Work(search_flops=self.learn_steps * value_heads.step_flops(block))
+        return work
 
     def held_bytes(self, block: BlockShape) -> int:
-        return max(super().held_bytes(block), self._learned_bytes(block))
+        held = super().held_bytes(block)
+        held += value_heads.learned_bytes(block) if self._heads_learn(block) else 0
+        return max(held, self._learned_bytes(block))
 
     def _learned_bytes(self, block: BlockShape) -> int:
         """Bytes of the rows, and inputs, that the rotation is learned of; 0 if it is not."""
@@ -156,6 +153,11 @@ class Rotate(Transform):
         norms = len({group.source for group in readers}) * block.config.num_hidden_layers
         inputs = 2 * norms * TOKENS * block.config.hidden_size
         return int((rows + inputs) / max(1, -(-rows // LARGEST)))
+
+    def _heads_learn(self, block: BlockShape) -> bool:
+        attention = block.family.attention
+        learned = attention is not None and attention.o in block.quantized
+        return learned and self.heads and self.learn_steps > 0
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -173,8 +175,8 @@ class Rotate(Transform):
                     if group.writes_residual:
                         rotate_outputs(block, name, q)
         if self.heads and block.family.attention is not None:
-            of_head = rotation(block.heads.dim, seed=None)
-            balance_heads(block)
+            value_heads.balance(block)
+            of_head = value_heads.rotation_of(block, batches, self.learn_steps)
             rotate_outputs(block, block.attention.v, of_head)
             rotate_inputs(block, block.attention.o, of_head)
 
@@ -207,34 +209,6 @@ class Rotate(Transform):
             raise QtoolError(
                 f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true"
             )
-
-
-def _unit_rows(x: Tensor) -> Tensor:
-    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay."""
-    return (x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)).half()
-
-
-def _normalized(block: Block, batch: Batch, norms: Iterable[str], tokens: int) -> list[Tensor]:
-    """What each of ``norms``, whose weight is 1, makes of at most ``tokens`` tokens, ``[M, H]``."""
-    seen: list[Tensor] = []
-    if observers := dict.fromkeys(norms, seen.append):
-        observe(block, [batch], observers)
-    return [_unit_rows(x[:: -(-len(x) // tokens)]) for x in seen]
-
-
-def balance_heads(block: Block) -> None:
-    """Make each value channel as large in v's rows as in o's columns, in place.
-
-    A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
-    """
-    group = block.family.group_of(block.attention.o)
-    rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
-    columns = block.weight(block.attention.o).double().square().mean(0).sqrt()  # [Hq D]
-    heads = block.heads
-    loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
-    quiet = per_kv_head(columns, heads)
-    alive = (loud > 0) & (quiet > 0)
-    fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
 
 
 def rotate_inputs(block: Block, name: str, q: Hadamard | Dense) -> None:

@@ -71,7 +71,6 @@ def _unrotated(recipe: Recipe, *, keep_final: bool = False) -> tuple[Step, ...]:
         options = dict(step.options)
         if step.name == "rotate":
             options["residual"] = False
-            options.pop("learn_steps", None)
         if step.name == "smooth":
             options.pop("groups", None)
         if step.name == "norm-fusion" and keep_final:

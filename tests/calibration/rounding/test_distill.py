@@ -1,6 +1,7 @@
 """Distillation starts from a rounding's codes, never ends worse, and stays on the grid."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import run
+from qtool.calibration.forwards import Reference, run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
@@ -332,3 +333,20 @@ def test_a_learned_linear_gathers_its_input() -> None:
     order, x = torch.randperm(64, generator=torch.Generator().manual_seed(0)), torch.randn(5, 64)
     gathered = LearnedLinear(linear, scheme, start, order)(x)
     assert torch.equal(gathered, LearnedLinear(linear, scheme, start, None)(x[:, order]))
+
+
+def test_the_teacher_takes_the_float_models_path_where_that_runs(
+    block: tuple[Block, list],
+) -> None:
+    """The first loss counts what the input lacks too, and learning makes up for some of it."""
+    own, batches = block
+    floats = {id(batch): copy.deepcopy(batch) for batch in batches}
+    for batch in batches:
+        batch.hidden += 0.1 * torch.randn(batch.hidden.shape)
+    losses = []
+    for reference in (None, Reference.of(own, floats)):
+        one = replace(copy.deepcopy(own), reference=reference)
+        Distill(**QUICK).round(one, batches)
+        losses.append(one.notes["distill"]["loss"])
+    alone, beside = losses
+    assert beside[0] > 2 * alone[0] and min(beside) < beside[0]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import run
+from qtool.calibration.forwards import Reference, inputs_of, run
 from qtool.calibration.rounding import group_fit
 from qtool.calibration.rounding.gptq import gptq
 from qtool.calibration.rounding.gptq.gptq import Factor, Problem, prepare
@@ -22,7 +22,7 @@ from qtool.calibration.rounding.scales import float_scale
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
 from qtool.schemes.arithmetic.grid import Grid
-from tests.calibration.conftest import solve
+from tests.calibration.conftest import CONFIGS, make_model, solve
 
 DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
 PLAIN = Gptq(clip_steps=1, residual=0, rounds=0)
@@ -167,6 +167,76 @@ def test_the_target_makes_up_for_the_error_of_the_input() -> None:
         codes, params, _ = solve(Gptq(residual=residual), scheme, weight, hessian)
         errors.append((seen @ scheme.dequantize(codes, params).T - exact @ weight.T).norm())
     assert errors[2] < errors[1] < errors[0]
+
+
+def test_the_target_makes_up_for_what_the_residual_stream_lacks() -> None:
+    """All of it where the inputs can make it; else as least squares do."""
+    (weight, _), gen = problem(), torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 128, generator=gen)
+    change = 0.1 * torch.randn(24, 128, generator=gen)
+
+    def target(lacking: Tensor, stream: float = 1) -> Tensor:
+        hessian = Hessian(128, x.device, drift=True, hidden=24)
+        hessian.add(x, x, lacking)
+        hessian.complete()
+        of = Problem(get("w4a16"), weight, hessian, lacking=hessian.s)
+        return prepare(of, Gptq(stream=stream, damping=1e-6)).target
+
+    torch.testing.assert_close(target(x @ change.T), weight + change, rtol=1e-3, atol=1e-3)
+    half = weight + change / 2
+    torch.testing.assert_close(target(x @ change.T, stream=0.5), half, rtol=1e-3, atol=1e-3)
+    lacking = torch.randn(1024, 24, generator=gen)
+    left = lacking - x @ (target(lacking) - weight).T
+    assert left.norm() < lacking.norm()
+    torch.testing.assert_close(left.T @ x / 1024, torch.zeros(24, 128), rtol=0, atol=1e-3)
+
+
+def moments(
+    blocks: list[tuple[Block, list]], linear: str, **options: float
+) -> tuple[Hessian, list[Tensor]]:
+    """The moments of a linear of block 0 where the float model's path differs, and by how much."""
+    block, batches = blocks[0]
+    gen, floats = torch.Generator().manual_seed(2), {}
+    for batch in batches:
+        floats[id(batch)] = copy.deepcopy(batch)
+        floats[id(batch)].hidden += torch.randn(batch.hidden.shape, generator=gen)
+    differences = [floats[id(batch)].hidden - batch.hidden for batch in batches]
+    reference = Reference.of(block, floats)
+    return Gptq(**options).moments(block, reference, batches, linear), differences
+
+
+def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> None:
+    own = blocks(llama)
+    (block, batches), name = own[0], "self_attn.o_proj"
+    found, differences = moments(own, name)
+    expected = torch.zeros_like(found.s)
+    for batch, difference in zip(batches, differences, strict=True):
+        (x,) = inputs_of(block, batch, name)
+        x = block.schemes[name].fake_activation(x, block.fit(name))
+        expected += 2 * difference.flatten(0, 1).T @ x
+    torch.testing.assert_close(found.s, expected, rtol=1e-4, atol=1e-2)
+    behind_attention, _ = moments(own, "mlp.down_proj")
+    assert behind_attention.s is not None and behind_attention.s.any()
+    assert moments(own, "self_attn.q_proj")[0].s is None
+    assert moments(own, name, stream=0)[0].s is None
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        ("falcon-rw", True, True),  # one branch after the other
+        ("falcon", True, False),  # both read the same norm
+        ("falcon-new", True, False),  # each a norm of its own of the same stream
+        ("gemma2", None, None),  # what is written is normalized first
+    ],
+)
+def test_of_parallel_branches_one_makes_up_for_the_stream(
+    model: str, first: bool | None, second: bool | None, blocks
+) -> None:
+    own = blocks(make_model(CONFIGS[model]))
+    writers = [g.linears[0] for g in own[0][0].family.groups if g.writes_residual]
+    sums = [moments(own, name)[0].s for name in writers]
+    assert [s if s is None else bool(s.any()) for s in sums] == [first, second]
 
 
 @pytest.fixture

@@ -34,19 +34,29 @@ def rows(count: int, seed: int = 0) -> Tensor:
 
 
 def start() -> Tensor:
-    return rotation(H)(torch.eye(H, dtype=torch.float64))
+    return rotation(H)(torch.eye(H, dtype=torch.float64))[None]
 
 
 def maxima(x: Tensor, q: Tensor) -> float:
     """The mean square of the groups' largest values."""
-    turned = (x @ q.to(x.dtype)).unflatten(-1, (-1, GROUP))
+    parts = x.unflatten(-1, (len(q), -1, q.shape[-1]))
+    turned = (parts @ q.to(x.dtype)).flatten(1).unflatten(-1, (-1, GROUP))
     return float(turned.abs().amax(-1).square().mean())
 
 
 def test_the_gradient_is_that_of_the_norm() -> None:
     x, q = rows(20).double(), start().requires_grad_()
-    turned = (x @ q).unflatten(-1, (-1, GROUP))
+    turned = (x @ q[0]).unflatten(-1, (-1, GROUP))
     turned.abs().pow(POWER).mean(-1).pow(2 / POWER).mean().backward()
+    assert q.grad is not None
+    torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
+
+
+def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
+    """Of four parts of the columns, two for each matrix, in groups across them."""
+    x, q = rows(20).double(), torch.randn(2, H // 4, H // 4).double().requires_grad_()
+    turned = torch.cat([part @ q[i // 2] for i, part in enumerate(x.split(H // 4, 1))], 1)
+    turned.view(20, -1, GROUP).abs().pow(POWER).mean(-1).pow(2 / POWER).mean().backward()
     assert q.grad is not None
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
 
@@ -54,7 +64,7 @@ def test_the_gradient_is_that_of_the_norm() -> None:
 def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
     x = torch.cat([rows(600), torch.zeros(2, H)])  # a row of zeros has no direction
     q = learn([x], start(), GROUP, 60)
-    torch.testing.assert_close(q @ q.T, torch.eye(H, dtype=torch.float64))
+    torch.testing.assert_close(q[0] @ q[0].T, torch.eye(H, dtype=torch.float64))
     assert maxima(x, q) < 0.75 * maxima(x, start())
     assert torch.equal(q, learn([x], start(), GROUP, 60))
 
@@ -78,10 +88,10 @@ def test_every_row_has_its_turn() -> None:
     parts = [
         torch.arange(1000 * n, 1000 * n + count)[:, None] for n, count in enumerate((7, 90, 1))
     ]
-    turns = [_of_step(parts, step)[:, 0].tolist() for step in range(7)]
+    turns = [_of_step(parts, 1, step)[:, 0].tolist() for step in range(7)]
     assert sorted(row for turn in turns for row in turn) == torch.cat(parts)[:, 0].tolist()
     assert max(map(len, turns)) <= BATCH + len(parts)
-    assert turns[0] == _of_step(parts, 7)[:, 0].tolist()
+    assert turns[0] == _of_step(parts, 1, 7)[:, 0].tolist()
 
 
 def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +194,7 @@ def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 
     def counted(steps: int) -> tuple[float, int]:
         given = {"scheme": "test", "layers": LAYERS, "rounding": "rtn"}
-        turn = {"rotate": {"learn_steps": steps}}
+        turn = {"rotate": {"learn_steps": steps, "heads": False}}
         recipe = recipes.parse(given | {"transforms": ["norm-fusion", turn]}, "test")
         job = Job.of(config, recipe)
         shape = block_shape(job, 0, 1, 16)

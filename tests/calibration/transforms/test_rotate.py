@@ -16,7 +16,14 @@ from qtool.models.parts import Attention, Fold, LinearGroup
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"heads": False}, {"residual": False}, {"seed": 5, "keeps_mean": True})
+    "options",
+    (
+        {},
+        {"heads": False},
+        {"residual": False},
+        {"seed": 5, "keeps_mean": True},
+        {"residual": False, "learn_steps": 5},
+    ),
 )
 def test_logits_stay(any_model, transformed, logits, options):
     family = family_of(any_model.config.model_type)

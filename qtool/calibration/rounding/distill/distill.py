@@ -1,8 +1,9 @@
 """Block distillation: a block's weights and scales learn to give the float block's output.
 
-APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: student and
-teacher see the same input, the output of the quantized blocks before; the teacher is the float
-block after all transforms. Per token of block output y:
+APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: the student
+sees the output of the quantized blocks before; the teacher is the float block after all transforms,
+on the same input, or on the float model's where that runs beside (``start: gptq``), so that the
+student also makes up for what its input lacks. Per token of block output y:
 
     loss = 1 - cos(y_student, y_teacher)    or    |y_student - y_teacher|^2 / mean |y_teacher|^2
 
@@ -93,8 +94,11 @@ class Distill(Rounding):
         return STARTS[self.start]().compares
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        used = own_sequences(own_subset(batches, self.samples))
-        targets = [None if batch is None else run(block, batch, **block.full_kv) for batch in used]
+        few, reference = own_subset(batches, self.samples), block.reference
+        used = shown = own_sequences(few)
+        if reference:
+            shown = own_sequences([reference.batches.get(id(batch), batch) for batch in few])
+        targets = [None if b is None else run(block, b, **block.full_kv) for b in shown]
         sizes = self.sizes(targets)
         student = self.student(block, batches)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}

@@ -5,7 +5,8 @@ codes, one Cholesky and no inverse), with MARLIN's clipping search by group (sec
 weight W and the inputs X that the quantized linear sees, after its own activation quantizer:
 
     H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
-    T = W + residual W D H^-1                           D = 2 (X_fp - X)^T X        prepare
+    T = W + (residual W D + stream S) H^-1              D = 2 (X_fp - X)^T X        prepare
+                                                        S = 2 (R_fp - R)^T X
     v_k = nearest(t_k + sum_{j<k} e_j M_jk)             M = R diag(R)^-1 - I        sweep
     then, ``rounds`` times:
         the float scales by least squares, the codes as they are                    refit
@@ -13,7 +14,9 @@ weight W and the inputs X that the quantized linear sees, after its own activati
 
 ``e = t - v`` is the error of a column. T makes up for the error that is already in the input (after
 GPTAQ, arXiv 2504.02692): ``X_fp`` is the float model's input, and ``X T^T`` comes nearest to ``X_fp
-W^T``. The last step is coordinate descent: each code is the best one given all the others.
+W^T``. Where the linear's outputs are added to the residual stream R, they also make up for what it
+lacks (LoaQ, arXiv 2509.06297): ``R + X T^T`` comes nearest to ``R_fp + X_fp W^T``. The last step is
+coordinate descent: each code is the best one given all the others.
 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"),
 so that columns may be visited in the order of falling ``H_kk``. A 2:4 scheme is pruned first
@@ -65,6 +68,9 @@ class GptqOptions:
         negative_scales: try them with scales below 0 too, where the scheme takes those.
         residual: share of the input's error that the target makes up for; 0: the target is W. All
             of it (1) is best with 16-bit activations and much calibration text.
+        stream: share of what the residual stream lacks that the target makes up for too, if
+            ``residual`` is above 0. Weights' errors depend on the input and can be made up for; the
+            errors of activations do not, and fitting them adds noise.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
     """
 
@@ -75,6 +81,7 @@ class GptqOptions:
     clip_least: float = 0.6
     negative_scales: bool = False
     residual: float = 0.5
+    stream: float = 1.0
     rounds: int = 2
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
@@ -87,13 +94,17 @@ class GptqOptions:
 
 @dataclass
 class Problem:
-    """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before."""
+    """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before.
+
+    ``lacking``: the rows ``[N, K]`` of S that are the weight's.
+    """
 
     scheme: Scheme
     weight: Tensor
     hessian: Hessian
     clip: Clip = 1.0
     group_clip: Clip = 1.0
+    lacking: Tensor | None = None
 
 
 @dataclass
@@ -246,8 +257,10 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     damped = factor.h if options.rounds else None
     target = weight
     if hessian.d is not None:
-        missing = by_rows(factor.solve, product(weight, hessian.d)[:, order])[:, back]
-        target = weight + options.residual * missing
+        missing = options.residual * product(weight, hessian.d)
+        if problem.lacking is not None:
+            missing += options.stream * problem.lacking
+        target = weight + by_rows(factor.solve, missing[:, order])[:, back]
     keep = None
     if scheme.sparsity:
         pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity

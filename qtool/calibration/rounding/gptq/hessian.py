@@ -1,10 +1,11 @@
 """The second moments of a linear's input, accumulated over batches of any length.
 
 ``H = 2 X^T X`` of the inputs as the quantized linear sees them, and, where an input ``X_fp`` of the
-float block is at hand, ``D = 2 (X_fp - X)^T X``. Both are sums over batches, in the order of the
-batches whatever rank has which.
+float block is at hand, ``D = 2 (X_fp - X)^T X``; of a linear that writes to the residual stream R
+also ``S = 2 (R_fp - R)^T X``. All are sums over batches, in the order of the batches whatever rank
+has which.
 
-Legend: M tokens, N output channels, K input channels.
+Legend: M tokens, N output channels, K input channels, H hidden size.
 """
 
 from collections.abc import Iterator
@@ -20,19 +21,23 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
+    ``s [hidden, K]`` comes to them where ``hidden`` is above 0.
+
     On a GPU ``h`` is summed as the panels that reach its upper triangle, one behind the other.
     """
 
     h: Tensor
     d: Tensor | None = None
+    s: Tensor | None = None
 
-    def __init__(self, k: int, device: torch.device, drift: bool = False) -> None:
+    def __init__(self, k: int, device: torch.device, drift: bool = False, hidden: int = 0) -> None:
         self.panels = parts(k, device)
-        sizes = [
-            sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels),
-            k * k,
+        upper = sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels)
+        others = [size for size in (k * k * drift, hidden * k) if size]
+        self._sums = [
+            ranks.OrderedSum(upper, device, room=k * k),
+            *(ranks.OrderedSum(size, device) for size in others),
         ]
-        self._sums = [ranks.OrderedSum(size, device, room=k * k) for size in sizes[: 1 + drift]]
         self.tokens = 0
 
     @classmethod
@@ -42,14 +47,21 @@ class Hessian:
         made.h, made.tokens = h, 0
         return made
 
-    def add(self, x: Tensor, reference: Tensor | None = None) -> None:
-        """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens."""
-        h, *drift = self._sums
+    def add(
+        self, x: Tensor, reference: Tensor | None = None, lacking: Tensor | None = None
+    ) -> None:
+        """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens.
+
+        ``lacking``: ``R_fp - R [M, H]`` of the residual stream.
+        """
+        h, *others = self._sums
         with phase("Hessian"):
             for (rows, columns), panel in self._by_panel(h.tensor):
                 add_product(panel, x[:, rows], x[:, columns])
-            if drift and reference is not None:
-                add_product(drift[0].tensor.view(x.shape[1], -1), reference.to(x.dtype) - x, x)
+            missing = None if reference is None else reference.to(x.dtype) - x
+            for part, error in zip(others, (missing, lacking), strict=False):
+                if error is not None:
+                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), x)
         self.tokens += len(x)
 
     def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
@@ -67,7 +79,7 @@ class Hessian:
 
     def complete(self) -> "Hessian":
         """The same object with whole sums on all ranks; call it once, after the last batch."""
-        k, (total, *drift) = self.panels[-1][0].stop, (part.result() for part in self._sums)
+        k, (total, *others) = self.panels[-1][0].stop, (part.result() for part in self._sums)
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
             self.h = total.view(k, k)
@@ -80,7 +92,7 @@ class Hessian:
             )
             for (rows, columns), panel in self._by_panel(total):
                 self.h[rows, columns], self.h[columns, rows] = panel, panel.T
-        self.d = drift[0].view(k, k) if drift else None
+        self.d, self.s = [*(part.view(-1, k) for part in others), None, None][:2]
         self.tokens = sum(ranks.all_gather(self.tokens))
         return self
 

@@ -29,6 +29,7 @@ from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.models.family import Family
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 
@@ -63,7 +64,8 @@ class Stack:
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         clip = stacked_clips(clips, rows, device)[part]
         group_clip = stacked_clips(group_clips, rows, device, groups)[part]
-        return Problem(scheme, weight[part], self.hessian, clip, group_clip)
+        lacking = None if self.hessian.s is None else self.hessian.s[part]
+        return Problem(scheme, weight[part], self.hessian, clip, group_clip, lacking)
 
 
 @dataclass(kw_only=True)
@@ -133,12 +135,17 @@ class Gptq(GptqOptions, Rounding):
 
         ``turns`` are the batches by ``ranks.lockstep``: None where this rank has none.
         """
-        scheme, params = block.schemes[name], block.fit(name)
-        hessian = Hessian(block.weight(name).shape[1], block.device, drift=reference is not None)
+        scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
+        norms = norms_of_writers(block.family, name) if reference and self.stream else []
+        hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
         for batch in turns:
-            if batch is not None and (x := inputs_of(block, batch, name)) is not None:
-                float_x = None if reference is None else reference.inputs(batch, name)
-                hessian.add(scheme.fake_activation(x, params), float_x)
+            if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
+                floats = reference.inputs(batch, name, *norms) if reference else []
+                # of parallel branches the first makes up for what their stream lacks
+                alone = norms and not any(map(seen[-1].equal, seen[1:-1]))
+                lacking = floats[-1] - seen[-1] if alone else None
+                float_x = floats[0] if floats else None
+                hessian.add(scheme.fake_activation(seen[0], params), float_x, lacking)
             hessian.step()
         return hessian.complete()
 
@@ -219,12 +226,13 @@ class Gptq(GptqOptions, Rounding):
                 work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
             seen = block.tokens * block.share(groups[0].linears[0])
             together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
+            writes = drift and self._makes_up_for_stream(block.family, groups[0])
             for n, k in problems:
                 moments = sum(
                     rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
                 )
                 work += Work(
-                    hessian_flops=2 * seen * (moments + drift * k * k),
+                    hessian_flops=2 * seen * (moments + drift * k * k + writes * n * k),
                     rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     rounding_panels=-(-k // self.column_panel) * (1 + self.rounds) / together,
@@ -233,6 +241,9 @@ class Gptq(GptqOptions, Rounding):
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
             before += block.attention_flops() if number == 0 else 0
         return work
+
+    def _makes_up_for_stream(self, family: Family, group: LinearGroup) -> bool:
+        return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
 
     def held_bytes(self, block: BlockShape) -> int:
         """Bytes at the worst moment.
@@ -249,10 +260,28 @@ class Gptq(GptqOptions, Rounding):
             for n, k in problems[:1]:  # experts are alike
                 factoring = (3 + drift + bool(self.rounds)) * 4 * k * k
                 sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
+                writes = drift and self._makes_up_for_stream(block.family, groups[0])
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
+                solving += 4 * n * k * writes
                 worst = max(worst, 4 * left + (total - left) + solving)
             left -= sum(n * k for n, k in problems)
         return worst + (2 * total if self.residual else 0)
+
+
+def norms_of_writers(family: Family, name: str) -> list[str]:
+    """The norms before each linear that writes to the residual stream, up to linear ``name``.
+
+    Their inputs are that stream before it is written to. None unless ``name`` writes to it, and
+    what it writes is added as it is.
+    """
+    norms: list[str] = []
+    norm = ""
+    for group in family.groups:
+        norm = group.source if group.reads_residual else norm
+        norms += [norm] * group.writes_residual
+        if group.linears == (name,) and group.writes_residual and norm and not family.why_fixed:
+            return norms
+    return []
 
 
 def moments_observer(

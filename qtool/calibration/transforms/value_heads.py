@@ -1,0 +1,95 @@
+"""The rotation of the value heads: balanced first, then Hadamard's, or one learned for each.
+
+Each kv head D channels wide may have an orthogonal ``P [D, D]`` of its own (:mod:`.rotate` folds
+it). It is learned (:mod:`.learned_rotation`) from the weight that reads the heads' sums: W_o, whose
+columns it turns by the query heads of that kv head, and from W_o's inputs where they have 4 bits. A
+block knows all it takes, so that nothing of it is kept for a resumed run.
+
+Legend: Hq query heads, Hkv kv heads, D channels a head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape
+from qtool.calibration.statistics import subset
+from qtool.calibration.transforms import learned_rotation
+from qtool.calibration.transforms.folding import fold_factor, per_kv_head
+from qtool.calibration.transforms.hadamard import Hadamard, rotation
+from qtool.calibration.transforms.learned_rotation import (
+    BATCH,
+    TOKENS,
+    Dense,
+    learn,
+    unit_inputs,
+    unit_rows,
+)
+from qtool.models.parts import Heads
+
+#: calibration sequences whose inputs are looked at
+SEQUENCES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(Dense):
+    """One for each kv head, ``[Hkv, D, D]``: call it on the heads ``x [..., Hq, D]``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        by_kv_head = x.unflatten(-2, (len(self.matrix), -1))  # [..., Hkv, queries of it, D]
+        return super().__call__(by_kv_head).flatten(-3, -2)
+
+
+def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard | OfHeads:
+    """The ``P`` of all heads, or with ``steps`` those that are learned from it on."""
+    name, heads = block.attention.o, block.heads
+    fixed, scheme = rotation(heads.dim, seed=None), block.schemes.get(name)
+    if not steps or scheme is None:
+        return fixed
+    rows, inputs = unit_rows(block.weight(name)), list[Tensor]()
+    if scheme.activation.bits == 4:
+        for batch in subset(batches, SEQUENCES):
+            inputs += unit_inputs(block, batch, [name], TOKENS)
+    start = fixed(torch.eye(heads.dim, dtype=torch.float64)).expand(heads.kv, -1, -1)
+    group = rows.shape[1] // scheme.groups(rows).shape[1]
+    return OfHeads(learn([rows], start, group, steps, inputs))
+
+
+def balance(block: Block) -> None:
+    """Make each value channel as large in v's rows as in o's columns, in place.
+
+    A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
+    """
+    group = block.family.group_of(block.attention.o)
+    rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
+    columns = block.weight(block.attention.o).double().square().mean(0).sqrt()  # [Hq D]
+    heads = block.heads
+    loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
+    quiet = per_kv_head(columns, heads)
+    alive = (loud > 0) & (quiet > 0)
+    fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
+
+
+def step_flops(block: BlockShape) -> float:
+    """Operations of a step of :func:`learn` in a block."""
+    heads, (_, k) = Heads.of(block.config), _weight(block)
+    return learned_rotation.step_flops(heads.dim, heads.kv, k)
+
+
+def learned_bytes(block: BlockShape) -> int:
+    """Bytes that learning in a block holds: rows and inputs in 16 bits, and those of a step.
+
+    Seven numbers for each element of these.
+    """
+    n, k = _weight(block)
+    return k * (2 * (n + TOKENS) + 28 * min(n, BATCH * Heads.of(block.config).dim))
+
+
+def _weight(block: BlockShape) -> tuple[int, int]:
+    """``(N, K)`` of W_o."""
+    assert block.family.attention is not None
+    return block.quantized[block.family.attention.o]
