@@ -437,6 +437,24 @@ FAULTS = [
             "tests/calibration/rounding/test_gptq.py",
         ),
         (
+            "qtool/calibration/rounding/scales.py",
+            "alpha=-1)",
+            "alpha=1)",
+            "tests/calibration/rounding/test_scales.py",
+        ),
+        (
+            "qtool/calibration/transforms/learned_rotation.py",
+            "part[(step + number) % n :: n]",
+            "part[: len(part) // n]",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/data/continuation.py",
+            "[:, :, self.cached : self.drawn - 1]",
+            "[:, :, self.cached :]",
+            "tests/data/test_continuation.py",
+        ),
+        (
             "qtool/calibration/rounding/gptq/rounding.py",
             "norms and not any(map(seen[-1].equal, seen[1:-1]))",
             "norms",
@@ -565,8 +583,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "weight, size = AXES,",
-            "weight, size = 0.0,",
+            "[axes], AXES,",
+            "[axes], 0.0,",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (
