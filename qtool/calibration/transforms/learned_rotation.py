@@ -126,8 +126,10 @@ def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
     """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q."""
     found = torch.zeros_like(q)
     for some in rows.split(max(1, TOGETHER // rows.shape[1])):
-        own = some.to(q).view(len(some), len(q), -1, q.shape[-1])  # [m, h, K / (h n), n]
-        turned = torch.einsum("mhri,hij->mhrj", own, q).flatten(1).unflatten(-1, (-1, group))
+        parts = len(some), len(q), -1, q.shape[-1]
+        own = some.to(q).view(parts).transpose(0, 1).flatten(1, 2)  # [h, m K / (h n), n]
+        turned = (own @ q).unflatten(1, (len(some), -1)).transpose(0, 1)
+        turned = turned.reshape(len(some), -1, group)
         top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
         share = turned / top
         power = share.square()
@@ -136,7 +138,8 @@ def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
         norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
         power /= torch.where(share == 0, 1.0, share)
         power *= norm * top
-        found += torch.einsum("mhri,mhrj->hij", own, power.view_as(own)) * (2 / rows.numel())
+        ahead = power.view(parts).transpose(0, 1).flatten(1, 2)
+        found.baddbmm_(own.mT, ahead, alpha=2 / rows.numel())
     return found
 
 
