@@ -78,6 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def build(shape: str, vocabulary: int) -> PreTrainedModel:
+    """A random model of one of :data:`SHAPES`, in bf16; the same each time."""
     options = dict(SHAPES[shape])
     config = AutoConfig.for_model(options.pop("model_type"), vocab_size=vocabulary, **options)
     torch.manual_seed(0)

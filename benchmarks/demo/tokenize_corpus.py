@@ -47,6 +47,7 @@ def read_books(path: Path) -> list[str]:
 
 
 def train_tokenizer(books: list[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE of at most ``vocabulary`` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -53,7 +53,7 @@ TOGETHER = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``, computed where Q is."""
+    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``."""
 
     matrix: Tensor
 
@@ -62,7 +62,7 @@ class Dense:
         return self.matrix.shape[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.to(self.matrix.device).double() @ self.matrix).to(x)
+        return (x.double() @ self.matrix.to(x.device)).to(x.dtype)
 
 
 @torch.no_grad()
