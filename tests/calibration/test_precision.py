@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtool.calibration.precision import ROWS, by_rows, product
+from qtool.calibration.precision import COLUMNS, ROWS, by_rows, product
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.schemes import get
@@ -14,6 +14,16 @@ def test_on_cpu_it_is_the_product() -> None:
     a, b = torch.randn(3, 5), torch.randn(5, 2)
     assert torch.equal(product(a, b), a @ b)
     assert torch.equal(by_rows(lambda part: part.square(), a), a.square())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("columns", [300, COLUMNS, COLUMNS + 300])
+def test_a_product_is_precise_and_of_any_width(columns: int) -> None:
+    a, b = torch.randn(2 * ROWS, 700, device="cuda"), torch.randn(700, columns, device="cuda")
+    exact, found = a.double() @ b.double(), product(a, b)
+    assert (found.double() - exact).norm() < 2e-6 * exact.norm()
+    assert torch.equal(product(a[ROWS:], b), found[ROWS:])
 
 
 @pytest.mark.cuda

@@ -51,9 +51,12 @@ TOKENS = 2048
 TOGETHER = 1 << 25
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Dense:
-    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``."""
+    """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``.
+
+    It stays on the device where it was used last.
+    """
 
     matrix: Tensor
 
@@ -62,7 +65,12 @@ class Dense:
         return self.matrix.shape[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.double() @ self.matrix.to(x.device)).to(x.dtype)
+        return (x.double() @ self.on(x.device)).to(x.dtype)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The matrix on ``device``."""
+        self.matrix = self.matrix.to(device)
+        return self.matrix
 
 
 @torch.no_grad()
@@ -91,13 +99,15 @@ def learn(
         with tensor_cores():
             found = gradient(_of_step(rows, order, step), q, group)
             found.add_(gradient(_of_step(beside, order, step), q, size), alpha=weight)
-        ahead = q.mT @ found
+            ahead = q.mT @ found
         skew = ahead - ahead.mT
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
         half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
-        q = q @ torch.linalg.solve(one + half, one - half)
+        # never singular, so that a GPU need not be waited for
+        turn, _ = torch.linalg.solve_ex(one + half, one - half)
+        q = q @ turn
     q = q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)

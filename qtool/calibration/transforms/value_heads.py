@@ -35,13 +35,14 @@ from qtool.models.parts import Heads
 SEQUENCES = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OfHeads(Dense):
     """One for each kv head, ``[Hkv, D, D]``: call it on the heads ``x [..., Hq, D]``."""
 
     def __call__(self, x: Tensor) -> Tensor:
         by_kv_head = x.unflatten(-2, (len(self.matrix), -1))  # [..., Hkv, queries of it, D]
-        return super().__call__(by_kv_head).flatten(-3, -2)
+        turned = torch.einsum("...hqd,hde->...hqe", by_kv_head.double(), self.on(x.device))
+        return turned.to(x.dtype).flatten(-3, -2)
 
 
 def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard | OfHeads:

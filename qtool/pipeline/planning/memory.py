@@ -22,7 +22,7 @@ BATCH_TOKENS = 4096
 GIVEN_SHARE = 1 / 8
 #: of a device's memory for keys and values while the model continues windows: what takes more is
 #: written in parts
-CACHE_SHARE = 0.25
+CACHE_SHARE = 0.3
 
 
 def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:

@@ -413,6 +413,8 @@ def test_a_large_hessian_is_factored_by_blocks(block, monkeypatch):
     parts = gptq.Factor(x.T @ x, 0.01)
     for name in ("h", "feedback", "cost"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
+    rows = torch.randn(3, 40, dtype=torch.float64)
+    torch.testing.assert_close(parts.solve(rows) @ parts.h, rows)
     torch.testing.assert_close(parts.feedback.tril(), torch.zeros_like(parts.feedback))
     flat = torch.ones(40, 40)
     flat[5, 6] = flat[6, 5] = 3  # not positive definite

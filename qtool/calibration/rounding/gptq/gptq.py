@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.alike import at_once, in_turn, stacked_clips
-from qtool.calibration.precision import by_rows, product, stack
+from qtool.calibration.precision import product, stack
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.group_fit import fit_groups
@@ -254,13 +254,13 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     order = visiting_order(hessian.h.diagonal(), scheme, options.act_order)
     back = torch.argsort(order)
     factor = Factor(hessian.h, options.damping, order)
-    damped = factor.h if options.rounds else None
     target = weight
     if hessian.d is not None:
         missing = options.residual * product(weight, hessian.d)
         if problem.lacking is not None:
             missing += options.stream * problem.lacking
-        target = weight + by_rows(factor.solve, missing[:, order])[:, back]
+        target = weight + factor.solve(missing[:, order])[:, back]
+    damped = factor.h if options.rounds else None
     keep = None
     if scheme.sparsity:
         pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity
@@ -364,8 +364,12 @@ class Factor:
         return self._lower.diagonal().flip(0).square()
 
     def solve(self, right: Tensor) -> Tensor:
-        """``right H^-1`` for ``right [N, K]``."""
-        return torch.cholesky_solve(right.T.flip(0), self._lower).flip(0).T
+        """``right H^-1`` for ``right [N, K]``.
+
+        By the inverse, which serves all rows: their triangular systems, solved as few at a time as
+        :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
+        """
+        return product(right.flip(1), inverse(self._lower)).flip(1)
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
@@ -392,6 +396,17 @@ def cholesky(matrix: Tensor) -> Tensor | None:
             part = lower[columns, own]
             lower[first:, columns].addmm_(lower[first:, own], part.mT, alpha=-1)
     return lower
+
+
+def inverse(lower: Tensor) -> Tensor:
+    """``(L L^T)^-1 [K, K]`` of the lower factor ``L``: whole or by blocks, as :func:`cholesky`."""
+    k = len(lower)
+    if k <= WHOLE:
+        return torch.cholesky_inverse(lower)
+    found = torch.zeros_like(lower)
+    for columns in found.fill_diagonal_(1).split(BLOCK, 1):
+        columns.copy_(torch.cholesky_solve(columns, lower))
+    return found
 
 
 def descent_feedback(hessian: Tensor) -> Tensor:

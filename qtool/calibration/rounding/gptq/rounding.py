@@ -233,7 +233,7 @@ class Gptq(GptqOptions, Rounding):
                 )
                 work += Work(
                     hessian_flops=2 * seen * (moments + drift * k * k + writes * n * k),
-                    rounding_flops=k**3 / 3 + n * k * k * (5 + 6 * self.rounds),
+                    rounding_flops=(1 / 3 + 2 * drift) * k**3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     rounding_panels=-(-k // self.column_panel) * (1 + self.rounds) / together,
                 )
@@ -249,16 +249,16 @@ class Gptq(GptqOptions, Rounding):
         """Bytes at the worst moment.
 
         Exact weights, codes of those rounded before, its Hessians, and what solves it: first the
-        Hessian, the damped one, twice for coordinate descent, and its factor; then Hessian and
-        feedback beside the stacked weight, its target, errors and codes. Several experts are solved
-        together.
+        Hessian, the damped one, twice for coordinate descent, its factor, and the inverse that the
+        float model's inputs need; then Hessian and feedback beside the stacked weight, its target,
+        errors and codes. Several experts are solved together.
         """
         left, total, worst = block.weights, block.weights, 0
         for groups in successive(block.family.groups):
             drift = bool(self.residual) and not groups[0].routed
             problems = block.stacked(groups)
             for n, k in problems[:1]:  # experts are alike
-                factoring = (3 + drift + bool(self.rounds)) * 4 * k * k
+                factoring = (3 + 2 * drift + bool(self.rounds)) * 4 * k * k
                 sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
                 writes = drift and self._makes_up_for_stream(block.family, groups[0])
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
