@@ -234,4 +234,5 @@ def rotate_bias(block: Block, name: str, q: Hadamard | Dense) -> None:
 
 
 def _by_parts(x: Tensor, q: Hadamard | Dense) -> Tensor:
-    return q(x.unflatten(-1, (-1, q.n))).flatten(-2)
+    # of a transposed x torch would multiply row by row
+    return q(x.contiguous().unflatten(-1, (-1, q.n))).flatten(-2)
