@@ -338,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "peers",
             "peers-c4",
             "peers-dense",
+            "peers-mixture",
             "quantize-ranks",
             "quantize-llm-compressor",
             "quantize-autoround",
