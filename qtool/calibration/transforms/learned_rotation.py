@@ -141,14 +141,14 @@ def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
         turned = (own @ q).unflatten(1, (len(some), -1)).transpose(0, 1)
         turned = turned.reshape(len(some), -1, group)
         top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
-        share = turned / top
+        share = turned.div_(top)
         power = share.square()
         for _ in range(SQUARINGS):
-            power = power.square()
+            share *= power  # its powers 3, 7, 15
+            power.square_()
         norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
-        power /= torch.where(share == 0, 1.0, share)
-        power *= norm * top
-        ahead = power.view(parts).transpose(0, 1).flatten(1, 2)
+        share *= norm * top
+        ahead = share.view(parts).transpose(0, 1).flatten(1, 2)
         found.baddbmm_(own.mT, ahead, alpha=2 / rows.numel())
     return found
 
