@@ -47,6 +47,8 @@ BATCH = 16
 AXES = 0.3
 #: of a batch of which inputs are taken
 TOKENS = 2048
+#: a step is many small operations: it takes at least as long as so many candidates of a search
+STEP_TRIES = 6
 #: numbers of a step's rows that are looked at together
 TOGETHER = 1 << 25
 
@@ -125,11 +127,12 @@ def _of_step(parts: Sequence[Tensor], order: int, step: int) -> Tensor:
 
 
 def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
-    """Operations of a step: products with its rows and the axes, twice each, and the solve.
+    """Operations of a step: products with its rows, twice, and as if they were such the rest.
 
-    Those with inputs come on top of it. ``columns``: K; 0: the order.
+    The rest (axes, powers, a solve by factorization) are fewer and slower ones. Products with
+    inputs come on top of it. ``columns``: K; 0: the order.
     """
-    return (4 * BATCH * (columns or order) + matrices * (8 + 8 / 3) * order) * float(order) ** 2
+    return (4 * BATCH * (columns or order) + 100 * matrices * order) * float(order) ** 2
 
 
 def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:

@@ -32,6 +32,7 @@ from qtool.calibration.method import Norm, Transform
 from qtool.calibration.transforms import value_heads
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
 from qtool.calibration.transforms.learned_rotation import (
+    STEP_TRIES,
     TOKENS,
     Dense,
     learn,
@@ -134,13 +135,17 @@ class Rotate(Transform):
     def work(self, block: BlockShape) -> Work:
         work = Work()
         if self._learned_bytes(block):
-            flops = self.learn_steps * step_flops(block.config.hidden_size)
+            steps = self.learn_steps / block.config.num_hidden_layers
             work += Work(
                 read_bytes=block.weights * block.itemsize,
-                search_flops=flops / block.config.num_hidden_layers,
+                search_flops=steps * step_flops(block.config.hidden_size),
+                search_tries=steps * STEP_TRIES,
             )
         if self._heads_learn(block):
-            work += Work(search_flops=self.head_steps * value_heads.step_flops(block))
+            work += Work(
+                search_flops=self.head_steps * value_heads.step_flops(block),
+                search_tries=self.head_steps * STEP_TRIES,
+            )
         return work
 
     def held_bytes(self, block: BlockShape) -> int:

@@ -235,7 +235,8 @@ class Gptq(GptqOptions, Rounding):
                     hessian_flops=2 * seen * (moments + drift * k * k + writes * n * k),
                     rounding_flops=(1 / 3 + 2 * drift) * k**3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
-                    rounding_panels=-(-k // self.column_panel) * (1 + self.rounds) / together,
+                    # a panel's scales take about as long as two sweeps over it
+                    rounding_panels=-(-k // self.column_panel) * (1 + 3 * self.rounds) / together,
                 )
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
