@@ -92,6 +92,11 @@ class Scheme(ABC):
         return [{name: t[i] for name, t in by_part.items()} for i in range(count)]
 
     @property
+    def coarse_inputs(self) -> bool:
+        """Whether inputs have no more bits than weights, so that they lose as much."""
+        return self.activation.bits <= self.code_bits
+
+    @property
     def code_dtype(self) -> torch.dtype:
         """dtype that holds one code a byte."""
         return torch.int8 if self.signed else torch.uint8

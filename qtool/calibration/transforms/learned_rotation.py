@@ -9,10 +9,11 @@ scaled to a mean square of 1,
     minimize    mean over groups g of    (mean_g |w Q|^p)^(2/p)        p = 16
 
 where the p-norm stands for the maximum. To it comes the same of the inputs of these weights where
-they have 4 bits. Where they have more, the axes stand for them with the weight 0.3: an outlier of
-the activations is a channel of the residual stream, and has to stay spread. With G the gradient in
-Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the manifold. Adam turns it into a
-step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``.
+they have no more bits than the weights. Where they have more, the axes stand for them with the
+weight 0.3: an outlier of the activations is a channel of the residual stream, and has to stay
+spread. With G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the
+manifold. Adam turns it into a step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I -
+Y/2)``.
 
 A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
 that: rows of random numbers are served as well as those of a model.

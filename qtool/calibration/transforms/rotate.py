@@ -55,9 +55,10 @@ class Rotate(Transform):
     Args:
         seed: of the random signs of the residual rotation.
         learn_steps: by which the residual rotation is learned from the weights that read the
-            residual stream, and from their inputs if these have 4 bits, from the Hadamard on
-            (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the Hadamard. Likewise,
-            block by block and in half the steps, those of the value heads from W_o.
+            residual stream, and from their inputs if these have no more bits than they, from the
+            Hadamard on (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the
+            Hadamard. Likewise, block by block and in half the steps, those of the value heads from
+            W_o.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -116,7 +117,7 @@ class Rotate(Transform):
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
                 rows.append(unit_rows(weight[block.index % every :: every]))
-            coarse = [name for name in readers if block.schemes[name].activation.bits == 4]
+            coarse = [name for name in readers if block.schemes[name].coarse_inputs]
             for batch in batches:
                 norms = {readers[name] for name in coarse}
                 inputs += unit_inputs(block, batch, norms, -(-TOKENS // every))

@@ -2,8 +2,8 @@
 
 Each kv head D channels wide may have an orthogonal ``P [D, D]`` of its own (:mod:`.rotate` folds
 it). It is learned (:mod:`.learned_rotation`) from the weight that reads the heads' sums: W_o, whose
-columns it turns by the query heads of that kv head, and from W_o's inputs where they have 4 bits. A
-block knows all it takes, so that nothing of it is kept for a resumed run.
+columns it turns by the query heads of that kv head, and from W_o's inputs where these have no
+more bits than it. A block knows all it takes, so that nothing of it is kept for a resumed run.
 
 Legend: Hq query heads, Hkv kv heads, D channels a head.
 """
@@ -52,7 +52,7 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
     if not steps or scheme is None:
         return fixed
     rows, inputs = unit_rows(block.weight(name)), list[Tensor]()
-    if scheme.activation.bits == 4:
+    if scheme.coarse_inputs:
         for batch in subset(batches, SEQUENCES):
             inputs += unit_inputs(block, batch, [name], TOKENS)
     start = fixed(torch.eye(heads.dim, dtype=torch.float64)).expand(heads.kv, -1, -1)

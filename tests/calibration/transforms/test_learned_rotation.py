@@ -100,13 +100,20 @@ def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(gradient(rows(100).double(), start(), GROUP), whole)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("w4a4", 4), ("w4a8-qoq-g128", 8)])
+@pytest.mark.parametrize(
+    ("scheme", "coarse"), [("w4a4", True), ("w4a8-qoq-g128", False), ("w8a8", True)]
+)
 def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
-    scheme: str, bits: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str,
+    coarse: bool,
+    make_model: MakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the outputs of every norm before a quantized linear, where these have 4 bits."""
+    """Of the outputs of every norm before a quantized linear, where these have no more bits than it."""
     source, ids = make_model("llama"), torch.arange(48).view(2, 24)
-    layers = [{"match": ".*", "scheme": scheme, "group_size": 64}]
+    size = "channel" if scheme == "w8a8" else 64
+    layers = [{"match": ".*", "scheme": scheme, "group_size": size}]
     turn = {"rotate": {"learn_steps": 1}}
     given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
     recipe, found = recipes.parse(given | {"rounding": "gptq"}, "test"), []
@@ -120,7 +127,7 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration([ids]))
     [(_, _, _, steps, inputs)] = found
     wanted = norm_outputs(source, ids)
-    assert steps == 1 and len(inputs) == (bits == 4) * len(wanted)
+    assert steps == 1 and len(inputs) == coarse * len(wanted)
     for found_there, expected in zip(inputs, wanted[:, ::4], strict=False):
         torch.testing.assert_close(found_there, expected.half(), rtol=2e-3, atol=2e-3)
 

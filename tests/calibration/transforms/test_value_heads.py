@@ -50,9 +50,14 @@ def test_learning_lowers_the_maxima_of_o(llama, transformed):
     assert of_o(100) < 0.85 * of_o(0)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("w4a4", 4), ("w4a8-lqq", 8)])
-def test_inputs_of_4_bits_are_among_the_rows(scheme, bits, llama, blocks, monkeypatch):
-    block, batches = blocks(llama, get(scheme, GROUP))[0]
+@pytest.mark.parametrize(
+    ("scheme", "size", "coarse"),
+    [("w4a4", GROUP, True), ("w4a8-lqq", GROUP, False), ("w8a8", "default", True)],
+)
+def test_inputs_of_no_more_bits_are_among_the_rows(
+    scheme, size, coarse, llama, blocks, monkeypatch
+):
+    block, batches = blocks(llama, get(scheme, size))[0]
     found = []
 
     def spy(*arguments):
@@ -62,15 +67,17 @@ def test_inputs_of_4_bits_are_among_the_rows(scheme, bits, llama, blocks, monkey
     monkeypatch.setattr(value_heads, "learn", spy)
     value_heads.rotation_of(block, batches, 1)
     [([rows], _, group, _, inputs)] = found
-    assert group == GROUP and torch.equal(rows, unit_rows(block.weight("self_attn.o_proj")))
+    weight = block.weight("self_attn.o_proj")
+    assert group == (GROUP if size == GROUP else weight.shape[1])
+    assert torch.equal(rows, unit_rows(weight))
     seen = []
     block.get("self_attn.o_proj").register_forward_pre_hook(
         lambda _, given: seen.append(given[0].flatten(0, 1))
     )
     for batch in batches:
         run(block, batch)
-    assert bool(inputs) == (bits == 4)
-    if bits == 4:
+    assert bool(inputs) == coarse
+    if coarse:
         assert torch.equal(torch.cat(inputs), unit_rows(torch.cat(seen)))
 
 
