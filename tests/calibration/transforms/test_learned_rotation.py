@@ -110,7 +110,7 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the outputs of every norm before a quantized linear, where these have no more bits than it."""
+    """Of what every norm before a quantized linear hands it, if in no more bits than its weight."""
     source, ids = make_model("llama"), torch.arange(48).view(2, 24)
     size = "channel" if scheme == "w8a8" else 64
     layers = [{"match": ".*", "scheme": scheme, "group_size": size}]
