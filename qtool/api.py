@@ -210,11 +210,15 @@ def plan(
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
+    from qtool.pipeline.planning.repack import plan_repack
 
     settings = QuantizeOptions.of({**options, "kv": kv})
     samples = count_windows(calibration, settings.samples)
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
-    job = Job.of(_config_of(model), chosen)
+    config = _config_of(model)
+    if isinstance(model, str | os.PathLike) and settings.repacks(config, chosen, calibration):
+        return plan_repack(_config_directory(model), chosen, settings.layout)
+    job = Job.of(config, chosen)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
@@ -284,13 +288,19 @@ def _config_of(model: Model) -> dict[str, Any]:
     """The config.json of a directory, a hub id, ``demo`` or a file, or of a model in memory."""
     from qtool.io.source import read_config
     from qtool.models.architecture import dtype_name
-    from qtool.pipeline.run import directory_of
 
     if not isinstance(model, str | os.PathLike):
         return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
+    return read_config(_config_directory(model))
+
+
+def _config_directory(model: Name) -> Path:
+    """The directory of the config.json of a directory, a hub id, ``demo`` or that file itself."""
+    from qtool.pipeline.run import directory_of
+
     if Path(model).name == "config.json":
-        return read_config(Path(model).parent)
-    return read_config(directory_of(model, weights=False))
+        return Path(model).expanduser().parent
+    return directory_of(model, weights=False)
 
 
 def family(model: Model) -> tuple[Family, dict[str, Any]]:
