@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_positive
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
@@ -213,6 +213,8 @@ def plan(
     from qtool.pipeline.planning.repack import plan_repack
 
     settings = QuantizeOptions.of({**options, "kv": kv})
+    if device_memory is not None:
+        require_positive("--device-memory", device_memory)
     samples = count_windows(calibration, settings.samples)
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
     config = _config_of(model)

@@ -17,7 +17,6 @@ from qtool.recipes import VARIANTS
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 F = TypeVar("F", bound=Callable[..., Any])
 POSITIVE, NOT_NEGATIVE, TWO_OR_MORE = (click.IntRange(min=least) for least in (1, 0, 2))
-GIGABYTES = click.FloatRange(min=0, min_open=True)
 
 
 class Device(click.ParamType):
@@ -246,7 +245,7 @@ PLAN = _together(
     WINDOWS,
     click.option(
         "--device-memory",
-        type=GIGABYTES,
+        type=float,
         help="Of the GPU of a calibrated run, in GB; an H200's by default.",
     ),
     click.option(

@@ -1,5 +1,6 @@
 """qtool's exceptions, and spelling suggestions for their messages."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -35,6 +36,16 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """
     if type(value) is not int or value < least:
         raise QtoolError(f"{name} {value!r}: a whole number of at least {least} is expected")
+
+
+def require_positive(name: str, value: object) -> None:
+    """Check that ``value`` is a finite number above 0.
+
+    Raises:
+        QtoolError: naming it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise QtoolError(f"{name} {value!r}: a number above 0 is expected")
 
 
 def first_line(error: Exception) -> str:

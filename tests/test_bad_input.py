@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -485,6 +486,48 @@ def test_values_that_no_run_could_have(
     )
     assert code == 2 and f"Invalid value for '{option}'" in message and "Traceback" not in message
     assert not list(tmp_path.parent.glob("*.partial")) and not list(tmp_path.iterdir())
+
+
+#: how each command that has an option for a number with a point is called
+FLOATS: dict[tuple[str, ...], list[str]] = {
+    ("plan", "--device-memory"): ["demo", "--scheme", "w8a8"],
+    ("sensitivity", "--budget-bits"): ["demo", "--choices", "w4a16,w8a8", "--out", "a.yaml"],
+    ("bench", "serve", "--memory"): ["demo"],
+}
+
+
+def options_of(kind: type[click.ParamType]) -> set[tuple[str, ...]]:
+    """Command and name of every option of ``kind``."""
+    commands: dict[tuple[str, ...], click.Command] = {(): qtool.cli.cli}
+    for group in ((), ("bench",)):
+        within = commands[group]
+        assert isinstance(within, click.Group)
+        commands |= {(*group, name): command for name, command in within.commands.items()}
+    return {
+        (*path, option.opts[0])
+        for path, command in commands.items()
+        for option in command.params
+        if isinstance(option, click.Option) and isinstance(option.type, kind)
+    }
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "1e400"])
+def test_no_number_is_none(value: str, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    assert options_of(click.types.FloatParamType) == FLOATS.keys()
+    for (*path, option), arguments in FLOATS.items():
+        code, message = qtool_run(monkeypatch, capsys, *path, *arguments, f"{option}={value}")
+        assert code == 2 and "a number above 0 is expected" in message and option in message
+        assert len(message.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1.5"])
+def test_no_count_is_none(value: str) -> None:
+    counted = options_of(click.types.IntParamType)
+    assert ("quantize", "--seed") in counted and ("eval", "--limit") in counted
+    for *path, option in counted:
+        done = CliRunner().invoke(qtool.cli.cli, [*path, f"{option}={value}", "demo"])
+        assert done.exit_code == 2 and f"Invalid value for '{option}'" in done.output
 
 
 def test_places_that_cannot_be_written(

@@ -148,8 +148,8 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
-        scheme=str(data.get("scheme", where.removesuffix(".yaml"))),
-        about=str(data.get("about", "")),
+        scheme=_text(data, "scheme", where) or where.removesuffix(".yaml"),
+        about=_text(data, "about", where) or "",
         layers=tuple(_layer(rule, where) for rule in layers),
         transforms=tuple(_step(step, where) for step in transforms),
         rounding=_step(chosen.get("rounding", "rtn"), where),
@@ -204,7 +204,7 @@ def _layer(rule: Any, where: str) -> LayerRule:
             f"{where}: match {match!r} is not a regular expression: {error}"
         ) from error
     size = rule.get("group_size")
-    if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
+    if size not in (None, "channel") and (type(size) is not int or size < 1):
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
     size = size if isinstance(size, int) else None
     return LayerRule(match, _text(rule, "scheme", where), size, _text(rule, "layout", where))
