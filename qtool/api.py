@@ -207,6 +207,7 @@ def plan(
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
     from qtool.data.mix import count_windows
+    from qtool.models.architecture import DTYPES
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
@@ -220,7 +221,8 @@ def plan(
     config = _config_of(model)
     if isinstance(model, str | os.PathLike) and settings.repacks(config, chosen, calibration):
         return plan_repack(_config_directory(model), chosen, settings.layout)
-    job = Job.of(config, chosen)
+    cast = None if settings.dtype is None else DTYPES[settings.dtype]
+    job = Job.of(config, chosen, dtype=cast)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
 

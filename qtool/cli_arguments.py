@@ -169,6 +169,11 @@ ACTIVATIONS = click.option(
     show_default=True,
     help="Where calibration activations are between blocks; auto: the first with room.",
 )
+CAST = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Cast what is not packed; by default it stays as it is.",
+)
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
 )
@@ -214,11 +219,7 @@ QUANTIZE = _together(
     ),
     ACTIVATIONS,
     DEVICE,
-    click.option(
-        "--dtype",
-        type=click.Choice(["bfloat16", "float16", "float32"]),
-        help="Cast what is not packed; by default it stays as it is.",
-    ),
+    CAST,
     click.option(
         "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."
     ),
@@ -243,6 +244,7 @@ PLAN = _together(
     SAMPLES,
     SEQLEN,
     WINDOWS,
+    CAST,
     click.option(
         "--device-memory",
         type=float,

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from qtool import recipes
 from qtool.errors import QtoolError, require_count, suggest
 from qtool.io.source import plain_config
+from qtool.models.architecture import DTYPES
 from qtool.recipes import Recipe
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
@@ -124,6 +125,8 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise QtoolError(f"--dtype {self.dtype!r}: {suggest(self.dtype, DTYPES)}")
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
                 f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"
