@@ -18,7 +18,7 @@ import qtool.cli
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.finite import all_finite
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
 
@@ -97,6 +97,26 @@ def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
+def test_encodings_of_config_and_recipe(
+    encoding: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Unicode is read in every form, whatever the locale; anything else is said."""
+    model, recipe = make_model(), tmp_path / "own.yaml"
+    config = json.loads((model / "config.json").read_text()) | {"author": "Jürgen"}
+    content = json.dumps(config, ensure_ascii=False).encode(encoding)
+    recipe.write_text("about: für alle\nlayers: [{match: .*, scheme: w8a8}]", encoding=encoding)
+    (model / "config.json").write_bytes(content)
+    if encoding == "latin-1":
+        with pytest.raises(QtoolError, match=r"config.json: not readable as JSON"):
+            read_config(model)
+        with pytest.raises(QtoolError, match=r"own.yaml: not valid YAML"):
+            recipes.load(None, str(recipe))
+    else:
+        assert read_config(model)["author"] == "Jürgen"
+        assert recipes.load(None, str(recipe)).about == "für alle"
 
 
 def test_missing_shard(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

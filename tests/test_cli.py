@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -180,6 +181,53 @@ def test_ctrl_c_speaks_of_the_command_that_ran(
     written = capsys.readouterr().err
     assert stop.value.code == 130 and said in written
     assert ("--resume" in written) == (command[0] == "quantize")
+
+
+#: the command line where SIGINT comes while the module ``where`` is imported
+AT_AN_IMPORT = """
+import signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == where:
+            signal.raise_signal(signal.SIGINT)
+where, sys.argv = sys.argv[1], ["qtool", "plan", "demo", "--scheme", "w4a16"]
+sys.meta_path.insert(0, Interrupts())
+from qtool.__main__ import main
+main()
+"""
+#: and where it comes in a destructor, whose exceptions Python drops
+IN_A_DESTRUCTOR = """
+import signal, sys, time
+import qtool.api
+from qtool.__main__ import main
+class Object:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def schemes():
+    Object()
+    time.sleep(600)
+qtool.api.schemes, sys.argv = schemes, ["qtool", "schemes"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "where"),
+    [
+        (AT_AN_IMPORT, "qtool.cli"),
+        (AT_AN_IMPORT, "click"),
+        (AT_AN_IMPORT, "qtool.api"),
+        (AT_AN_IMPORT, "torch"),
+        (AT_AN_IMPORT, "qtool.pipeline.job"),
+        (IN_A_DESTRUCTOR, ""),
+    ],
+)
+def test_ctrl_c_ends_with_one_line_at_any_moment(code: str, where: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, where], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr.strip() == "qtool: interrupted"
 
 
 class Terminal(io.StringIO):

@@ -288,7 +288,7 @@ def read_json(path: Path) -> dict[str, Any]:
         QtoolError: it cannot be read, or holds something else.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):

@@ -7,7 +7,6 @@ scheme everywhere, the change that saves most divergence a bit is made until the
 the greedy solution of the multiple-choice knapsack (Sinha and Zoltners, 1979).
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from qtool import recipes
 from qtool.data.mix import CalibrationMix
 from qtool.errors import QtoolError, require_positive
 from qtool.format import LinearFormat
+from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
@@ -305,10 +305,10 @@ def write_recipe(
     windows = calibration(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
     model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
     found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
-    out.write_text(recipes.as_yaml(found.recipe))
     facts = {"calibration": windows.facts, **asdict(found)}
     del facts["recipe"]
-    facts_file.write_text(json.dumps(facts, indent=1))
+    write_json(facts_file, facts)
+    write_text(out, recipes.as_yaml(found.recipe))
     return found
 
 

@@ -280,8 +280,8 @@ def _require_known(data: Any, keys: frozenset[str], where: str) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        data = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, OSError) as error:
         raise QtoolError(f"{path.name}: not valid YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(data, dict):
         raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")
