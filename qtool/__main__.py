@@ -1,43 +1,43 @@
-"""The command ``qtool``, and ``python -m qtool``: at Ctrl-C it ends with a sentence, at any moment.
+"""The command ``qtool``, and ``python -m qtool``. Ctrl-C ends it with a sentence at any moment."""
 
-Before qtool's own command line can say more, while it is imported, and where Python would go on:
-in a callback, whose exceptions it prints and drops.
-"""
-
-import signal
 import sys
-import threading
-import time
-from typing import Any
+from types import FrameType
 
 
 def main() -> None:
     """Run the command line; exit code 130 at Ctrl-C."""
-    sys.unraisablehook = _raise_again
     try:
+        import signal
+
+        signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 
-        run()
+        try:
+            run()
+        finally:  # another Ctrl-C ends what Python still tidies up
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
-        print("\nqtool: interrupted", file=sys.stderr)
-        sys.exit(130)
-    finally:  # a second Ctrl-C ends what Python still tidies up
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _leave()
 
 
-def _raise_again(dropped: Any) -> None:
-    """Send a Ctrl-C that fell into a callback to the main thread, out of that callback."""
-    if dropped.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(dropped)
-        return
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """End the process while it imports, and raise KeyboardInterrupt elsewhere.
 
-    main_thread = threading.get_ident()  # no other one gets a KeyboardInterrupt
+    An import would drop the exception, where it falls into a callback, or make another of it.
+    """
+    while frame:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _leave()
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
-    def interrupt() -> None:
-        time.sleep(0.01)
-        signal.pthread_kill(main_thread, signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
+def _leave() -> None:
+    import os
+
+    if os.environ.get("RANK", "0") == "0":
+        print("\nqtool: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 if __name__ == "__main__":
