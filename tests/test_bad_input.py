@@ -79,10 +79,30 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-def]
     refused("no such model directory", tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    refused("file is a file: the directory of a model", tmp_path / "file")
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     refused("is an adapter (LoRA)", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_act", "nonesuch", "KeyError: 'nonesuch'"),
+        ("rope_scaling", {"rope_type": "nonesuch", "factor": 2.0}, "KeyError: 'nonesuch'"),
+    ],
+)
+def test_a_config_that_transformers_cannot_make(
+    key: str, value: object, said: str, refused, make_model: MakeModel
+) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(vocab_size=4096)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, model)
+    edit_config(model, **{key: value})
+    options = ("--recipe", "paper", "--calib", "demo", "--samples", 1, "--seqlen", 16)
+    refused(f"transformers cannot make the model of config.json ({said}", model, *options)
 
 
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:

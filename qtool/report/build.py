@@ -64,6 +64,8 @@ def report(
         }
         evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
+    if out.is_dir():
+        raise QtoolError(f"--out {out} is a directory: a file to write is expected")
     if not out.parent.is_dir():
         raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")
     found = collect(directory, compare, device)
