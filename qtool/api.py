@@ -163,12 +163,12 @@ def quantize(
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
-            target = Path(out) if out is not None else default_out(model, name)
+            target = Path(out).expanduser() if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
-            target = Path(out) if out is not None else Path(work) / "quantized"
+            target = Path(out).expanduser() if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
             # the temporary directory is no source that anything could be compared with
             return replace(done, source="") if out is not None else load(target, device=own)
@@ -276,7 +276,7 @@ def sensitivity(
         directory_of(model),
         choices,
         budget_bits,
-        Path(out),
+        Path(out).expanduser(),
         recipe=recipe,
         text=calibration,
         data_dir=data_dir,
@@ -292,8 +292,10 @@ def _config_of(model: Model) -> dict[str, Any]:
     """The config.json of a directory, a hub id, ``demo`` or a file, or of a model in memory."""
     from qtool.io.source import read_config
     from qtool.models.architecture import dtype_name
+    from qtool.pipeline.in_memory import require_model
 
     if not isinstance(model, str | os.PathLike):
+        require_model(model)
         return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
     return read_config(_config_directory(model))
 
@@ -458,7 +460,9 @@ def export(
     from qtool.pipeline.quantize import require_apart
 
     directory = _native(model)
-    target = directory.with_name(f"{directory.name}-{format}") if out is None else Path(out)
+    target = (
+        directory.with_name(f"{directory.name}-{format}") if out is None else Path(out).expanduser()
+    )
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
 
@@ -486,7 +490,7 @@ def import_(
     """
     from qtool.pipeline.run import repack
 
-    return repack(model, Path(out), layout, progress=progress)
+    return repack(model, Path(out).expanduser(), layout, progress=progress)
 
 
 def inspect(model: Name) -> list[Row]:
@@ -540,7 +544,7 @@ def write_report(
         _native(model),
         str(compare) if compare is not None else None,
         list(tasks),
-        out=Path(out) if out is not None else None,
+        out=Path(out).expanduser() if out is not None else None,
         data_dir=Path(data_dir) if data_dir is not None else None,
         device=device,
     )

@@ -20,11 +20,11 @@ class NoSpace(QtoolError):
     """A disk is full; files written before are whole, and the work can continue from them."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: object, known: Iterable[str]) -> str:
     """``did you mean X?`` for those of ``known`` that begin so or the nearest, else all of them."""
-    known = sorted(set(known))
-    begun = [name for name in known if word and name.startswith(word)]
-    close = begun or get_close_matches(word, known, n=1)
+    known, text = sorted(set(known)), str(word)
+    begun = [name for name in known if text and name.startswith(text)]
+    close = begun or get_close_matches(text, known, n=1)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 

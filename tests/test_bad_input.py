@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import qtool.cli
 from qtool import recipes
+from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError
 from qtool.io.finite import all_finite
 from qtool.io.source import DEMO, Checkpoint, read_config
@@ -584,12 +585,18 @@ def test_places_that_cannot_be_written(
     assert "Traceback" not in message
 
 
-def test_home_in_an_output_path(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """A shell leaves ``--out=~/out`` as it is, and so does Python."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    model, recipe = make_model(), tmp_path / "own.yaml"
+    recipe.write_text("layers: [{match: .*, scheme: w8a8}]")
     code, _ = qtool_run(
-        monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out=~/out"
+        monkeypatch, capsys, "quantize", f"~/{model.name}", "--recipe=~/own.yaml", "--out=~/out"
     )
     assert code == 0 and (tmp_path / "out" / "config.json").exists()
+    qtool.quantize(f"~/{model.name}", recipe="~/own.yaml", out="~/again")
+    assert (tmp_path / "again" / "config.json").exists()
+    assert data_directory("~") == tmp_path
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])

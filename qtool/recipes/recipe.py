@@ -90,7 +90,7 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
             kind, or a file that is a recipe of another scheme.
     """
     if recipe is not None and recipe not in VARIANTS:
-        path = Path(recipe)
+        path = Path(recipe).expanduser()
         if not path.is_file():
             raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
         content = read(path)
