@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_positive
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
@@ -163,12 +163,12 @@ def quantize(
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
-            target = Path(out) if out is not None else default_out(model, name)
+            target = Path(out).expanduser() if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
-            target = Path(out) if out is not None else Path(work) / "quantized"
+            target = Path(out).expanduser() if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
             # the temporary directory is no source that anything could be compared with
             return replace(done, source="") if out is not None else load(target, device=own)
@@ -207,14 +207,22 @@ def plan(
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
     from qtool.data.mix import count_windows
+    from qtool.models.architecture import DTYPES
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
+    from qtool.pipeline.planning.repack import plan_repack
 
     settings = QuantizeOptions.of({**options, "kv": kv})
+    if device_memory is not None:
+        require_positive("--device-memory", device_memory)
     samples = count_windows(calibration, settings.samples)
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
-    job = Job.of(_config_of(model), chosen)
+    config = _config_of(model)
+    if isinstance(model, str | os.PathLike) and settings.repacks(config, chosen, calibration):
+        return plan_repack(_config_directory(model), chosen, settings.layout)
+    cast = None if settings.dtype is None else DTYPES[settings.dtype]
+    job = Job.of(config, chosen, dtype=cast)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
@@ -268,7 +276,7 @@ def sensitivity(
         directory_of(model),
         choices,
         budget_bits,
-        Path(out),
+        Path(out).expanduser(),
         recipe=recipe,
         text=calibration,
         data_dir=data_dir,
@@ -284,13 +292,21 @@ def _config_of(model: Model) -> dict[str, Any]:
     """The config.json of a directory, a hub id, ``demo`` or a file, or of a model in memory."""
     from qtool.io.source import read_config
     from qtool.models.architecture import dtype_name
-    from qtool.pipeline.run import directory_of
+    from qtool.pipeline.in_memory import require_model
 
     if not isinstance(model, str | os.PathLike):
+        require_model(model)
         return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
+    return read_config(_config_directory(model))
+
+
+def _config_directory(model: Name) -> Path:
+    """The directory of the config.json of a directory, a hub id, ``demo`` or that file itself."""
+    from qtool.pipeline.run import directory_of
+
     if Path(model).name == "config.json":
-        return read_config(Path(model).parent)
-    return read_config(directory_of(model, weights=False))
+        return Path(model).expanduser().parent
+    return directory_of(model, weights=False)
 
 
 def family(model: Model) -> tuple[Family, dict[str, Any]]:
@@ -444,7 +460,9 @@ def export(
     from qtool.pipeline.quantize import require_apart
 
     directory = _native(model)
-    target = directory.with_name(f"{directory.name}-{format}") if out is None else Path(out)
+    target = (
+        directory.with_name(f"{directory.name}-{format}") if out is None else Path(out).expanduser()
+    )
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
 
@@ -472,7 +490,7 @@ def import_(
     """
     from qtool.pipeline.run import repack
 
-    return repack(model, Path(out), layout, progress=progress)
+    return repack(model, Path(out).expanduser(), layout, progress=progress)
 
 
 def inspect(model: Name) -> list[Row]:
@@ -526,7 +544,7 @@ def write_report(
         _native(model),
         str(compare) if compare is not None else None,
         list(tasks),
-        out=Path(out) if out is not None else None,
+        out=Path(out).expanduser() if out is not None else None,
         data_dir=Path(data_dir) if data_dir is not None else None,
         device=device,
     )

@@ -17,7 +17,6 @@ from qtool.recipes import VARIANTS
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 F = TypeVar("F", bound=Callable[..., Any])
 POSITIVE, NOT_NEGATIVE, TWO_OR_MORE = (click.IntRange(min=least) for least in (1, 0, 2))
-GIGABYTES = click.FloatRange(min=0, min_open=True)
 
 
 class Device(click.ParamType):
@@ -170,6 +169,11 @@ ACTIVATIONS = click.option(
     show_default=True,
     help="Where calibration activations are between blocks; auto: the first with room.",
 )
+CAST = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Cast what is not packed; by default it stays as it is.",
+)
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
 )
@@ -215,11 +219,7 @@ QUANTIZE = _together(
     ),
     ACTIVATIONS,
     DEVICE,
-    click.option(
-        "--dtype",
-        type=click.Choice(["bfloat16", "float16", "float32"]),
-        help="Cast what is not packed; by default it stays as it is.",
-    ),
+    CAST,
     click.option(
         "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."
     ),
@@ -244,9 +244,10 @@ PLAN = _together(
     SAMPLES,
     SEQLEN,
     WINDOWS,
+    CAST,
     click.option(
         "--device-memory",
-        type=GIGABYTES,
+        type=float,
         help="Of the GPU of a calibrated run, in GB; an H200's by default.",
     ),
     click.option(

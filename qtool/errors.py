@@ -1,5 +1,6 @@
 """qtool's exceptions, and spelling suggestions for their messages."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -19,11 +20,11 @@ class NoSpace(QtoolError):
     """A disk is full; files written before are whole, and the work can continue from them."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: object, known: Iterable[str]) -> str:
     """``did you mean X?`` for those of ``known`` that begin so or the nearest, else all of them."""
-    known = sorted(set(known))
-    begun = [name for name in known if word and name.startswith(word)]
-    close = begun or get_close_matches(word, known, n=1)
+    known, text = sorted(set(known)), str(word)
+    begun = [name for name in known if text and name.startswith(text)]
+    close = begun or get_close_matches(text, known, n=1)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
@@ -35,6 +36,16 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """
     if type(value) is not int or value < least:
         raise QtoolError(f"{name} {value!r}: a whole number of at least {least} is expected")
+
+
+def require_positive(name: str, value: object) -> None:
+    """Check that ``value`` is a finite number above 0.
+
+    Raises:
+        QtoolError: naming it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise QtoolError(f"{name} {value!r}: a number above 0 is expected")
 
 
 def first_line(error: Exception) -> str:

@@ -33,6 +33,21 @@ def linears(model: torch.nn.Module) -> list[QuantLinear]:
     return [module for module in model.modules() if isinstance(module, QuantLinear)]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": None}, "model None: a directory, a hub id, demo or a transformers model"),
+        ({"scheme": 5}, "unknown scheme 5: known: "),
+        ({"kv": 4}, "unknown KV-cache quantizer 4|unknown --kv 4"),
+        ({"layout": 4}, "unknown layout 4"),
+        ({"target": 100, "scheme": "w4a4"}, "unknown GPU 100"),
+    ],
+)
+def test_a_value_of_another_type_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(QtoolError, match=said):
+        qtool.plan(**({"model": "demo", "scheme": "w4a16"} | wrong))
+
+
 def test_dir_lists_what_can_be_called() -> None:
     assert set(qtool.__all__) <= set(dir(qtool))
     for name in qtool.__all__:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import qtool.cli
 from qtool import recipes
+from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError
 from qtool.io.finite import all_finite
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
 
@@ -78,10 +80,30 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-def]
     refused("no such model directory", tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    refused("file is a file: the directory of a model", tmp_path / "file")
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     refused("is an adapter (LoRA)", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_act", "nonesuch", "KeyError: 'nonesuch'"),
+        ("rope_scaling", {"rope_type": "nonesuch", "factor": 2.0}, "KeyError: 'nonesuch'"),
+    ],
+)
+def test_a_config_that_transformers_cannot_make(
+    key: str, value: object, said: str, refused, make_model: MakeModel
+) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(vocab_size=4096)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, model)
+    edit_config(model, **{key: value})
+    options = ("--recipe", "paper", "--calib", "demo", "--samples", 1, "--seqlen", 16)
+    refused(f"transformers cannot make the model of config.json ({said}", model, *options)
 
 
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
@@ -96,6 +118,26 @@ def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
+def test_encodings_of_config_and_recipe(
+    encoding: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Unicode is read in every form, whatever the locale; anything else is said."""
+    model, recipe = make_model(), tmp_path / "own.yaml"
+    config = json.loads((model / "config.json").read_text()) | {"author": "Jürgen"}
+    content = json.dumps(config, ensure_ascii=False).encode(encoding)
+    recipe.write_text("about: für alle\nlayers: [{match: .*, scheme: w8a8}]", encoding=encoding)
+    (model / "config.json").write_bytes(content)
+    if encoding == "latin-1":
+        with pytest.raises(QtoolError, match=r"config.json: not readable as JSON"):
+            read_config(model)
+        with pytest.raises(QtoolError, match=r"own.yaml: not valid YAML"):
+            recipes.load(None, str(recipe))
+    else:
+        assert read_config(model)["author"] == "Jürgen"
+        assert recipes.load(None, str(recipe)).about == "für alle"
 
 
 def test_missing_shard(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
@@ -487,6 +529,48 @@ def test_values_that_no_run_could_have(
     assert not list(tmp_path.parent.glob("*.partial")) and not list(tmp_path.iterdir())
 
 
+#: how each command that has an option for a number with a point is called
+FLOATS: dict[tuple[str, ...], list[str]] = {
+    ("plan", "--device-memory"): ["demo", "--scheme", "w8a8"],
+    ("sensitivity", "--budget-bits"): ["demo", "--choices", "w4a16,w8a8", "--out", "a.yaml"],
+    ("bench", "serve", "--memory"): ["demo"],
+}
+
+
+def options_of(kind: type[click.ParamType]) -> set[tuple[str, ...]]:
+    """Command and name of every option of ``kind``."""
+    commands: dict[tuple[str, ...], click.Command] = {(): qtool.cli.cli}
+    for group in ((), ("bench",)):
+        within = commands[group]
+        assert isinstance(within, click.Group)
+        commands |= {(*group, name): command for name, command in within.commands.items()}
+    return {
+        (*path, option.opts[0])
+        for path, command in commands.items()
+        for option in command.params
+        if isinstance(option, click.Option) and isinstance(option.type, kind)
+    }
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "1e400"])
+def test_no_number_is_none(value: str, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    assert options_of(click.types.FloatParamType) == FLOATS.keys()
+    for (*path, option), arguments in FLOATS.items():
+        code, message = qtool_run(monkeypatch, capsys, *path, *arguments, f"{option}={value}")
+        assert code == 2 and "a number above 0 is expected" in message and option in message
+        assert len(message.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1.5"])
+def test_no_count_is_none(value: str) -> None:
+    counted = options_of(click.types.IntParamType)
+    assert ("quantize", "--seed") in counted and ("eval", "--limit") in counted
+    for *path, option in counted:
+        done = CliRunner().invoke(qtool.cli.cli, [*path, f"{option}={value}", "demo"])
+        assert done.exit_code == 2 and f"Invalid value for '{option}'" in done.output
+
+
 def test_places_that_cannot_be_written(
     make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]
@@ -501,12 +585,18 @@ def test_places_that_cannot_be_written(
     assert "Traceback" not in message
 
 
-def test_home_in_an_output_path(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """A shell leaves ``--out=~/out`` as it is, and so does Python."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    model, recipe = make_model(), tmp_path / "own.yaml"
+    recipe.write_text("layers: [{match: .*, scheme: w8a8}]")
     code, _ = qtool_run(
-        monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out=~/out"
+        monkeypatch, capsys, "quantize", f"~/{model.name}", "--recipe=~/own.yaml", "--out=~/out"
     )
     assert code == 0 and (tmp_path / "out" / "config.json").exists()
+    qtool.quantize(f"~/{model.name}", recipe="~/own.yaml", out="~/again")
+    assert (tmp_path / "again" / "config.json").exists()
+    assert data_directory("~") == tmp_path
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])

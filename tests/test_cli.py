@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -180,6 +181,34 @@ def test_ctrl_c_speaks_of_the_command_that_ran(
     written = capsys.readouterr().err
     assert stop.value.code == 130 and said in written
     assert ("--resume" in written) == (command[0] == "quantize")
+
+
+#: the command line, SIGINT while the module ``where`` is imported, and what an importer makes of it
+AT_AN_IMPORT = """
+import signal, sys
+class Importer:
+    def find_spec(self, name, *_):
+        if name == where:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise made
+where, made = sys.argv[1], eval(sys.argv[2])
+sys.meta_path.insert(0, Importer())
+sys.argv = ["qtool", "plan", "demo", "--scheme", "w4a16"]
+from qtool.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("made", ["KeyboardInterrupt", "ModuleNotFoundError('PreTrainedModel')"])
+@pytest.mark.parametrize("where", ["qtool.cli", "click", "qtool.api", "torch", "transformers"])
+def test_ctrl_c_ends_an_import_with_one_line(where: str, made: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_AN_IMPORT, where, made], capture_output=True, text=True
+    )
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr.strip() == "qtool: interrupted"
 
 
 class Terminal(io.StringIO):

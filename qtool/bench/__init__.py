@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_positive, suggest
 
 if TYPE_CHECKING:
     from qtool.bench.quantize import Measured
@@ -97,7 +97,12 @@ def bench_kv(shapes: Sequence[str] | None = None) -> str:
 
 
 def bench_serve(
-    model: str, *, against: Sequence[str], batches: Sequence[str], **options: Any
+    model: str,
+    *,
+    against: Sequence[str],
+    batches: Sequence[str],
+    memory: float | None = None,
+    **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
     """Times of a native checkpoint in vLLM and of each of ``against``: as data, and as a table.
 
@@ -117,6 +122,9 @@ def bench_serve(
             f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
             " are expected"
         )
+    if memory is not None:
+        require_positive("bench serve: --memory", memory)
+    options["memory"] = memory
     sizes = [int(batch) for batch in batches]
     rows = list(serve(resolve(model), against=list(against), batches=sizes, **options))
     return as_dicts(rows), table(rows)

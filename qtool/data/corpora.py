@@ -174,9 +174,10 @@ def data_directory(data_dir: str | Path | None) -> Path | None:
         QtoolError: it is missing.
     """
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")
-    if named and not Path(named).is_dir():
+    directory = Path(named).expanduser() if named else None
+    if directory and not directory.is_dir():
         raise QtoolError(f"the data directory {named} does not exist")
-    return Path(named) if named else None
+    return directory
 
 
 def _download(source: str, split: str, wanted: Source) -> list[str]:

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool import progress
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_count
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
@@ -94,8 +94,8 @@ def perplexity(
         QtoolError: a text under two tokens, token ids the model has no embedding for, NaN logits,
             or a single window that does not fit the device's memory.
     """
-    if limit is not None and limit < 1:
-        raise QtoolError(f"limit {limit} leaves no window to evaluate: at least 1 is needed")
+    if limit is not None:
+        require_count("limit", limit)
     asked = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
     ids = _tokenize(text, asked.vocabulary, tokenizer)
     windows = cut_windows(ids, min(seqlen, asked.context_length or seqlen))[:limit]  # [windows, s]

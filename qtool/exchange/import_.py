@@ -66,13 +66,26 @@ def import_checkpoint(
     """
     if source.published:
         raise QtoolError(f"{source.notes[0]}: nothing to import, pass the model to qtool quantize")
-    work = _Import(source, layout)
+    work = Import(source, layout)
     convert(work, out, progress)
     return Imported(out, work.notes)
 
 
-class _Import(Conversion):
-    """A foreign checkpoint on its way into the native format."""
+class Import(Conversion):
+    """A foreign checkpoint on its way into the native format.
+
+    Made from headers, zero points and group indices alone; codes are read when it is converted.
+
+    Args:
+        source: the foreign checkpoint. layout: as :func:`import_checkpoint` takes it.
+
+    Attributes:
+        foreign, native: the format it comes from and the one it gets.
+        notes: a sentence for each thing that differs.
+
+    Raises:
+        QtoolError: what :func:`import_checkpoint` refuses before any work.
+    """
 
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
         self.source, self.foreign = source, describe(source.config)

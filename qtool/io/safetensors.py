@@ -359,5 +359,9 @@ def space_for(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Write ``value`` as indented JSON, atomically."""
-    text = json.dumps(value, indent=2) + "\n"
+    write_text(path, json.dumps(value, indent=2) + "\n", sync=sync)
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write ``text`` in UTF-8, atomically."""
     write_atomic(path, lambda file: file.write(text.encode()), sync=sync)

@@ -67,7 +67,9 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
         return path
     if path.suffix == ".gguf":
         raise QtoolError(_gguf(path))
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if path.is_file():
+        raise QtoolError(f"{model} is a file: the directory of a model or a hub id is expected")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
     configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
     all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
@@ -288,7 +290,7 @@ def read_json(path: Path) -> dict[str, Any]:
         QtoolError: it cannot be read, or holds something else.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):

@@ -3,18 +3,33 @@
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, first_line
 from qtool.models import family_of
 
 
 def float_config(directory: Path) -> Any:
-    """transformers' config of a directory, as of the model before it was quantized."""
+    """transformers' config of a directory, as of the model before it was quantized.
+
+    Raises:
+        QtoolError: transformers cannot read it, and what it says.
+    """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # whatever a model's own code raises
+        raise QtoolError(refusal(error)) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def refusal(error: Exception) -> str:
+    """A sentence on what transformers raised for a config.json."""
+    return (
+        "transformers cannot make the model of config.json"
+        f" ({type(error).__name__}: {first_line(error)})"
+    )
 
 
 def auto_class(config: Any) -> Any:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qtool.models.auto import auto_class
+from qtool.errors import QtoolError
+from qtool.models.auto import auto_class, refusal
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
@@ -24,11 +25,18 @@ if TYPE_CHECKING:
 
 
 def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The model of ``config`` in eval mode, all parameters on ``meta``."""
+    """The model of ``config`` in eval mode, all parameters on ``meta``.
+
+    Raises:
+        QtoolError: transformers cannot make it, and what it says.
+    """
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(config, dtype=dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = auto_class(config).from_config(config, dtype=dtype)
+    except Exception as error:  # whatever a model's own code raises
+        raise QtoolError(refusal(error)) from error
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()

@@ -12,6 +12,18 @@ from qtool.io import hub
 from qtool.runtime.load import load_tokenizer
 
 
+def require_model(model: object) -> None:
+    """Check that what is neither a path nor a name is a model of transformers.
+
+    Raises:
+        QtoolError: it is not.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise QtoolError(
+            f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
+        )
+
+
 @contextmanager
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Path]:
     """A temporary directory with ``model`` in safetensors and its tokenizer, if it can be had.
@@ -23,10 +35,7 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
     Raises:
         QtoolError: it is no model of transformers, or a quantized one.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise QtoolError(
-            f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
-        )
+    require_model(model)
     if getattr(model, "hf_quantizer", None) is not None:
         raise QtoolError("the model in memory is quantized already: pass the original one")
     with TemporaryDirectory(prefix="qtool-") as directory:

@@ -8,6 +8,8 @@ from typing import Any, TypedDict
 
 from qtool import recipes
 from qtool.errors import QtoolError, require_count, suggest
+from qtool.io.source import plain_config
+from qtool.models.architecture import DTYPES
 from qtool.recipes import Recipe
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
@@ -123,6 +125,8 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise QtoolError(f"--dtype {self.dtype!r}: {suggest(self.dtype, DTYPES)}")
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
                 f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"
@@ -141,14 +145,23 @@ class QuantizeOptions(RecipeOverrides):
                 raise QtoolError(f"unknown option {name!r}: {suggest(name, known)}")
         return cls(**options)
 
-    @property
-    def keeps_codes(self) -> bool:
-        """Whether the options change nothing but the layout, so that codes can stay."""
+    def repacks(self, config: Mapping[str, Any], recipe: Recipe, text: Any) -> bool:
+        """Whether a run imports the model of ``config`` as it is, code for code.
+
+        It does where the model is quantized already and nothing but its layout is changed.
+
+        Args:
+            recipe: of the run. text: what it is calibrated on.
+        """
         changes = (
             *(self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks),
-            self.adapter,
+            *(self.adapter, self.dtype, text),
         )
-        return all(value is None for value in changes)
+        return (
+            "quantization_config" in plain_config(dict(config))[0]
+            and (recipe.scheme, recipe.variant) == ("w4a16", "fast")
+            and all(value is None for value in changes)
+        )
 
 
 class QuantizeKeywords(TypedDict, total=False):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import qtool
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
 from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
@@ -128,11 +128,8 @@ def job_of(
     The arguments are those of :func:`quantize`.
 
     Raises:
-        QtoolError: as :meth:`Job.of` and :func:`check_source` do, or a dtype that nothing is
-            stored in.
+        QtoolError: as :meth:`Job.of` and :func:`check_source` do.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     cast = None if dtype is None else DTYPES[dtype]
     job = Job.of(source.config, recipe, source_dtype(source), dtype=cast)
     shapes = check_source(source, job, keep_unknown=keep_unknown)

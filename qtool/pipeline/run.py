@@ -50,8 +50,7 @@ def run(
     require_apart(out, directory)
     adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
     source = Checkpoint(directory, adapter)
-    says_nothing_new = recipe.scheme == "w4a16" and recipe.variant == "fast" and text is None
-    if "quantization_config" in source.config and says_nothing_new and options.keeps_codes:
+    if options.repacks(source.config, recipe, text):
         return repack(model, out, options.layout, progress=progress)
     job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
     for note in (*job.notes, *_unused(job, options, text)):

@@ -7,12 +7,11 @@ scheme everywhere, the change that saves most divergence a bit is made until the
 the greedy solution of the multiple-choice knapsack (Sinha and Zoltners, 1979).
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +21,9 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data.mix import CalibrationMix
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_positive
 from qtool.format import LinearFormat
+from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
@@ -196,7 +196,7 @@ def sensitivity(
     Raises:
         QtoolError: a budget below the smallest choice, or linears that the model holds joined.
     """
-    rules, probe = rules_of(choices), Probe(model, windows)
+    rules = rules_of(choices)
     jobs = {
         choice: Job.of(job.config, replace(job.recipe, layers=(rule,)), job.source_dtype)
         for choice, rule in rules.items()
@@ -210,19 +210,28 @@ def sensitivity(
             for name in (job.full(block, linear) for linear in linears)
         }
 
-    options: dict[Group, list[Option]] = {}
-    groups, weights = _groups(job, model), 0
-    for number, (block, linears) in enumerate(groups, 1):
-        shapes = [job.linears(block)[linear] for linear in linears]
-        weights += sum(n * k for n, k in shapes)
-        for choice in rules:
-            of = formats({(block, linears): choice})
-            bits = sum(
-                8 * jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
-                for (name, linear_format), (n, k) in zip(of.items(), shapes, strict=True)
+    def bits_of(group: Group, choice: str) -> int:
+        shapes = [job.linears(group[0])[linear] for linear in group[1]]
+        return sum(
+            8 * jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
+            for (name, linear_format), (n, k) in zip(
+                formats({group: choice}).items(), shapes, strict=True
             )
-            found = Option(choice, bits, probe.divergence(of))
-            options.setdefault((block, linears), []).append(found)
+        )
+
+    groups = _groups(job, model)
+    stored = {group: {choice: bits_of(group, choice) for choice in rules} for group in groups}
+    weights = sum(prod(job.linears(block)[name]) for block, names in groups for name in names)
+    least = sum(min(bits.values()) for bits in stored.values()) / weights
+    if budget_bits < least:
+        raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
+    options: dict[Group, list[Option]] = {}
+    probe = Probe(model, windows)
+    for number, (group, bits) in enumerate(stored.items(), 1):
+        options[group] = [
+            Option(choice, bits[choice], probe.divergence(formats({group: choice})))
+            for choice in rules
+        ]
         if progress:
             progress(number, len(groups), {})
 
@@ -234,9 +243,7 @@ def sensitivity(
 
     path = list(allocations(options))
     curve = [point(of, measure=False) for of in path]
-    best = max((i for i, point in enumerate(curve) if point.bits <= budget_bits), default=None)
-    if best is None:
-        raise QtoolError(f"--budget-bits {budget_bits}: at least {curve[0].bits:.3f} are needed")
+    best = max(i for i, point in enumerate(curve) if point.bits <= budget_bits)
     for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:
         curve[i] = point(path[i], measure=True)
     uniform = {
@@ -282,6 +289,7 @@ def write_recipe(
     Raises:
         QtoolError: anything wrong with the input, or a file that exists.
     """
+    require_positive("--budget-bits", budget_bits)
     facts_file = out.with_suffix(".json")
     for path in (out, facts_file):  # what takes long is measured first, and written last
         if path.exists():
@@ -297,10 +305,10 @@ def write_recipe(
     windows = calibration(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
     model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
     found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
-    out.write_text(recipes.as_yaml(found.recipe))
     facts = {"calibration": windows.facts, **asdict(found)}
     del facts["recipe"]
-    facts_file.write_text(json.dumps(facts, indent=1))
+    write_json(facts_file, facts)
+    write_text(out, recipes.as_yaml(found.recipe))
     return found
 
 

@@ -90,7 +90,7 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
             kind, or a file that is a recipe of another scheme.
     """
     if recipe is not None and recipe not in VARIANTS:
-        path = Path(recipe)
+        path = Path(recipe).expanduser()
         if not path.is_file():
             raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
         content = read(path)
@@ -148,8 +148,8 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
-        scheme=str(data.get("scheme", where.removesuffix(".yaml"))),
-        about=str(data.get("about", "")),
+        scheme=_text(data, "scheme", where) or where.removesuffix(".yaml"),
+        about=_text(data, "about", where) or "",
         layers=tuple(_layer(rule, where) for rule in layers),
         transforms=tuple(_step(step, where) for step in transforms),
         rounding=_step(chosen.get("rounding", "rtn"), where),
@@ -204,7 +204,7 @@ def _layer(rule: Any, where: str) -> LayerRule:
             f"{where}: match {match!r} is not a regular expression: {error}"
         ) from error
     size = rule.get("group_size")
-    if size is not None and size != "channel" and (not isinstance(size, int) or size < 1):
+    if size not in (None, "channel") and (type(size) is not int or size < 1):
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
     size = size if isinstance(size, int) else None
     return LayerRule(match, _text(rule, "scheme", where), size, _text(rule, "layout", where))
@@ -280,8 +280,8 @@ def _require_known(data: Any, keys: frozenset[str], where: str) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        data = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, OSError) as error:
         raise QtoolError(f"{path.name}: not valid YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(data, dict):
         raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")

@@ -13,6 +13,7 @@ from qtool.eval.channel_range import role
 from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.format import native_format
 from qtool.io.run_record import read_run
+from qtool.io.safetensors import write_text
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
 from qtool.pipeline.inspect import Row, inspect
@@ -63,10 +64,12 @@ def report(
         }
         evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
+    if out.is_dir():
+        raise QtoolError(f"--out {out} is a directory: a file to write is expected")
     if not out.parent.is_dir():
         raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")
     found = collect(directory, compare, device)
-    out.write_text(render(found), encoding="utf-8")
+    write_text(out, render(found))
     if problems := [problem for check in found.checks for problem in check.problems]:
         more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
         raise CheckFailed(f"{directory}: {problems[0]}{more}; {out} says so too")

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import qtool
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import Exported, export
+from qtool.exchange.formats.gguf import Gguf
 from qtool.exchange.gguf.architectures import ARCHITECTURES
 from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
+from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.models import Heads
+from qtool.pipeline.planning.plan import as_text
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
@@ -283,10 +288,28 @@ def refused(native: Path, out: Path, said: str) -> None:
     assert not list(out.parent.glob(f"{out.name}*"))
 
 
-def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"q_proj: .* scales are not exact in float16"):
-        export(native("w4a16", 32, dtype=torch.float32), "gguf", tmp_path / "out")
+def test_scales_in_float32_are_refused_before_any_work(
+    source: Callable[..., Path], native: Native, tmp_path: Path
+) -> None:
+    said = "scales are in float32, .* with --dtype float16 or bfloat16"
+    refused(native("w4a16", 32, dtype=torch.float32), tmp_path / "out", said)
+    model, options = source("llama", torch.float32), {"group_size": 32, "recipe": "paper"}
+    with pytest.raises(QtoolError, match=said):  # before a tokenizer is looked for
+        qtool.quantize(model, "w4a16", export_format="gguf", out=tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
+    assert "gguf" not in as_text(qtool.plan(model, "w4a16", **options))
+    for dtype in ("float16", "bfloat16"):
+        assert "gguf" in as_text(qtool.plan(model, "w4a16", dtype=dtype, **options))
+    out = qtool.quantize(model, "w4a16", dtype="float16", out=tmp_path / "half", group_size=32)
+    qtool.export(out, "gguf")
+
+
+def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> None:
+    codes, scale = torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[1.5 * 2**-24]])
+    with pytest.raises(CheckFailed, match="1 of 1 scales are not exact in float16"):
+        Gguf().tensors(
+            LinearFormat("w4a16", 32, "row-major", "bfloat16"), codes, {"scale": scale.bfloat16()}
+        )
     ours = native("w4a16", 32)
     settings: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding window"),

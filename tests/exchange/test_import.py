@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import qtool
 from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import CheckFailed, NoSpace, QtoolError
@@ -20,6 +21,7 @@ from qtool.exchange.import_ import import_checkpoint
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
+from qtool.pipeline.planning.plan import as_text
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.report.build import weight_errors
@@ -235,6 +237,79 @@ def test_quantize_reads_it_too(gptq: Path) -> None:
         assert isinstance(
             run.exception, QtoolError
         ) and "repack this GPTQ (gptq) with `qtool import`" in str(run.exception)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, or the sentence that it is refused with."""
+    try:
+        return call()
+    except QtoolError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("layout", [None, "row-major", "apex4", "nonesuch"])
+def test_plan_says_what_quantize_makes_of_it(gptq: Path, layout: str | None, order: bool) -> None:
+    if order:
+        for linear in ("q", "k", "v"):
+            name = f"model.layers.1.self_attn.{linear}_proj.g_idx"
+            change_tensor(gptq, name, lambda index: index.flip(0))
+    made = outcome(lambda: qtool.quantize(gptq, "w4a16", layout=layout, out=gptq / "../made"))
+    planned = outcome(lambda: qtool.plan(gptq, "w4a16", layout=layout))
+    if isinstance(made, str):
+        assert planned == made
+        return
+    assert planned.output_bytes == made.nbytes and planned.source_bytes == made.source_bytes
+    assert len(planned.shard_bytes) == len(list(made.directory.glob("*.safetensors")))
+    found = {row.name: (row.layout, row.nbytes) for row in inspect(made.directory)}
+    for kind in planned.kinds:
+        for linear in kind.linears:
+            assert {(linear.layout, linear.nbytes)} == {
+                found[f"model.layers.{block}.{linear.name}"] for block in kind.blocks
+            }
+    assert "repacked from GPTQ (gptq), code for code" in as_text(planned).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w4a8-lqq"},
+        {"scheme": "w4a16", "recipe": "paper"},
+        {"scheme": "w4a16", "calibration": "demo"},
+        {"scheme": "w4a16", "group_size": 64},
+        {"scheme": "w4a16", "kv": "kv4"},
+        {"scheme": "w4a16", "dtype": "float16"},
+    ],
+)
+def test_plan_and_quantize_refuse_by_the_same_sentence(gptq: Path, options: Any) -> None:
+    said = outcome(lambda: qtool.plan(gptq, **options))
+    assert "repack this GPTQ (gptq) with `qtool import`" in said
+    assert said == outcome(lambda: qtool.quantize(gptq, **options, out=gptq / "../made"))
+
+
+@pytest.mark.parametrize("damage", ["zero point", "shape", "lost"])
+def test_plan_refuses_what_only_the_files_show(gptq: Path, damage: str) -> None:
+    up = "model.layers.0.mlp.up_proj"
+    if damage == "lost":
+        path = Checkpoint(gptq).entry(f"{up}.scales").path
+        held = load_file(path)
+        del held[f"{up}.scales"]
+        save_file(held, path, {"format": "pt"})
+    else:
+        change_tensor(gptq, f"{up}.{'qzeros' if damage == 'zero point' else 'scales'}", {
+            "zero point": lambda zeros: zeros + 1, "shape": lambda scales: scales[:, :-1],
+        }[damage])  # fmt: skip
+    said = outcome(lambda: qtool.plan(gptq, "w4a16"))
+    assert isinstance(said, str)
+    assert said == outcome(lambda: qtool.quantize(gptq, "w4a16", out=gptq / "../made"))
+
+
+def test_plan_of_a_config_alone_says_what_it_lacks(gptq: Path, tmp_path: Path) -> None:
+    (alone := tmp_path / "alone" / "config.json").parent.mkdir()
+    alone.write_bytes((gptq / "config.json").read_bytes())
+    with pytest.raises(QtoolError, match="how it is packed stands in its safetensors files"):
+        qtool.plan(alone, "w4a16")
+    assert qtool.plan(gptq / "config.json", "w4a16").repacked == "GPTQ (gptq)"
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])

@@ -148,6 +148,14 @@ def test_what_cannot_be_chosen(
     assert not list(tmp_path.glob("a.*"))
 
 
+def test_a_budget_below_the_smallest_choice_is_refused_before_anything_is_measured(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.pipeline.sensitivity.Probe", None)
+    with pytest.raises(QtoolError, match="at least 5"):
+        qtool.sensitivity(make_model(), ["w4a16:32", "w8a8"], 4.9, tmp_path / "a.yaml", **GIVEN)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -11,6 +11,7 @@ from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
+from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.verify import verify
 from qtool.runtime.load import load
@@ -98,7 +99,7 @@ def test_what_cannot_be_cast_is_refused(make_model: MakeModel, tmp_path: Path) -
     with pytest.raises(QtoolError, match=rf"{NORM}: .*7e\+04 is beyond float16.*--dtype bfloat16"):
         run(model, STREAMED, tmp_path / "out", dtype="float16")
     with pytest.raises(QtoolError, match=r"--dtype 'bfloat': did you mean bfloat16\?"):
-        run(model, STREAMED, tmp_path / "out", dtype="bfloat")
+        QuantizeOptions(dtype="bfloat")
 
 
 def test_float64_weights_are_refused_before_any_work(make_model: MakeModel, tmp_path: Path) -> None:

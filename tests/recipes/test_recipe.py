@@ -1,11 +1,14 @@
 """Recipes: every built-in one can be carried out, and what is written in one is what happens."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qtool import recipes
+from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO
 from qtool.pipeline.job import Job
@@ -20,6 +23,29 @@ RULES = [
     {"match": r"layers\.0\.", "scheme": None},
     {"match": ".*", "scheme": "w4a16", "group_size": 64},
 ]
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf", "true", "-1"])
+def test_no_number_of_a_recipe_is_none(number: str, tmp_path: Path) -> None:
+    """Of the schema and of every method: its place is named, and what was found."""
+    numbers = {"group_size": f"layers: [{{match: .*, scheme: w4a16, group_size: {number}}}]"}
+    for key in ("min_expert_tokens", "scheme", "about", "kv", "windows"):
+        numbers[key] = f"layers: [{{match: .*, scheme: w4a16}}]\n{key}: {number}"
+    for kind, methods in (("transforms", TRANSFORMS), ("rounding", ROUNDINGS)):
+        for name, method in methods.items():
+            for option in fields(method):
+                if option.init and option.type in (int, float, int | None, float | None):
+                    step = f"{{{name}: {{{option.name}: {number}}}}}"
+                    step = f"[{step}]" if kind == "transforms" else step
+                    numbers[f"{name}: {option.name}"] = (
+                        f"layers: [{{match: .*, scheme: w4a16}}]\n{kind}: {step}"
+                    )
+    assert {"clip: lowest", "gptq: damping", "smooth: alpha"} <= numbers.keys()
+    for place, content in numbers.items():
+        (file := tmp_path / "own.yaml").write_text(content)
+        with pytest.raises(QtoolError, match=place.split()[-1]) as refused:
+            Job.of(CONFIG, recipes.load(None, str(file)))
+        assert repr(yaml.safe_load(number)) in str(refused.value)
 
 
 @pytest.mark.parametrize(("scheme", "variant"), BUILT_IN)

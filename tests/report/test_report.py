@@ -375,6 +375,8 @@ def test_refusals(make_model, quantized):
         report(make_model(name="plain"), None, [], out=None, data_dir=None, device="cpu")
     with pytest.raises(QtoolError, match="is no directory"):
         report(quantized, None, [], out=Path("/absent/x.html"), data_dir=None, device="cpu")
+    with pytest.raises(QtoolError, match="is a directory: a file to write is expected"):
+        report(quantized, None, [], out=quantized, data_dir=None, device="cpu")
 
 
 def test_the_run_is_told_or_said_to_be_unknown(quantized):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.errors import CheckFailed
+from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.formats.affine import Affine, int_8, symmetric_4
 from qtool.exchange.gguf import architectures
 from qtool.exchange.target import ANY, Formats, Target
@@ -42,6 +42,14 @@ class Gguf(Target):
 
     def require_model(self, config: Mapping[str, Any]) -> None:
         architectures.require(config)
+
+    def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
+        super().require(name, found, n, k)
+        if found.scale_dtype == "float32":
+            raise QtoolError(
+                f"{name}: its scales are in float32, and GGUF stores float16, which does not hold"
+                " them exactly: quantize the model with --dtype float16 or bfloat16"
+            )
 
     def activations(self, scheme: str) -> str:
         return f"int8 per token and group of {BLOCK}"
@@ -84,6 +92,6 @@ def _exact_half(scale: Tensor) -> Tensor:
     if not half.is_meta and (lost := int((half.float() != scale.float()).sum())):
         raise CheckFailed(
             f"{lost} of {scale.numel()} scales are not exact in float16, which GGUF stores; "
-            "quantize the model in float16 or bfloat16, or export to another format"
+            "quantize the model with --dtype float16, or export to another format"
         )
     return half

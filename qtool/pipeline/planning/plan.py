@@ -65,6 +65,7 @@ class Plan:
             no place where nothing is calibrated.
         continued: the model writes most of the calibration windows first, and is held whole
             meanwhile.
+        repacked: the format whose codes are taken as they are; nothing where weights are quantized.
     """
 
     job: Job
@@ -80,6 +81,7 @@ class Plan:
     place: str = ""
     compiling: float = 0
     continued: bool = False
+    repacked: str = ""
 
     @property
     def linears(self) -> list[PlannedLinear]:
@@ -139,13 +141,13 @@ def plan(
     source = sum(prod(shape) for shape in shapes.values())
     sizes: dict[str, Any] = {
         "job": job,
-        "kinds": _kinds(job),
+        "kinds": kinds(job),
         "source_bytes": source * job.source_dtype.itemsize,
         "shard_bytes": job.shard_bytes(),
     }
     if not job.needs_data:
         took = source / PLAIN_WEIGHTS_PER_SECOND
-        return Plan(**sizes, host_bytes=_plain_host_bytes(job), seconds=took)
+        return Plan(**sizes, host_bytes=plain_host_bytes(job), seconds=took)
     host = activations.available_host_bytes() if host_memory is None else host_memory
     free = device_memory if where.type == "cuda" else host
     window = job.window(seqlen)
@@ -193,7 +195,7 @@ def _calibrated(
     }
 
 
-def _kinds(job: Job) -> list[PlannedBlocks]:
+def kinds(job: Job) -> list[PlannedBlocks]:
     """The blocks of ``job``, gathered by equal tensors and formats."""
     groups: dict[int, list[int]] = {}
     for block, first in enumerate(job.representatives):
@@ -219,7 +221,7 @@ def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedL
     )
 
 
-def _plain_host_bytes(job: Job) -> int:
+def plain_host_bytes(job: Job) -> int:
     """Peak host memory of a run without calibration.
 
     Streamed, it is one weight, its codes, its packed form and temporaries of a chunk; otherwise one
@@ -257,6 +259,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     ]
     return {
         "scheme": planned.job.format.scheme,
+        "repacked": planned.repacked,
         "reason": planned.job.recipe.reason,
         "adaptations": list(planned.job.recipe.adaptations),
         "family": planned.job.family.name,
@@ -283,12 +286,14 @@ def as_text(planned: Plan) -> str:
     """The plan as text for people."""
     job = planned.job
     methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
+    how = f"recipe {job.recipe.variant}: {methods}"
+    if planned.repacked:
+        how = f"repacked from {planned.repacked}, code for code"
     reason = job.recipe.reason
     ratio = planned.source_bytes / planned.output_bytes
     return "\n".join(
         [
-            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, recipe "
-            f"{job.recipe.variant}: {methods}",
+            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, {how}",
             *job.notes,
             *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),

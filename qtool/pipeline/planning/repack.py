@@ -1,0 +1,66 @@
+"""The plan of repacking a model that is quantized already: bytes, memory and time.
+
+Sizes are exact. They follow from the headers of its files, its zero points and its group indices;
+no codes are read.
+"""
+
+from math import prod
+from pathlib import Path
+
+from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.errors import QtoolError
+from qtool.exchange.convert import shards_of
+from qtool.exchange.import_ import Import
+from qtool.io.source import INDEX, SINGLE, Checkpoint
+from qtool.models import family_of
+from qtool.pipeline.job import Job
+from qtool.pipeline.planning.plan import Plan, kinds, plain_host_bytes
+from qtool.pipeline.quantize import source_dtype
+from qtool.recipes import Recipe
+
+#: weights repacked a second on two CPU cores, reading and writing included
+WEIGHTS_PER_SECOND = 100e6
+
+
+def plan_repack(directory: Path, recipe: Recipe, layout: str | None = None) -> Plan:
+    """The plan of importing the quantized checkpoint in ``directory``.
+
+    Args:
+        recipe: that a model in 16 bits would be quantized by. layout: of every linear.
+
+    Raises:
+        QtoolError: what :func:`qtool.exchange.import_.import_checkpoint` refuses, or a directory
+            without the files that say how the model is packed.
+    """
+    if not any((directory / name).exists() for name in (INDEX, SINGLE)):
+        raise QtoolError(
+            f"{directory}: the model is quantized already, and how it is packed stands in its "
+            "safetensors files, which are not there: pass the directory of a downloaded model"
+        )
+    source = Checkpoint(directory)
+    work = Import(source, layout)
+    dtype = source_dtype(source)
+    job = Job(
+        source.config,
+        family_of(source.config),
+        dtype,
+        dtype,
+        recipe,
+        work.native,
+        transforms=[],
+        rounding=RoundToNearest(),
+        source_notes=tuple(work.notes),
+    )
+    shards = [
+        sum(tensor.nbytes for owner in owners for _, tensor in work.specs(owner))
+        for owners in shards_of(work).values()
+    ]
+    return Plan(
+        job=job,
+        kinds=kinds(job),
+        source_bytes=source.nbytes,
+        shard_bytes=shards,
+        host_bytes=plain_host_bytes(job),
+        seconds=sum(map(prod, job.source_shapes().values())) / WEIGHTS_PER_SECOND,
+        repacked=work.foreign.name,
+    )
