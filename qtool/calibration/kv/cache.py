@@ -88,10 +88,8 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
 def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """The tensors that ``block`` stores for the KV quantizer ``kv``, by name within the block.
 
-    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's are
-    neutral.
-
-    Without batches kv4's are those that do nothing.
+    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's are those
+    that do nothing.
 
     Raises:
         QtoolError: static scales without calibration data, or NaN in its keys or values.
