@@ -20,6 +20,9 @@ from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
+#: calibration sequences that a transform sees which learns of all blocks
+LEARNING_SEQUENCES = 8
+
 
 @dataclass(frozen=True)
 class Norm:

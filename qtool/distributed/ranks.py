@@ -92,6 +92,17 @@ def process_group(device: str) -> Iterator[str]:
     dist.destroy_process_group()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """This process is rank 0 of 1 meanwhile, for work that one rank does for all."""
+    global _world
+    world, _world = _world, World()
+    try:
+        yield
+    finally:
+        _world = world
+
+
 def _own_device(device: str) -> str:
     if not device.startswith("cuda"):
         return device

@@ -1,19 +1,22 @@
 """Chooses the channel blocks whose inputs get 8 bits: those that save most error for their work.
 
 COMET 3.2 gives 8 bits to blocks that hold an outlier. Where that leaves more work in W4A4 than is
-aimed at, more blocks get them, those first that save most error per unit of work:
+aimed at, more blocks get them, of the whole model those first that save most error per unit of
+work:
 
-    cost[g, b] = E_g * || (X_b - Q4(X_b)) W_b^T ||^2 / sum_b' (...)
+    cost[g, b] = E_g / ||Y||^2 * || (X_b - Q4(X_b)) W_b^T ||^2 / sum_b' (...)
 
-E_g is the error of the decoder block's output when only group g's input has 4 bits: it weighs
-down_proj against q_proj, which errors of the linears' own outputs cannot. The work of a block is
-its weights.
+E_g is the error of the output Y of the decoder block when only group g's input has 4 bits: it
+weighs down_proj against q_proj, which errors of the linears' own outputs cannot, and relative to Y
+a decoder block against the others. The work of a block is its weights.
 
 Legend: X_b, W_b the channels of block b of the input and the weight; T tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,60 +24,49 @@ from torch import Tensor, nn
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
-from qtool.distributed import ranks
 from qtool.schemes.base import Scheme
 
+T = TypeVar("T", bound=Hashable)
 
-def allocate(
-    block: Block,
-    batches: Sequence[Batch],
-    samples: Mapping[tuple[str, ...], Tensor],
-    maps: Mapping[tuple[str, ...], Tensor],
-    caps: Mapping[tuple[str, ...], int],
-    w4a4_share: float,
-) -> None:
-    """Turn more blocks of ``maps`` to 8 bits, in place.
 
-    Args:
-        batches: what the block's output error is measured on.
-        samples: inputs ``[T, K]`` of each set of linears that share one, in the order the weights'
-            columns have.
-        maps: the 8-bit map ``[K/128]`` u8 of each set; what it holds already stays.
-        caps: how many blocks of each set may have 8 bits.
-        w4a4_share: blocks are turned as long as this share of the work of these linears keeps 4-bit
-            activations.
+@dataclass(frozen=True)
+class Judged:
+    """Linears that share an input, with channels by falling magnitude.
+
+    Attributes:
+        cost: ``[K/128]``, the error that 4-bit inputs of each block make.
+        work: of one block.
+        least, most: how many blocks must and may have 8 bits.
     """
-    exact = [run(block, batch) for batch in batches]
-    costs: list[
-        tuple[float, int, tuple[str, ...], int]
-    ] = []  # error saved per work, work, linears, block
-    total, eight = 0, 0
 
-    def judged(linears: tuple[str, ...]) -> tuple[Tensor, float]:
-        return block_shares(block, linears, samples[linears]), output_error(
-            block, batches, exact, linears
-        )
-
-    for linears, (share, error) in zip(
-        samples, ranks.map_items(judged, list(samples)), strict=True
-    ):
-        work = sum(block.weight(name).numel() for name in linears) // len(share)
-        costs += [(error * float(part) / work, work, linears, b) for b, part in enumerate(share)]
-        total += work * len(share)
-        eight += work * int(maps[linears].sum())
-    left = (1 - w4a4_share) * total - eight + 0.5
-    for _, work, linears, b in sorted(costs, key=lambda cost: -cost[0]):
-        eight_bit = maps[linears]
-        if work <= left and not eight_bit[b] and int(eight_bit.sum()) < caps[linears]:
-            eight_bit[b] = 1
-            left -= work
+    cost: Tensor
+    work: int
+    least: int
+    most: int
 
 
-def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
-    """Share ``[K/128]`` of each channel block in the output error of 4-bit inputs ``x [T, K]``."""
+def allocate(judged: Mapping[T, Judged], w4a4_share: float) -> dict[T, int]:
+    """How many blocks of each get 8 bits, as long as ``w4a4_share`` of all work keeps 4."""
+    counts = {key: group.least for key, group in judged.items()}
+    total = sum(group.work * len(group.cost) for group in judged.values())
+    left = (1 - w4a4_share) * total + 0.5
+    left -= sum(group.work * group.least for group in judged.values())
+    costs = [(c / g.work, key) for key, g in judged.items() for c in g.cost[g.least :].tolist()]
+    for _, key in sorted(costs, key=lambda cost: -cost[0]):
+        if judged[key].work <= left and counts[key] < judged[key].most:
+            counts[key] += 1
+            left -= judged[key].work
+    return counts
+
+
+def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor) -> Tensor:
+    """Share ``[K/128]`` of each channel block in the output error of 4-bit inputs ``x [T, K]``.
+
+    ``x`` is in ``order [K]``, in which the weights' columns are not.
+    """
     total = None
     for name in linears:
-        scheme, weight = block.schemes[name], block.weight(name).float()
+        scheme, weight = block.schemes[name], block.weight(name).float()[:, order]
         size = scheme.group_size or x.shape[1]
         error = (
             (x - four_bit(scheme, weight, x)).unflatten(1, (-1, size)).transpose(0, 1)
@@ -86,15 +78,24 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor) -> Tensor:
     return total / total.sum().clamp_min(torch.finfo(total.dtype).tiny)
 
 
-def output_error(
-    block: Block, batches: Sequence[Batch], exact: Sequence[Tensor], linears: Sequence[str]
-) -> float:
-    """Squared error of the decoder block's output with 4-bit inputs to ``linears`` alone."""
-    with rounded_inputs(block, linears):
-        return sum(
-            float((run(block, b) - e).double().square().sum())
-            for b, e in zip(batches, exact, strict=True)
-        )
+def output_errors(
+    block: Block, batches: Sequence[Batch], groups: Iterable[Sequence[str]]
+) -> list[float]:
+    """Error of the decoder block's output with 4-bit inputs to each of ``groups`` alone.
+
+    Squared, over the squared output.
+    """
+    exact = [run(block, batch) for batch in batches]
+    power = sum(float(e.double().square().sum()) for e in exact)
+    errors = []
+    for linears in groups:
+        with rounded_inputs(block, linears):
+            lost = [
+                (run(block, b) - e).double().square().sum()
+                for b, e in zip(batches, exact, strict=True)
+            ]
+        errors.append(float(sum(lost)) / power)
+    return errors
 
 
 @contextmanager

@@ -11,7 +11,7 @@ it). Behind a norm it cannot fold, since each layer has its own order on the one
 is then stored with the linears, and their input is gathered at run time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,15 +20,22 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.method import Transform
-from qtool.calibration.rounding.block_precision import allocate
-from qtool.calibration.statistics import collect, subset
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.forwards import observe, propagate
+from qtool.calibration.method import LEARNING_SEQUENCES, Transform
+from qtool.calibration.rounding.block_precision import (
+    Judged,
+    allocate,
+    block_shares,
+    output_errors,
+)
+from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.folding import per_kv_head
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq import Fmpq
-from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, block_cap, by_magnitude, plan_blocks
+from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, block_cap, by_magnitude, plan_blocks
 
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 LATER = {
@@ -89,10 +96,10 @@ class GatherOutliers(Transform):
         max_8bit_blocks: at most so many blocks of a linear get 8 bits.
         min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
         w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as
-            long as this share of each decoder block's work is left in W4A4 and both limits above
-            allow it (:mod:`qtool.calibration.rounding.block_precision`).
-        tokens, sequences, seed: of the sample of inputs and the sequences that error is measured
-            on.
+            long as this share of the model's work is left in W4A4 and both limits above allow it
+            (:mod:`qtool.calibration.rounding.block_precision`). It is decided before the first
+            block is rewritten.
+        tokens: of the sample of inputs that error is measured on.
     """
 
     ratio: float = OUTLIER_RATIO
@@ -100,12 +107,11 @@ class GatherOutliers(Transform):
     min_w4a4_share: float = 0.0
     w4a4_share: float | None = None
     tokens: int = 512
-    sequences: int = 8
-    seed: int = 0
 
     name = "gather-outliers"
     needs_data = True
-    positive = ("tokens", "sequences")
+    _learned = None
+    positive = ("tokens",)
     after: ClassVar[dict[str, str]] = LATER | {
         "reorder": "sorting again would scatter the gathered outliers"
     }
@@ -119,39 +125,96 @@ class GatherOutliers(Transform):
             name for group in family.groups if _kind(group) != "product" for name in group.linears
         )
 
+    @property
+    def learns(self) -> bool:
+        return self.w4a4_share is not None
+
+    @torch.no_grad()
+    def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
+        assert self.w4a4_share is not None
+        judged: dict[tuple[int, int], Judged] = {}
+        groups: dict[int, int] = {}
+        for block in blocks:
+            groups[block.index] = len(block.family.groups)
+            judged |= {(block.index, g): found for g, found in self._judged(block, batches)}
+            propagate(block, batches)
+        counts = {index: torch.zeros(number, dtype=torch.int64) for index, number in groups.items()}
+        for (index, group), count in allocate(judged, self.w4a4_share).items():
+            counts[index][group] = count
+        return {str(index): of_block for index, of_block in counts.items()}
+
+    def load(self, learned: Mapping[str, Tensor]) -> None:
+        self._learned = {index: counts.cpu() for index, counts in learned.items()}
+
+    def work(self, block: BlockShape) -> Work:
+        work = super().work(block)
+        if self.learns:
+            groups = {group.linears for group in block.family.groups}
+            runs = (2 + len(groups)) * min(1.0, LEARNING_SEQUENCES / max(1, block.samples))
+            work += Work(
+                read_bytes=block.weights * block.itemsize,
+                forward_flops=runs * block.forward_flops(),
+            )
+        return work
+
+    def _judged(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, Judged]]:
+        """What 4-bit inputs cost each group of ``block``, by number, if it saw any."""
+        mixed = {
+            n: names
+            for n, group in enumerate(block.family.groups)
+            if (names := _mixed(block, group))
+        }
+        inputs: dict[str, list[Tensor]] = {names[0]: [] for names in mixed.values()}
+        if inputs:
+            observe(block, batches, {name: parts.append for name, parts in inputs.items()})
+        mixed = {n: names for n, names in mixed.items() if inputs[names[0]]}
+        found = []
+        for (n, names), error in zip(
+            mixed.items(), output_errors(block, batches, mixed.values()), strict=True
+        ):
+            x = torch.cat(inputs.pop(names[0])).float()
+            plan, most = self._plan(amax := x.abs().amax(0))
+            sample = x[:: -(-len(x) // self.tokens), by_magnitude(amax)]
+            cost = error * block_shares(block, names, sample, by_magnitude(amax))
+            work = sum(block.weight(name).numel() for name in names) // len(cost)
+            found.append((n, Judged(cost, work, int(plan.eight_bit.sum()), most)))
+        return found
+
+    def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:
+        """The blocks with outliers, and how many may have 8 bits."""
+        limits = self.max_8bit_blocks, self.min_w4a4_share
+        plan = plan_blocks(
+            amax, ratio=self.ratio, max_8bit_blocks=limits[0], min_w4a4_share=limits[1]
+        )
+        return plan, block_cap(len(amax), *limits)
+
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         firsts = [group.linears[0] for group in block.family.groups]
-        inputs = collect(block, batches, firsts, self.tokens, self.seed)
-        maps: dict[tuple[str, ...], Tensor] = {}
-        caps: dict[tuple[str, ...], int] = {}
-        samples: dict[tuple[str, ...], Tensor] = {}
-        for group in block.family.groups:
-            mixed = tuple(
-                name for name in group.linears if isinstance(block.schemes.get(name), Fmpq)
-            )
+        inputs = collect(block, batches, firsts, tokens=0)
+        counts = (self._learned or {}).get(str(block.index))
+        for number, group in enumerate(block.family.groups):
+            mixed = _mixed(block, group)
             if not mixed or (seen := inputs.get(group.linears[0])) is None:
                 continue
-            plan = plan_blocks(
-                seen.amax,
-                ratio=self.ratio,
-                max_8bit_blocks=self.max_8bit_blocks,
-                min_w4a4_share=self.min_w4a4_share,
-            )
-            # a plan with outliers has this order already; one without may get 8-bit blocks below
-            order = plan.permutation if self.w4a4_share is None else by_magnitude(seen.amax)
+            plan, most = self._plan(seen.amax)
+            order, eight_bit = plan.permutation, plan.eight_bit
+            if counts is not None and int(counts[number]):
+                # with outliers it has this order already
+                order = by_magnitude(seen.amax)
+                eight_bit[: min(int(counts[number]), most)] = 1
             permute(block, group, order, inside_heads=False)
-            maps[mixed], samples[mixed] = plan.eight_bit, seen.sample[:, order]
-            caps[mixed] = block_cap(len(order), self.max_8bit_blocks, self.min_w4a4_share)
-        if self.w4a4_share is not None:
-            allocate(block, subset(batches, self.sequences), samples, maps, caps, self.w4a4_share)
-        for linears, eight_bit in maps.items():
             note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
-            block.notes.setdefault(self.name, {})[linears[0]] = note
-            for name in linears:
+            block.notes.setdefault(self.name, {})[mixed[0]] = note
+            for name in mixed:
                 scheme = block.schemes[name]
                 assert isinstance(scheme, Fmpq)
                 block.schemes[name] = scheme.with_blocks(eight_bit)
+
+
+def _mixed(block: Block, group: LinearGroup) -> tuple[str, ...]:
+    """The linears of ``group`` whose input channels may have 4 or 8 bits."""
+    return tuple(name for name in group.linears if isinstance(block.schemes.get(name), Fmpq))
 
 
 def order_in_heads(block: Block, amax: Tensor) -> Tensor:

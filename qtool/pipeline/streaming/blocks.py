@@ -108,7 +108,6 @@ class BuiltBlocks:
         self.read_ahead = ReadAhead(
             source, job, pinned=device.type == "cuda", timed=lambda: phases.thread("read")
         )
-        tokens = tokens if job.needs_data else []
         own = ranks.local_items(tokens)
         shapes = [(len(ids), ids.shape[1]) for ids in tokens]
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
@@ -242,12 +241,12 @@ class BuiltBlocks:
         return block, formats
 
     def blocks(self) -> Iterator[Block]:
-        """Each block after the job's transforms, which look at no data here."""
+        """Each block after the job's transforms."""
         for index in range(self.job.blocks):
             following = index + 1 if index + 1 < self.job.blocks else None
             block, _ = self._built(index, following, {})
             for transform in self.job.transforms:
-                transform.apply(block, [])
+                transform.apply(block, self.batches)
             yield block
             _empty(block.module)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -46,8 +47,6 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 WIDEST_INPUT = 1 << 29
 #: sequences of a batch at least, where a batch is an iteration of an optimizer
 ITERATION_SEQUENCES = 8
-#: sequences that a transform sees which learns of all blocks
-LEARNING_SEQUENCES = 8
 
 
 class Shards:
@@ -199,7 +198,7 @@ class Shards:
                 if kept := output.kept(name):
                     found = {key: read(entry) for key, entry in kept[0].items()}
                 else:
-                    earlier = [t for t in job.transforms[:number] if not t.needs_data]
+                    earlier = job.transforms[:number]
                     built = BuiltBlocks(
                         self.source,
                         replace(job, transforms=earlier),
@@ -209,7 +208,7 @@ class Shards:
                         snapshots,
                         self.phases,
                     )
-                    with closing(built), phase("search"):
+                    with closing(built), ranks.alone(), phase("search"):
                         found = transform.learn(built.blocks(), built.batches)
                     output.keep(name, found, found.items(), {})
             shared = ranks.broadcast(found)

@@ -1,13 +1,14 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from qtool.calibration.forwards import observe, run
 from qtool.calibration.method import check_order
-from qtool.calibration.rounding import block_precision
-from qtool.calibration.rounding.block_precision import rounded_inputs
+from qtool.calibration.rounding.block_precision import Judged, allocate, rounded_inputs
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.transforms import reorder
 from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
@@ -125,13 +126,21 @@ def test_no_eight_bit_block_allowed(wide, blocks):
     assert all(scheme.eight_bit.sum() == 0 for scheme in block.schemes.values())
 
 
+def gather(transform, block, batches):
+    """``transform`` of a model of this block alone."""
+    if transform.learns:
+        seen = [replace(batch) for batch in batches]
+        transform.load(transform.learn([block], seen))
+    transform.apply(block, batches)
+
+
 def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     scatter_outliers(wide)
 
     def outcome(ratio=1e9, **options):  # no channel is an outlier by rule: error decides alone
         block, batches = blocks(copy.deepcopy(wide), get("w4ax-fmpq"))[0]
         exact = run(block, batches[0])
-        GatherOutliers(ratio=ratio, **options).apply(block, batches)
+        gather(GatherOutliers(ratio=ratio, **options), block, batches)
         work = [
             (block.schemes[name].eight_bit, block.weight(name).shape[0]) for name in block.schemes
         ]
@@ -167,8 +176,21 @@ def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkey
     """Not where a linear's own output is worst, nor where they are cheap."""
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     felt = set(block.family.group_of(name).linears)
-    monkeypatch.setattr(block_precision, "output_error", lambda *a: float(name in a[-1]))
+    monkeypatch.setattr(
+        reorder, "output_errors", lambda _, __, groups: [float(name in g) for g in groups]
+    )
     work = {linear: block.weight(linear).numel() for linear in block.schemes}
     share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
-    GatherOutliers(ratio=1e9, w4a4_share=share).apply(block, batches)
+    gather(GatherOutliers(ratio=1e9, w4a4_share=share), block, batches)
     assert {linear for linear, scheme in block.schemes.items() if scheme.eight_bit.any()} == felt
+
+
+def test_the_share_is_of_the_whole_model():
+    """Blocks of 8 bits go where they save most for their work, in whichever decoder block."""
+    first = Judged(torch.tensor([4.0, 3.0, 2.0]), work=1, least=0, most=3)
+    second = Judged(torch.tensor([9.0, 1.0, 1.0]), work=3, least=0, most=3)
+    assert allocate({0: first, 1: second}, w4a4_share=0.75) == {0: 3, 1: 0}
+    assert allocate({0: first, 1: second}, w4a4_share=0.5) == {0: 3, 1: 1}
+    capped = replace(first, least=1, most=2)
+    assert allocate({0: capped, 1: second}, w4a4_share=1.0) == {0: 1, 1: 0}
+    assert allocate({0: capped, 1: second}, w4a4_share=0.5) == {0: 2, 1: 1}
