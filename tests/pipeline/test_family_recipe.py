@@ -109,7 +109,7 @@ def test_what_was_adapted_is_printed_and_recorded(
     recorded = json.loads((tmp_path / "out/qtool.json").read_text())["recipe"]
     assert (
         said in recorded["adaptations"][0]
-        and {"rotate": {"residual": False}} in recorded["methods"]
+        and {"rotate": {"learn_steps": 200, "residual": False}} in recorded["methods"]
     )
     assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.adaptations[0]
 

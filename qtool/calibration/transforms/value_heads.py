@@ -93,4 +93,4 @@ def learned_bytes(block: BlockShape) -> int:
 def _weight(block: BlockShape) -> tuple[int, int]:
     """``(N, K)`` of W_o."""
     assert block.family.attention is not None
-    return block.quantized[block.family.attention.o]
+    return block.linears[block.family.attention.o]
