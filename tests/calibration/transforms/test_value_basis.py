@@ -35,7 +35,8 @@ def test_it_is_learned_from_values_as_the_cache_gets_them(llama, blocks, monkeyp
     block, batches = blocks(llama)[0]
     seen, given = [], []
     v = block.get("self_attn.v_proj")
-    weight = v.weight.detach().clone()
+    weight, bias = v.weight.detach().clone(), block.bias("self_attn.v_proj")
+    bias = None if bias is None else bias.clone()
     v.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
 
     def spy(*arguments):
@@ -47,7 +48,7 @@ def test_it_is_learned_from_values_as_the_cache_gets_them(llama, blocks, monkeyp
     [([rows], start, size, steps, [values])] = given
     assert steps == 1 and block.heads.dim % size == 0 and len(start) == block.heads.kv
     assert rows.shape == block.weight("self_attn.o_proj").shape
-    every = torch.nn.functional.linear(torch.cat(seen), weight, v.bias)
+    every = torch.nn.functional.linear(torch.cat(seen), weight, bias)
     whole = every / every.square().mean().sqrt()
     found = torch.cdist(values.float(), whole).amin(1)
     assert (found < 1e-2 * whole.norm(dim=1).mean()).all()
