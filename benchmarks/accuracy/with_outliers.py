@@ -1,7 +1,7 @@
 """What outliers cost each scheme and recipe: the divergence of a model with them and without.
 
     python benchmarks/accuracy/with_outliers.py MODEL [--schemes all] [--recipes fast,paper,best]
-    [--first-token ID] [--apart 16] [--massive 1000 --norm 100 ...] [--write]
+    [--first-token ID] [--texts 1] [--apart 16] [--massive 1000 --norm 100 ...] [--write]
 
 Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
 too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
@@ -12,6 +12,7 @@ it in benchmarks/results/outliers.json after every row.
 import argparse
 import tempfile
 from pathlib import Path
+from statistics import fmean, stdev
 
 import outliers
 import torch
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--texts", type=int, default=1, help="pairs of texts; all rows are means")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
     source = resolve(arguments.model)
@@ -52,8 +54,13 @@ def main() -> None:
         first = base.config.bos_token_id
     if first is None:
         parser.error("the model has no bos: name a --first-token")
-    calibration = sample(base, arguments.samples, arguments.length, 0, first)
-    windows = sample(base, arguments.limit, arguments.length, 1, first)
+    texts = [
+        (
+            sample(base, arguments.samples, arguments.length, 2 * number, first),
+            sample(base, arguments.limit, arguments.length, 2 * number + 1, first),
+        )
+        for number in range(arguments.texts)
+    ]
     with tempfile.TemporaryDirectory() as work:
         kinds = {kind: getattr(arguments, kind) for kind in KINDS}
         kinds["apart"] = arguments.apart
@@ -63,18 +70,29 @@ def main() -> None:
             for name, factors in (("without", none), ("with", kinds))
         ]
         for model in models:
-            kl = divergence(qtool.load(model, dtype=torch.float32), base, windows)
+            kl = divergence(qtool.load(model, dtype=torch.float32), base, texts[0][1])
             print(f"{model.name} outliers: KL {kl:.1e} from the model itself", flush=True)
         rows: list[list[str]] = []
         for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
             for recipe in arguments.recipes.split(","):
-                kls = [quantized(m, scheme, recipe, calibration, windows, base) for m in models]
-                ratio = kls[1] / kls[0]
-                change = f"{ratio - 1:+.1%}" if ratio < 2 else f"x {ratio:.0f}"
-                rows.append([f"`{scheme}`", recipe, *(f"{kl:.5f}" for kl in kls), change])
+                kls = [
+                    [quantized(m, scheme, recipe, *text, base) for text in texts] for m in models
+                ]
+                rows.append([f"`{scheme}`", recipe, *(f"{fmean(kl):.5f}" for kl in kls)])
+                rows[-1].append(change(*kls))
                 print(f"| {' | '.join(rows[-1])} |", flush=True)
                 if arguments.write:
                     store(arguments.write, {"head": HEAD, "rows": rows})
+
+
+def change(without: list[float], those: list[float]) -> str:
+    """Of the mean, of several texts with its standard error."""
+    ratio = fmean(those) / fmean(without)
+    if ratio >= 2:
+        return f"x {ratio:.0f}"
+    apart = [b / a for a, b in zip(without, those, strict=True)]
+    error = f" ± {stdev(apart) / len(apart) ** 0.5:.1%}" if len(apart) > 1 else ""
+    return f"{ratio - 1:+.1%}{error}"
 
 
 def made(source: Path, out: Path, first: int, factors: dict[str, float]) -> Path:
