@@ -94,7 +94,7 @@ def output_errors(
                 (run(block, b) - e).double().square().sum()
                 for b, e in zip(batches, exact, strict=True)
             ]
-        errors.append(float(sum(lost)) / power)
+        errors.append(float(sum(lost)) / max(power, torch.finfo(torch.float32).tiny))
     return errors
 
 
