@@ -44,12 +44,14 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
 
 
 @torch.no_grad()
-def hand_on(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
-    """:func:`run`, with what else the block hands on (:mod:`qtool.models.passed`), by name."""
-    if (out := _forward_if_it_fits(block, batch, **extra)) is not None:
-        return out
-    first, second = (hand_on(block, half, **extra) for half in batch.halves())
-    return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
+def hand_on(
+    block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
+) -> dict[str, Tensor]:
+    """:func:`run`, with what else the block hands on (:mod:`qtool.models.passed`), by name.
+
+    ``observers`` are those of :func:`observe`.
+    """
+    return _observe(block, batch, observers or {}, to_end=True, **extra)
 
 
 @torch.no_grad()
@@ -82,6 +84,11 @@ def inputs_of(block: Block, batch: Batch, *names: str, **extra: Any) -> list[Ten
     """The inputs ``[tokens, K]`` of submodules for one batch; none if one was not called."""
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     observe(block, [batch], {name: parts.append for name, parts in seen.items()}, **extra)
+    return _whole(seen, names)
+
+
+def _whole(seen: Mapping[str, list[Tensor]], names: Sequence[str]) -> list[Tensor]:
+    """The inputs that were seen in parts of a batch."""
     if not all(seen.values()):
         return []
     return [torch.cat(seen[name]) if len(seen[name]) > 1 else seen[name][0] for name in names]
@@ -93,14 +100,22 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
     Raises:
         QtoolError: NaN or Inf in it, of which no later block could make anything.
     """
-    finite = []
-    for batch in batches:
-        out = hand_on(block, batch)
-        finite.append(torch.isfinite(out[HIDDEN]).all())
-        batch.keep(out)
-        dtype = dtype_name(out[HIDDEN].dtype)
-        del out  # the next run needs its room
-    if finite and not torch.stack(finite).all():  # a GPU is waited for once
+    _require_finite(block, [_move_on(block, batch) for batch in batches])
+
+
+def _move_on(
+    block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
+) -> tuple[Tensor, torch.dtype]:
+    """:func:`propagate` of one batch: whether its output is finite, and the dtype of that."""
+    out = hand_on(block, batch, observers, **extra)
+    batch.keep(out)
+    return torch.isfinite(out[HIDDEN]).all(), out[HIDDEN].dtype
+
+
+def _require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+    """Refuse NaN and Inf in what :func:`_move_on` found of all batches; waits for a GPU once."""
+    if moved and not torch.stack([finite for finite, _ in moved]).all():
+        dtype = dtype_name(moved[0][1])
         hint = (
             "; it overflows in this model, convert it to bfloat16 first"
             if dtype == "float16"
@@ -120,24 +135,59 @@ class Reference:
         block: transformed like the one to be rounded.
         batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that
             is absent stands for itself.
+        settle: waits until the batches may change; None: they never do.
+        moves_on: whether a batch that is looked at also goes through the block.
+        moved: what the batches that did so left, by their key in ``batches``.
     """
 
     block: Block
     batches: dict[int, Batch] = field(default_factory=dict)
+    settle: Callable[[], None] | None = None
+    moves_on: bool = field(default=False, init=False)
+    moved: dict[int, tuple[Tensor, torch.dtype]] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, block: Block, batches: dict[int, Batch] | None = None) -> "Reference":
+    def of(
+        cls,
+        block: Block,
+        batches: dict[int, Batch] | None = None,
+        settle: Callable[[], None] | None = None,
+    ) -> "Reference":
         """A copy of ``block`` as it is now."""
         block.update_module()
-        return cls(
-            replace(block, module=copy.deepcopy(block.module), exact={}, reference=None),
-            batches or {},
-        )
+        own = replace(block, module=copy.deepcopy(block.module), exact={}, reference=None)
+        return cls(own, batches or {}, settle)
 
+    def last_look(self) -> None:
+        """From here on each batch is looked at once more at most: let it move on in that run.
+
+        Every rank calls it, or none.
+        """
+        if self.settle:
+            self.settle()
+            self.moves_on = True
+
+    @torch.no_grad()
     def inputs(self, batch: Batch, *names: str) -> list[Tensor]:
         """The float inputs ``[tokens, K]`` of submodules for the tokens of ``batch``."""
         own = self.batches.get(id(batch), batch)
-        return inputs_of(self.block, own, *names, **self.block.full_kv)
+        if not self.moves_on:
+            return inputs_of(self.block, own, *names, **self.block.full_kv)
+        seen: dict[str, list[Tensor]] = {name: [] for name in names}
+        observers = {name: parts.append for name, parts in seen.items()}
+        self.moved[id(batch)] = _move_on(self.block, own, observers, **self.block.full_kv)
+        return _whole(seen, names)
+
+    def propagate(self) -> None:
+        """Let the float inputs of all batches become those of the next block.
+
+        Raises:
+            QtoolError: as :func:`propagate` does.
+        """
+        for key, batch in self.batches.items():
+            if key not in self.moved:
+                self.moved[key] = _move_on(self.block, batch)
+        _require_finite(self.block, list(self.moved.values()))
 
 
 class _AllSeen(Exception):
@@ -175,19 +225,27 @@ def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, T
     return None
 
 
-def _observe(block: Block, batch: Batch, observers: Mapping[str, Observer], **extra: Any) -> None:
+def _observe(
+    block: Block,
+    batch: Batch,
+    observers: Mapping[str, Observer],
+    *,
+    to_end: bool = False,
+    **extra: Any,
+) -> dict[str, Tensor]:
+    """What the block hands on, where it is run ``to_end``."""
     seen: set[str] = set()
 
     def see(name: str, *inputs: Any) -> None:
         observers[name](*inputs)
         seen.add(name)
-        if len(seen) == len(observers):
+        if len(seen) == len(observers) and not to_end:
             raise _AllSeen
 
     def hook(name: str) -> Callable[..., None]:
         return lambda _, inputs: see(name, inputs[0].reshape(-1, inputs[0].shape[-1]))
 
-    fits = True
+    out: dict[str, Tensor] | None = {}
     with ExitStack() as watching:
         for name in observers:
             if "*" in name:
@@ -197,14 +255,16 @@ def _observe(block: Block, batch: Batch, observers: Mapping[str, Observer], **ex
                 watching.callback(experts.observers.pop, linear)
             else:
                 watching.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
-        if batch.more is not None:
+        if batch.more is not None and observers:
             for module in block.module.modules():
                 if isinstance(module, SeparateExperts):
                     module.more = batch.more.flatten(0, 1)
                     watching.callback(setattr, module, "more", None)
         with suppress(_AllSeen):
-            fits = _forward_if_it_fits(block, batch, **extra) is not None
-    if not fits:  # what was seen before the memory ended is not seen again
-        left = {name: observer for name, observer in observers.items() if name not in seen}
-        for half in batch.halves():
-            _observe(block, half, left, **extra)
+            out = _forward_if_it_fits(block, batch, **extra)
+    if out is not None:
+        return out
+    # what was seen before the memory ended is not seen again
+    left = {name: observer for name, observer in observers.items() if name not in seen}
+    parts = [_observe(block, half, left, to_end=to_end, **extra) for half in batch.halves()]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if to_end}

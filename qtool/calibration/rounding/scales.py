@@ -59,6 +59,9 @@ def _panels(columns: int, size: int) -> list[tuple[int, int]]:
 
 def _power(values: Tensor, hessian: Tensor, panel: slice, size: int) -> Tensor:
     """``<V_G H_GG, V_G> [N, G]`` of the groups of a panel."""
+    if panel.stop - panel.start == size:
+        own = values[:, panel]
+        return (product(own, hessian[panel, panel]) * own).sum(1, keepdim=True)
     blocks = hessian[panel, panel].unflatten(0, (-1, size)).unflatten(2, (-1, size))
     own = torch.stack([blocks[g, :, g] for g in range(len(blocks))])  # [G, size, size]
 

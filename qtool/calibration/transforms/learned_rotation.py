@@ -13,7 +13,7 @@ they have no more bits than the weights. Where they have more, the axes stand fo
 weight 0.3: an outlier of the activations is a channel of the residual stream, and has to stay
 spread. With G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the
 manifold. Adam turns it into a step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I -
-Y/2)``.
+Y/2)``. With A = Y/2 skew-symmetric that is ``2 Q (I + A^T A)^-1 (I - A) - Q``: no pivots.
 
 A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
 that: rows of random numbers are served as well as those of a model.
@@ -108,9 +108,9 @@ def learn(
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
         half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
-        # never singular, so that a GPU need not be waited for
-        turn, _ = torch.linalg.solve_ex(one + half, one - half)
-        q = q @ turn
+        # positive definite, so that a GPU need not be waited for
+        factor, _ = torch.linalg.cholesky_ex(half.mT @ half + one)
+        q = 2 * q @ torch.cholesky_solve(one - half, factor) - q
     q = q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)

@@ -236,7 +236,9 @@ class BuiltBlocks:
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
             block.reference = Reference.of(
-                block, {id(batch): reference for batch, reference in pairs}
+                block,
+                {id(batch): reference for batch, reference in pairs},
+                self.snapshots.settle if self._leads_on(block) else None,
             )
         return block, formats
 
@@ -280,9 +282,13 @@ class BuiltBlocks:
     def _advance(self, block: Block) -> None:
         """Run the float model's ``block`` on its batches: they enter the next one."""
         self.snapshots.settle()
-        if block.reference and block.index < self.job.blocks - 1:
-            propagate(block.reference.block, self.references)
+        if block.reference and self._leads_on(block):
+            block.reference.propagate()
             block.reference, self.reached = None, block.index + 1
+
+    def _leads_on(self, block: Block) -> bool:
+        """Whether another block reads what ``block`` hands on."""
+        return block.index < self.job.blocks - 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Run block ``index`` with the weights ``stored`` (by full name) on all batches.

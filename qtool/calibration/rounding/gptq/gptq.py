@@ -51,6 +51,8 @@ LARGE = 1 << 30
 WHOLE = 46340
 #: columns of a block of a larger one
 BLOCK = 8192
+#: columns of a triangular matrix that is inverted as a whole
+CORNER = 2048
 
 
 @dataclass(kw_only=True)
@@ -366,10 +368,11 @@ class Factor:
     def solve(self, right: Tensor) -> Tensor:
         """``right H^-1`` for ``right [N, K]``.
 
-        By the inverse, which serves all rows: their triangular systems, solved as few at a time as
-        :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
+        By the inverse of the factor, which serves all rows: their triangular systems, solved as few
+        at a time as :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
         """
-        return product(right.flip(1), inverse(self._lower)).flip(1)
+        inverse = inverse_lower(self._lower)
+        return product(product(right.flip(1), inverse.mT), inverse).flip(1)
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
@@ -398,14 +401,20 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     return lower
 
 
-def inverse(lower: Tensor) -> Tensor:
-    """``(L L^T)^-1 [K, K]`` of the lower factor ``L``: whole or by blocks, as :func:`cholesky`."""
+def inverse_lower(lower: Tensor) -> Tensor:
+    """``L^-1 [K, K]`` of a lower triangular ``L``.
+
+    By halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse ``[[A^-1, 0],
+    [-C^-1 B A^-1, C^-1]]``.
+    """
     k = len(lower)
-    if k <= WHOLE:
-        return torch.cholesky_inverse(lower)
-    found = torch.zeros_like(lower)
-    for columns in found.fill_diagonal_(1).split(BLOCK, 1):
-        columns.copy_(torch.cholesky_solve(columns, lower))
+    if k <= CORNER:
+        one = torch.eye(k, device=lower.device)
+        return torch.linalg.solve_triangular(lower, one, upper=False)
+    half, found = k // 2, torch.zeros_like(lower)
+    found[:half, :half] = first = inverse_lower(lower[:half, :half])
+    found[half:, half:] = second = inverse_lower(lower[half:, half:])
+    found[half:, :half] = -product(second, product(lower[half:, :half], first))
     return found
 
 

@@ -138,6 +138,8 @@ class Gptq(GptqOptions, Rounding):
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
         norms = norms_of_writers(block.family, name) if reference and self.stream else []
         hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
+        if reference and name == last_compared(block):
+            reference.last_look()
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
                 floats = reference.inputs(batch, name, *norms) if reference else []
@@ -267,6 +269,12 @@ class Gptq(GptqOptions, Rounding):
                 worst = max(worst, 4 * left + (total - left) + solving)
             left -= sum(n * k for n, k in problems)
         return worst + (2 * total if self.residual else 0)
+
+
+def last_compared(block: Block) -> str:
+    """The last linear of ``block`` whose input is compared with the float model's."""
+    dense = [group.linears for group in block.family.groups if not group.routed]
+    return [names[0] for linears in dense for names in by_format(block, linears)][-1]
 
 
 def norms_of_writers(family: Family, name: str) -> list[str]:
