@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
+from math import inf
 
 import torch
 from torch import Tensor
@@ -189,13 +190,15 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
     )
 
 
-def own_subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """This rank's share of the first batches that hold ``sequences`` sequences."""
-    count = held = 0
-    for size, _ in batch_shapes(batches):
-        if held >= sequences:
+def own_subset(
+    batches: Sequence[Batch], sequences: float = inf, tokens: float = inf
+) -> list[Batch]:
+    """This rank's share of the first batches that hold so many sequences, or so many tokens."""
+    count = held = seen = 0
+    for size, length in batch_shapes(batches):
+        if held >= sequences or seen >= tokens:
             break
-        count, held = count + 1, held + size
+        count, held, seen = count + 1, held + size, seen + size * length
     return list(batches[: len(ranks.local_items(range(count)))])
 
 

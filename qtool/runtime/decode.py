@@ -7,8 +7,9 @@ step over such a cache and replays it from then on. Nothing is compiled, and a r
 the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
 
 Attention of one token reads a range of each sequence's tokens, all of them or a sliding window, in
-a kernel that splits long ranges over the GPU: transformers' own path repeats the keys of grouped
-queries in memory.
+a kernel that splits long ranges over the GPU, or one that many sequences fill
+(:mod:`.range_attention_triton`): transformers' own path repeats the keys of grouped queries in
+memory.
 
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
 """
@@ -30,6 +31,7 @@ from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
 from qtool.models.parts import Heads
+from qtool.runtime import range_attention_triton
 from qtool.runtime.merge import norms_taken_along
 
 NAME = "qtool_static"
@@ -140,12 +142,17 @@ def attention_over_ranges(
 
     ``key`` and ``value`` are ``[B, H, C, D]``.
     """
-    numbers, starts, used = ranges
-    tokens = [t.transpose(1, 2).flatten(0, 1) for t in (key, value)]  # [B * C, H, D]
+    (numbers, starts, used), capacity = ranges, key.shape[2]
+    query = query.squeeze(2)
+    key, value = (t.transpose(1, 2).flatten(0, 1) for t in (key, value))  # [B * C, H, D]
+    if range_attention_triton.runs_on(query, key):
+        out = range_attention_triton.attend(query, key, value, starts, used, scaling)
+        return out.unsqueeze(1)
     out = torch.ops.aten._flash_attention_forward(
-        query.squeeze(2),
-        *tokens,
-        *(numbers, starts, 1, key.shape[2], 0.0, False, False),
+        query,
+        key,
+        value,
+        *(numbers, starts, 1, capacity, 0.0, False, False),
         scale=scaling,
         seqused_k=used,
     )[0]

@@ -31,10 +31,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from qtool.runtime import decode
+from qtool.runtime import decode, range_attention_triton
 from qtool.runtime.decode import (
     Step,
     are_ranges,
+    attention_over_ranges,
     graph_decoding,
     last_of,
     mask_of,
@@ -327,3 +328,29 @@ def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
             out = step(input_ids=PROMPTS[:, :1] % 64, past_key_values=cache, **given)
             logits.append(out.logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("heads", "queries"), [(4, 4), (4, 20), (1, 16), (8, 8)])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_attention_of_many_sequences_is_sdpas(heads: int, queries: int, dim: int) -> None:
+    """Each over a range of its own, from one token to all."""
+    batch, capacity = 512 // heads, 200
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, device="cuda", dtype=torch.bfloat16)
+
+    query = normal(batch, queries, 1, dim)
+    key, value = (normal(batch, capacity, heads, dim).transpose(1, 2) for _ in range(2))
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    first, used = numbers[:-1] % capacity, numbers.new_ones(batch)
+    used = torch.where(numbers[:-1] % 3 == 0, capacity - first, used).int()
+    starts = numbers * capacity
+    starts[:-1] += first
+    ranges = numbers, starts, used
+    assert range_attention_triton.runs_on(query.squeeze(2), key.transpose(1, 2).flatten(0, 1))
+    found = attention_over_ranges(query, key, value, ranges, None)
+    expected = sdpa(query.float(), key.float(), value.float(), ranges, None)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.02)

@@ -34,13 +34,15 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
-from qtool.calibration.statistics import Inputs, collect
+from qtool.calibration.statistics import Inputs, collect, own_subset
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
+#: calibration tokens whose largest inputs the factors follow: more change them little
+SEEN = 1 << 16
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 
 
@@ -81,9 +83,8 @@ class Smooth(Transform):
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
-        inputs = collect(
-            block, batches, [group.linears[0] for group in chosen], self.tokens, self.seed
-        )
+        few = own_subset(batches, tokens=SEEN)
+        inputs = collect(block, few, [group.linears[0] for group in chosen], self.tokens, self.seed)
         judged = [
             group
             for group in reversed(chosen)
@@ -114,7 +115,7 @@ class Smooth(Transform):
     def work(self, block: BlockShape) -> Work:
         candidates = len(self.grid()) + 1
         weights = candidates * block.weights
-        return super().work(block) + Work(
+        return super().work(block) * min(1.0, SEEN / max(1, block.tokens)) + Work(
             search_weights=weights,
             search_flops=2 * self.tokens * weights,
             search_tries=candidates * sum(turns for turns, _ in self._searches(block)),

@@ -262,7 +262,7 @@ class Gptq(GptqOptions, Rounding):
             problems = block.stacked(groups)
             for n, k in problems[:1]:  # experts are alike
                 factoring = (3 + 2 * drift + bool(self.rounds)) * 4 * k * k
-                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
+                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 24 * n * k
                 writes = drift and self._makes_up_for_stream(block.family, groups[0])
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
                 solving += 4 * n * k * writes
