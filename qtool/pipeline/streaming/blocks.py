@@ -120,6 +120,8 @@ class BuiltBlocks:
         self.reached = start
         #: whether there are references: they may all be other ranks'
         self.compares = job.needs_data and job.rounding.compares
+        #: whether some rank's outputs are written over inputs
+        self.overwrites = any(ranks.all_gather(activations.place != "device"))
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
@@ -238,7 +240,7 @@ class BuiltBlocks:
             block.reference = Reference.of(
                 block,
                 {id(batch): reference for batch, reference in pairs},
-                self.snapshots.settle if self._leads_on(block) else None,
+                self._before_inputs_change if self._leads_on(block) else None,
             )
         return block, formats
 
@@ -285,6 +287,10 @@ class BuiltBlocks:
         if block.reference and self._leads_on(block):
             block.reference.propagate()
             block.reference, self.reached = None, block.index + 1
+
+    def _before_inputs_change(self) -> None:
+        if self.overwrites:
+            self.snapshots.settle()
 
     def _leads_on(self, block: Block) -> bool:
         """Whether another block reads what ``block`` hands on."""

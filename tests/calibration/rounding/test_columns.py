@@ -160,11 +160,7 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
 )
 @pytest.mark.parametrize(("n", "k", "panel", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_kernel_equals_torch(
-    n: int, k: int, panel: int, sparse: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over stretches of one panel or two, and a last one that is shorter."""
-    monkeypatch.setattr(columns_triton, "STRETCH", 32)
+def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, causal: bool) -> None:
     weight, hessian = correlated(n, k, torch.float32)
     grid = four_bits(weight, 2)
     group = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // (k // 2)

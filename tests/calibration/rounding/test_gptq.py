@@ -3,6 +3,7 @@ stored in.
 """
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from qtool.calibration.rounding.gptq.gptq import Factor, Problem, prepare
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.group_fit import fit_groups
+from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
@@ -219,6 +221,31 @@ def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> No
     assert behind_attention.s is not None and behind_attention.s.any()
     assert moments(own, "self_attn.q_proj")[0].s is None
     assert moments(own, name, stream=0)[0].s is None
+
+
+def test_the_float_path_moves_on_in_its_last_look(llama, blocks) -> None:
+    """What the last linear is compared with comes of the run that makes the next block's inputs."""
+
+    def rounded(settle: Callable[[], None] | None) -> tuple[dict[str, Rounded], Reference]:
+        block, batches = blocks(copy.deepcopy(llama))[0]
+        floats = {id(batch): copy.deepcopy(batch) for batch in batches}
+        for batch in floats.values():
+            batch.hidden += 0.1
+        block.reference = Reference.of(block, floats, settle)
+        return Gptq().round(block, batches), block.reference
+
+    settled: list[int] = []
+    stays, reference = rounded(None)
+    expected = [run(reference.block, batch) for batch in reference.batches.values()]
+    found, moving = rounded(lambda: settled.append(1))
+    assert settled == [1] and not reference.moved
+    assert moving.moved.keys() == moving.batches.keys()
+    for path in (reference, moving):  # the first has it all to do, the second nothing
+        path.propagate()
+        moved = [batch.hidden for batch in path.batches.values()]
+        assert all(map(torch.equal, moved, expected))
+    for name, own in stays.items():
+        assert torch.equal(found[name].codes, own.codes)
 
 
 @pytest.mark.parametrize(

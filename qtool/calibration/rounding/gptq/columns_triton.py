@@ -1,12 +1,10 @@
-"""The sweep on a GPU: a fused kernel for each panel of columns, and matrix products behind it.
+"""The sweep on a GPU: one fused kernel and one matrix product for each panel of columns.
 
 The kernel rounds a panel: a program holds ``ROWS x b`` targets in registers, reads column k out of
-the tile by a masked sum, rounds it and adds what its error changed to the columns after it. A
-product then adds what the panel changed to the columns behind it, ``T[:, later] += (E - E_old)
-M[panel, later]``, so that a target is ready when its turn comes: to those of the panel's stretch at
-once, to all others when the stretch is done, since each product reads and writes all that it
-changes. No product's order of a sum depends on the number of rows: rows may be shared out, and
-their codes stay.
+the tile by a masked sum, rounds it and adds what its error changed to the columns after it. The
+product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
+M[panel, later]``, so that a target is ready when its turn comes. A product sums over ``b`` terms
+only, in one order for any number of rows: rows may be shared out, and their codes stay.
 """
 
 from importlib.util import find_spec
@@ -17,8 +15,6 @@ from torch import Tensor
 from qtool.calibration.precision import product, stack
 from qtool.schemes.base import Grid
 
-#: columns of a stretch of panels
-STRETCH = 1024
 #: rows and warps of a program for at least so many rows: few and small ones, to fill all
 #: multiprocessors
 SIZES = ((8192, 32, 1), (4097, 16, 4), (0, 8, 4))
@@ -49,8 +45,6 @@ if find_spec("triton"):
         groups,
         start,
         b,
-        before,
-        stretch,
         SPARSE: tl.constexpr,
         ROWS: tl.constexpr,
         B: tl.constexpr,
@@ -85,7 +79,7 @@ if find_spec("triton"):
             change = error - old
             tl.store(codes_ptr + one, code.to(tl.int16), valid)
             tl.store(error_ptr + one, error, valid)
-            tl.store(change_ptr + row * stretch + before + k, change, valid)
+            tl.store(change_ptr + row * B + k, change, valid)
             target += change[:, None] * after[None, :]
 
 
@@ -111,13 +105,12 @@ def sweep(
     alone = zip(weight, error, feedback, strict=True)
     target = weight.clone() if causal else stack([product(e, m).add_(w) for w, e, m in alone])
     codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(panel)
-    stretch = panel * max(1, STRETCH // panel)
-    change = weight.new_empty(problems, n, stretch)
+    change = weight.new_empty(problems, n, width)
     fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
     rows, warps = next(size for least, *size in SIZES if problems * n >= least)
     for start in range(0, columns, panel):
-        b, before = min(panel, columns - start), start % stretch
+        b = min(panel, columns - start)
         _round_panel[(triton.cdiv(n, rows), problems)](
             target,
             weight,
@@ -133,19 +126,13 @@ def sweep(
             fields[0].shape[2],
             start,
             b,
-            before,
-            stretch,
             SPARSE=keep is not None,
             ROWS=rows,
             B=width,
             num_warps=warps,
         )
-        first, own = start - before, slice(before, before + b)
-        near, far = slice(start + b, min(first + stretch, columns)), slice(first + stretch, None)
-        # one by one: a batched product may add in another order
-        for one, changed, m in zip(target, change, feedback, strict=True):
-            if near.start < near.stop:
-                one[:, near].addmm_(changed[:, own], m[start : start + b, near])
-            elif near.stop < columns:
-                one[:, far] += product(changed, m[first : far.start, far])
+        later = slice(start + b, None)
+        if start + b < columns:  # one by one: a batched product may add in another order
+            for one, changed, m in zip(target, change, feedback, strict=True):
+                one[:, later].addmm_(changed[:, :b], m[start : start + b, later])
     return codes

@@ -212,10 +212,11 @@ class Gptq(GptqOptions, Rounding):
     def work(self, block: BlockShape) -> Work:
         """The work on one block.
 
-        The inputs of a group come from forwards that end there, the float block's too; those of all
-        experts from one, to which shared experts come before.
+        The inputs of a group come from forwards that end there, the float block's too, of which the
+        last goes on to the block's output; those of all experts from one, to which shared experts
+        come before.
         """
-        work, before = Work(), 0.0
+        work, before, last = Work(), 0.0, 0.0
         routed_flops = sum(
             block.linear_flops(group.linears) for group in block.family.groups if group.routed
         )
@@ -226,6 +227,7 @@ class Gptq(GptqOptions, Rounding):
             drift = bool(self.residual) and not routed
             if problems:
                 work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
+                last = before if drift else last
             seen = block.tokens * block.share(groups[0].linears[0])
             together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
             writes = drift and self._makes_up_for_stream(block.family, groups[0])
@@ -243,7 +245,7 @@ class Gptq(GptqOptions, Rounding):
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
             before += block.attention_flops() if number == 0 else 0
-        return work
+        return work + Work(forward_flops=-last)
 
     def _makes_up_for_stream(self, family: Family, group: LinearGroup) -> bool:
         return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
@@ -262,7 +264,7 @@ class Gptq(GptqOptions, Rounding):
             problems = block.stacked(groups)
             for n, k in problems[:1]:  # experts are alike
                 factoring = (3 + 2 * drift + bool(self.rounds)) * 4 * k * k
-                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 24 * n * k
+                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
                 writes = drift and self._makes_up_for_stream(block.family, groups[0])
                 solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
                 solving += 4 * n * k * writes
