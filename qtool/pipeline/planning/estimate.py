@@ -89,7 +89,7 @@ H200 = Rates(
     read_bytes=1.5e9,
     write_bytes=0.45e9,
     seconds_a_token=0.21e-3,
-    cached_bytes=1.9e12,
+    cached_bytes=3.6e12,
     start=2.8,
     compiling=4.0,
 )

@@ -56,22 +56,21 @@ class Snapshot:
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What enters the block, of all batches; stops once they are given up.
+        """What enters the block, of all batches, by sequences; stops once they are given up.
 
-        A tensor from a GPU comes through pinned memory, and is there until the next.
+        A sequence from a GPU comes through pinned memory, and is there until the next.
         """
         self.started = time.monotonic()
-        on_gpu = [tensor.nbytes for tensor in self.inputs.values() if tensor.is_cuda]
+        on_gpu = [tensor[:1].nbytes for tensor in self.inputs.values() if tensor.is_cuda]
         room = torch.empty(max(on_gpu, default=0), dtype=torch.uint8, pin_memory=bool(on_gpu))
         for name, tensor in self.inputs.items():
-            if self.given_up.is_set():
-                raise _GivenUp
-            if tensor.is_cuda:
-                own = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                yield name, own.copy_(tensor)
-            else:
-                yield name, tensor
-            self.done += tensor.nbytes
+            for part in tensor.split(1):
+                if self.given_up.is_set():
+                    raise _GivenUp
+                if part.is_cuda:
+                    part = room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+                yield name, part
+                self.done += part.nbytes
 
     def seconds_left(self) -> float:
         """Seconds that the write still takes, by the speed that it has reached."""
