@@ -41,7 +41,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
-#: calibration tokens whose largest inputs the factors follow: more change them little
+#: calibration tokens that are looked at: more change little
 SEEN = 1 << 16
 FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 
@@ -55,7 +55,8 @@ class Smooth(Transform):
             ``heads`` (o), ``product`` (down).
         alpha: SmoothQuant's migration strength, 0 to 1, taken as it is; None: search.
         steps: grid steps in alpha and in beta, each from 0 to 1.
-        tokens: size of the random sample of inputs the error is measured on.
+        tokens: size of the random sample of inputs the error is measured on, from the first 65,536
+            tokens.
         seed: of that sample.
     """
 
