@@ -3,8 +3,9 @@
 A corpus or a text file means perplexity, any other name a zero-shot task.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -76,9 +77,13 @@ def load_tasks(
         "batch_size": batch_size,
         "deterministic": deterministic,
     }
-    for name in dict.fromkeys(tasks):
+    names = list(dict.fromkeys(tasks))
+    sharing = Counter(Path(name).name for name in names)
+    for name in names:
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
+            if sharing[corpus.name] > 1:  # files of one name in several folders
+                corpus = replace(corpus, name=name)
             facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
             evaluate_task: Callable[..., list[TaskResult]] = partial(
                 _perplexity, corpus, seqlen=seqlen, **how
