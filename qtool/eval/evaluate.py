@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +31,16 @@ class LoadedTask:
     name: str
     facts: dict[str, Any]
     evaluate: Callable[[Model], list[TaskResult]]
+
+
+class TaskKeywords(TypedDict, total=False):
+    """The keywords of :func:`load_tasks`; each may be left out."""
+
+    seqlen: int
+    limit: int | None
+    data_dir: str | Path | None
+    batch_size: int
+    deterministic: bool
 
 
 def evaluate(
@@ -70,6 +80,7 @@ def load_tasks(
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
     """
     require_count("batch_size", batch_size)
+    require_count("seqlen", seqlen, 2)
     found = []
     how: dict[str, Any] = {
         "tokenizer": tokenizer,
