@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
-from qtool.errors import QtoolError, require_positive
+from qtool.errors import QtoolError, require_known, require_positive
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
@@ -402,7 +402,8 @@ def evaluate(
         The model's results and the baseline's (None without ``compare``).
 
     Raises:
-        QtoolError: an unknown task, a text that is not there, a model that cannot be loaded.
+        QtoolError: an unknown task or option, a text that is not there, a model that cannot be
+            loaded.
 
     Example::
 
@@ -410,11 +411,14 @@ def evaluate(
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if isinstance(model, str | os.PathLike):
-        from qtool.eval.checkpoints import evaluate_checkpoints
+        from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 
+        require_known(options, EvaluateKeywords.__annotations__)
         return evaluate_checkpoints(names, model, compare, **options)
+    from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
 
+    require_known(options, TaskKeywords.__annotations__)
     if tokenizer is None or compare is not None:
         raise QtoolError("a model in memory is evaluated with its tokenizer, without a baseline")
     return evaluate_loaded(names, model, tokenizer, **options), None

@@ -28,6 +28,18 @@ def suggest(word: object, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
+def require_known(options: Iterable[str], known: Iterable[str]) -> None:
+    """Check that all keywords ``options`` of a function are ``known``.
+
+    Raises:
+        QtoolError: naming the first that is not, with a suggestion.
+    """
+    known = list(known)
+    for name in options:
+        if name not in known:
+            raise QtoolError(f"unknown option {name!r}: {suggest(name, known)}")
+
+
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Check that ``value`` is a whole number of at least ``least``.
 

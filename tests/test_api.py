@@ -276,6 +276,12 @@ def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
         qtool.evaluate("dmeo", "demo")
     with pytest.raises(QtoolError, match="batch_size 0: a whole number"):
         qtool.evaluate("demo", "demo", batch_size=0)
+    with pytest.raises(QtoolError, match="seqlen '64': a whole number of at least 2"):
+        qtool.evaluate("demo", "demo", seqlen="64")  # type: ignore[arg-type]
+    with pytest.raises(QtoolError, match="unknown option 'limits': did you mean limit"):
+        qtool.evaluate("demo", "demo", limits=1)  # type: ignore[call-arg]
+    with pytest.raises(QtoolError, match="unknown option 'device': known: batch_size"):
+        qtool.evaluate("demo", qtool.load("demo"), device="cpu")
     with pytest.raises(QtoolError, match="--dtype 'bf16'"):
         qtool.evaluate("demo", "demo", dtype="bf16")
     with pytest.raises(QtoolError, match="transformers model is expected"):

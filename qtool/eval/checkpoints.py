@@ -4,13 +4,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from qtool.errors import QtoolError, suggest
 from qtool.eval import saved
 from qtool.eval.engine import Model, load_in_engine, require_engine
-from qtool.eval.evaluate import load_tasks
+from qtool.eval.evaluate import TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.source import DEMO, read_config
@@ -20,7 +19,7 @@ from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
 
 
-class EvaluateKeywords(TypedDict, total=False):
+class EvaluateKeywords(TaskKeywords, total=False):
     """The keywords of :func:`evaluate_checkpoints` and of the tasks; each may be left out."""
 
     device: str
@@ -28,13 +27,8 @@ class EvaluateKeywords(TypedDict, total=False):
     kv: str | None
     as_export: str | None
     dtype: str | None
-    deterministic: bool
     engine: str | None
     tensor_parallel: int
-    seqlen: int
-    limit: int | None
-    data_dir: str | Path | None
-    batch_size: int
 
 
 def evaluate_checkpoints(

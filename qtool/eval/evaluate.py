@@ -3,12 +3,13 @@
 A corpus or a text file means perplexity, any other name a zero-shot task.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +31,16 @@ class LoadedTask:
     name: str
     facts: dict[str, Any]
     evaluate: Callable[[Model], list[TaskResult]]
+
+
+class TaskKeywords(TypedDict, total=False):
+    """The keywords of :func:`load_tasks`; each may be left out."""
+
+    seqlen: int
+    limit: int | None
+    data_dir: str | Path | None
+    batch_size: int
+    deterministic: bool
 
 
 def evaluate(
@@ -69,6 +80,7 @@ def load_tasks(
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
     """
     require_count("batch_size", batch_size)
+    require_count("seqlen", seqlen, 2)
     found = []
     how: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -76,9 +88,13 @@ def load_tasks(
         "batch_size": batch_size,
         "deterministic": deterministic,
     }
-    for name in dict.fromkeys(tasks):
+    names = list(dict.fromkeys(tasks))
+    sharing = Counter(Path(name).name for name in names)
+    for name in names:
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
+            if sharing[corpus.name] > 1:  # files of one name in several folders
+                corpus = replace(corpus, name=name)
             facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
             evaluate_task: Callable[..., list[TaskResult]] = partial(
                 _perplexity, corpus, seqlen=seqlen, **how

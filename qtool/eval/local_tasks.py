@@ -175,14 +175,16 @@ def _read(path: Path) -> list[Row]:
 
 def _check(row: Row, first: Row, form: dict[str, Any], where: str) -> None:
     _same_keys(row, first, where)
-    if "gold" not in row:
+    several = form.get("doc_to_choice")
+    for key in row.keys() - {"gold", several}:
+        if not isinstance(row[key], str):
+            raise QtoolError(f"{where}: {key} is {row[key]!r}, expected a text")
+    if several is None:
         return
-    choices = row[form["doc_to_choice"]]
-    if (
-        not isinstance(choices, list)
-        or not isinstance(row["gold"], int)
-        or not 0 <= row["gold"] < len(choices)
-    ):
+    choices = row[several]
+    if not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
+        raise QtoolError(f"{where}: {several} is {choices!r}, expected a list of texts, none empty")
+    if type(row["gold"]) is not int or not 0 <= row["gold"] < len(choices):
         raise QtoolError(
             f"{where}: gold is {row['gold']!r}, expected the index of one of the choices"
         )

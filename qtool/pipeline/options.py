@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from qtool import recipes
-from qtool.errors import QtoolError, require_count, suggest
+from qtool.errors import QtoolError, require_count, require_known, suggest
 from qtool.io.source import plain_config
 from qtool.models.architecture import DTYPES
 from qtool.recipes import Recipe
@@ -139,10 +139,7 @@ class QuantizeOptions(RecipeOverrides):
         Raises:
             QtoolError: an unknown name, with a suggestion, or a value that it cannot have.
         """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise QtoolError(f"unknown option {name!r}: {suggest(name, known)}")
+        require_known(options, (field.name for field in fields(cls)))
         return cls(**options)
 
     def repacks(self, config: Mapping[str, Any], recipe: Recipe, text: Any) -> bool:

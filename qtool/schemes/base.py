@@ -63,9 +63,10 @@ class Scheme(ABC):
         if group_size == "default":
             group_size = self.default_group_size
         if group_size not in self.group_sizes:
-            accepted = ", ".join("channel" if g is None else str(g) for g in self.group_sizes)
+            sizes = group_size, *self.group_sizes
+            found, *accepted = ("channel" if g is None else str(g) for g in sizes)
             raise QtoolError(
-                f"{self.name}: group size {group_size} is not supported; accepted: {accepted}"
+                f"{self.name}: group size {found} is not supported; accepted: {', '.join(accepted)}"
             )
         self.group_size = group_size
         self.scale_dtype = scale_dtype

@@ -129,6 +129,16 @@ def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
         compare(other, results)
 
 
+def test_texts_of_one_name_are_told_apart_by_their_paths(model, tokenizer, tmp_path):
+    paths = [tmp_path / folder / "test.txt" for folder in ("mine", "other")]
+    for number, path in enumerate(paths, 1):
+        path.parent.mkdir()
+        path.write_text(TEXT * number)
+    found = evaluate(map(str, paths), model, tokenizer, seqlen=20)
+    assert [result.task for result in found.tasks] == [str(path) for path in paths]
+    assert [delta.change for delta in compare(found, found)] == [0, 0]
+
+
 def test_table(results, worse):
     plain = table(results).splitlines()
     assert plain[0].split() == ["task", "metric", "value", "±", "95", "%", "samples"]

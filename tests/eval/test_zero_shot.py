@@ -261,6 +261,11 @@ def test_quiet(model, tokenizer, data_dir, capfd, monkeypatch):
             '{"query": "a", "choices": ["b"], "gold": 0}\n{"query": "a"}\n',
             "line 2 has the keys query",
         ),
+        ('{"query": null, "choices": ["b"], "gold": 0}', "line 1: query is None, expected a text"),
+        ('{"query": "2 + 2 =", "choices": [3, 4], "gold": 1}', r"choices is \[3, 4\], expected"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "expected a list of texts"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": true}', "gold is True, expected"),
+        ('{"context": "a", "continuation": 5}', "continuation is 5, expected a text"),
     ],
 )
 def test_malformed_files(tmp_path, content, message):

@@ -91,6 +91,21 @@ def test_a_forward_may_look_at_numbers() -> None:
         assert not family.streamed_only
 
 
+def test_a_quantized_cache_is_refused_where_a_recurrent_state_lies_beside_it() -> None:
+    """Each block of Falcon-H1 has attention and Mamba, and one cache for both."""
+    family = family_of(tiny_config("falcon_h1").to_dict())
+    assert family.attention is not None
+    for method in ("smooth-attention", "value-basis", "kv"):
+        assert family.refuses[method] == "its blocks keep a recurrent state in the cache"
+
+
+@pytest.mark.parametrize("model_type", ["bert-generation", "modernbert-decoder", "qwen2_5_omni"])
+def test_a_quantized_cache_is_refused_where_the_decoder_lacks_the_blocks(model_type: str) -> None:
+    """Their ``get_decoder()`` gives the head, the whole model, or what holds the blocks' owner."""
+    family = family_of(tiny_config(model_type).to_dict())
+    assert family.refuses["kv"].endswith("decoder does not hold its blocks")
+
+
 @pytest.mark.parametrize("model_type", ["mamba2", "granitemoehybrid"])
 def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
     """A chunk of 65536 tokens squared, by heads, is more than any machine holds."""

@@ -210,6 +210,11 @@ def test_refuses_an_unsupported_group_size(name: str) -> None:
         schemes.get(name, 48)
 
 
+def test_a_whole_channel_is_named_as_it_is_given() -> None:
+    with pytest.raises(QtoolError, match="group size channel is not supported; accepted: 32, 64"):
+        schemes.get("w4a8-lqq", None)
+
+
 def test_unknown_name_suggests() -> None:
     with pytest.raises(QtoolError, match="did you mean w4a8-lqq"):
         schemes.get("w4a8-lq")

@@ -14,6 +14,10 @@ from qtool.models.parts import Attention, Fold, LinearGroup
 
 #: names that a block's argument for the KV cache has
 CACHES = ("past_key_values", "layer_past", "past_key_value")
+#: the name of it where a recurrent layer keeps its state there
+STATES = "cache_params"
+#: the methods that put a cache of their own into a block
+LOOK_INTO_CACHE = ("smooth-attention", "value-basis", "kv")
 
 
 class BlockAttention:
@@ -92,14 +96,36 @@ class BlockAttention:
         """Methods that look into the attention, which this block's does not let them."""
         if attention is None:
             reason = "its attention is not queries, keys and values of one head size alone"
-            return dict.fromkeys(("smooth-attention", "value-basis", "kv"), reason)
+            return dict.fromkeys(LOOK_INTO_CACHE, reason)
+        if self._beside_recurrence(attention):
+            return dict.fromkeys(LOOK_INTO_CACHE, "its blocks keep a recurrent state in the cache")
+        refused = {}
+        if not self._in_decoder():
+            refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
         if attention.rotary and not all(map(self._turns_halves, self.turned)):
             reason = "RoPE turns other pairs of channels than those half a head apart"
-            return {"smooth-attention": reason}
+            return refused | {"smooth-attention": reason}
         forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
         if any(form.biased or form.offset != offset for form in forms):
-            return {"smooth-attention": "its norms on queries and keys are not those of the block"}
-        return {}
+            reason = "its norms on queries and keys are not those of the block"
+            return refused | {"smooth-attention": reason}
+        return refused
+
+    def _beside_recurrence(self, attention: Attention) -> bool:
+        """Whether the block has a recurrent layer beside its attention, as Falcon-H1's."""
+        block = self.block.model.modules[self.block.prefix[:-1]]
+        return any(
+            STATES in inspect.signature(type(module).forward).parameters
+            for name, module in block.named_children()
+            if name != attention.q.partition(".")[0]
+        )
+
+    def _in_decoder(self) -> bool:
+        """Whether the model's ``get_decoder()``, which is given the cache, holds the blocks."""
+        model = self.block.model
+        name = model.recorded.blocks
+        decoder = model.model.get_decoder()
+        return getattr(decoder, name.rpartition(".")[2], None) is model.modules[name]
 
     def _call_of(self, values: str) -> AttentionCall | None:
         calls = [c for c in self.block.model.trace.attentions if channelwise(c.v) == [values]]
