@@ -229,7 +229,7 @@ def plan(
 
 def sensitivity(
     model: Name,
-    choices: Sequence[str],
+    choices: str | Sequence[str],
     budget_bits: float,
     out: Name,
     *,
@@ -274,7 +274,7 @@ def sensitivity(
 
     return write_recipe(
         directory_of(model),
-        choices,
+        [choices] if isinstance(choices, str) else choices,
         budget_bits,
         Path(out).expanduser(),
         recipe=recipe,
@@ -518,7 +518,7 @@ def inspect(model: Name) -> list[Row]:
 def write_report(
     model: Name,
     compare: Name | None = None,
-    tasks: Iterable[str] = (),
+    tasks: str | Iterable[str] = (),
     *,
     out: Name | None = None,
     data_dir: Name | None = None,
@@ -547,7 +547,7 @@ def write_report(
     return report(
         _native(model),
         str(compare) if compare is not None else None,
-        list(tasks),
+        [tasks] if isinstance(tasks, str) else list(tasks),
         out=Path(out).expanduser() if out is not None else None,
         data_dir=Path(data_dir) if data_dir is not None else None,
         device=device,

@@ -463,7 +463,7 @@ def test_a_text_with_fewer_windows_than_asked_for_is_said(
     text.write_text("The captain was not at all able to endure it. " * 20)
     options = ("--calib", text, "--seqlen", "64", "--out", tmp_path / "q")
     code, said = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", *options)
-    assert code == 0 and "text.txt has 3 windows of 64 tokens, not the 128 requested" in said
+    assert code == 0 and "text.txt holds 3 of the 128 requested windows of 64 tokens" in said
 
 
 def test_the_package_keeps_no_results_of_the_demo(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -139,8 +139,8 @@ class Windows(Calibration):
             ids, sha256 = self._cut(part)
             if len(ids) < part.samples:
                 ranks.log(
-                    f"{part.data.name} has {len(ids)} windows of {self.seqlen} tokens, not the "
-                    f"{part.samples} requested"
+                    f"{part.data.name} holds {len(ids)} of the {part.samples} requested windows of "
+                    f"{self.seqlen} tokens"
                 )
             windows.append(ids)
             found.append((part.data.name, len(ids), sha256))
