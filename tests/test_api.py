@@ -278,8 +278,9 @@ def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
         qtool.evaluate("demo", "demo", batch_size=0)
     with pytest.raises(QtoolError, match="seqlen '64': a whole number of at least 2"):
         qtool.evaluate("demo", "demo", seqlen="64")  # type: ignore[arg-type]
+    qtool.quantize("demo", "w8a8", out=tmp_path / "w8a8")
     with pytest.raises(QtoolError, match="'dmeo'"):
-        qtool.write_report(qtool.quantize("demo", "w8a8", out=tmp_path / "w8a8").out, tasks="dmeo")
+        qtool.write_report(tmp_path / "w8a8", tasks="dmeo")
     with pytest.raises(QtoolError, match="'w4a17': did you mean w4a16"):
         qtool.sensitivity("demo", "w4a17", 5.0, tmp_path / "mixed.yaml")
     with pytest.raises(QtoolError, match="unknown option 'limits': did you mean limit"):
