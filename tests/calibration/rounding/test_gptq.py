@@ -437,6 +437,7 @@ def test_a_large_hessian_is_factored_by_blocks(block, monkeypatch):
     x = torch.randn(60, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole = gptq.Factor(x.T @ x, 0.01)
     monkeypatch.setattr(gptq, "WHOLE", 39)
+    monkeypatch.setattr(gptq, "CORNER", block)
     parts = gptq.Factor(x.T @ x, 0.01)
     for name in ("h", "feedback", "cost"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name))

@@ -7,6 +7,7 @@ from qtool.calibration.forwards import run
 from qtool.calibration.method import check_order
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect
+from qtool.calibration.transforms import smooth
 from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth import Smooth, search, smoothing_factor
@@ -50,6 +51,18 @@ def test_never_worse_than_not_smoothing_on_its_objective(any_model, blocks):
         )
         for note in block.notes["smooth"].values():
             assert note["error"] <= note["error_unsmoothed"]
+
+
+def test_the_first_tokens_are_looked_at(llama, blocks, monkeypatch):
+    """Whole batches, until they hold enough of them."""
+    monkeypatch.setattr(smooth, "SEEN", 1)
+    (one, batches), (other, _) = blocks(copy.deepcopy(llama))[0], blocks(copy.deepcopy(llama))[0]
+    assert len(batches) > 1
+    Smooth(steps=2).apply(one, batches)
+    Smooth(steps=2).apply(other, batches[:1])
+    assert one.notes == other.notes and "smooth" in one.notes
+    for name in one.schemes:
+        assert torch.equal(one.weight(name), other.weight(name))
 
 
 def test_only_the_groups_asked_for(llama, blocks):

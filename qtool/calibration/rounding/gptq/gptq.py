@@ -409,7 +409,7 @@ def inverse_lower(lower: Tensor) -> Tensor:
     """
     k = len(lower)
     if k <= CORNER:
-        one = torch.eye(k, device=lower.device)
+        one = torch.eye(k, dtype=lower.dtype, device=lower.device)
         return torch.linalg.solve_triangular(lower, one, upper=False)
     half, found = k // 2, torch.zeros_like(lower)
     found[:half, :half] = first = inverse_lower(lower[:half, :half])
