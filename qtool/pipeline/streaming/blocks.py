@@ -120,8 +120,8 @@ class BuiltBlocks:
         self.reached = start
         #: whether there are references: they may all be other ranks'
         self.compares = job.needs_data and job.rounding.compares
-        #: whether some rank's outputs are written over inputs
-        self.overwrites = any(ranks.all_gather(activations.place != "device"))
+        #: whether outputs are written over inputs
+        self.overwrites = activations.place != "device"
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
@@ -289,7 +289,7 @@ class BuiltBlocks:
             block.reference, self.reached = None, block.index + 1
 
     def _before_inputs_change(self) -> None:
-        if self.overwrites:
+        if any(ranks.all_gather(self.overwrites)):  # to settle takes all ranks
             self.snapshots.settle()
 
     def _leads_on(self, block: Block) -> bool:
