@@ -14,7 +14,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
-from tests.exchange.conftest import recipe_of, rule
+from tests.exchange.conftest import linears, recipe_of, rule
 from tests.exchange.test_compressed_tensors import client
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
@@ -69,6 +69,26 @@ def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path:
         logits(client(out, dequantize=True, experts_implementation="eager")), expected
     )
     assert (logits(client(out, dequantize=True)) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_experts_are_our_weights_in_the_dtype_of_their_scales(
+    dequantize: bool, dtype: torch.dtype, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Whatever dtype transformers is told to load them in."""
+    ours = native(make_model("mixtral", dtype=torch.bfloat16), "w4a16", 32)
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    theirs, packed = client(out, dequantize=dequantize, dtype=dtype), linears(ours)
+    theirs(IDS)  # what is not dequantized when it is loaded is when it first runs
+    for block, layer in enumerate(theirs.model.layers):
+        for number in range(4):
+            expert = f"model.layers.{block}.block_sparse_moe.experts.{number}"
+            gate, down, up = (
+                packed[f"{expert}.{name}"].dequantize().bfloat16() for name in ("w1", "w2", "w3")
+            )
+            assert torch.equal(layer.mlp.experts.gate_up_proj[number], torch.cat([gate, up]))
+            assert torch.equal(layer.mlp.experts.down_proj[number], down)
 
 
 @pytest.mark.parametrize("variant", (*DENSE, *EXPERTS))
