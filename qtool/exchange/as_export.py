@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.exchange import targets
-from qtool.exchange.export import keeps_kv_scales
+from qtool.exchange.export import experts_not_loaded, keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
@@ -63,14 +63,16 @@ def load_as_export(
             loads only so.
 
     Raises:
-        QtoolError: an unknown format, one that transformers does not run, or one that cannot hold
-            this model.
+        QtoolError: an unknown format, one that transformers does not run, one that cannot hold this
+            model, or experts that transformers does not load in it.
     """
     target, config = require_runs(format), read_config(Path(directory))
     native = native_format(config)
-    formats = exported_formats(target, native, config).values()
+    formats = exported_formats(target, native, config)
+    if reasons := experts_not_loaded(target, config, formats):
+        raise QtoolError(reasons[0])
     dequantize |= any(
-        target.of_scheme[found.scheme].form is asymmetric_4 for found in formats if found
+        target.of_scheme[found.scheme].form is asymmetric_4 for found in formats.values() if found
     )
     model = load_as_stored(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -331,15 +332,22 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bit when it loads {target.name}"
         )
-    if work.family.experts and work.family.experts.stacked:
+    return notes + experts_not_loaded(target, config, formats)
+
+
+def experts_not_loaded(
+    target: Target, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
+) -> list[str]:
+    """Why transformers does not load the experts of an export, a sentence each; none if it does."""
+    experts = family_of(config).experts
+    if experts and experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]
         return [
-            *notes,
             "experts: published as one stack, here one by one: vLLM loads them from version "
-            f"{first} on, transformers does not",
+            f"{first} on, transformers does not"
         ]
     routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
-    return notes + [caution for found in routed if (caution := target.cautions_experts(found))]
+    return [caution for found in routed if found and (caution := target.cautions_experts(found))]
 
 
 def _converted(work: _Export) -> str:

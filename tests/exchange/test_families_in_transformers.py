@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
+from qtool.exchange.as_export import load_as_export
 from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
@@ -89,6 +91,26 @@ def test_experts_are_our_weights_in_the_dtype_of_their_scales(
             )
             assert torch.equal(layer.mlp.experts.gate_up_proj[number], torch.cat([gate, up]))
             assert torch.equal(layer.mlp.experts.down_proj[number], down)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "name"),
+    [
+        ("w4a8-lqq", 64, "compressed-tensors-w8a8"),
+        ("w4a8-qoq", "channel", "compressed-tensors-w4a16"),
+    ],
+)
+def test_experts_that_it_does_not_load(
+    scheme: str, size: int | str, name: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model("mixtral"), scheme, size)
+    done = export(ours, name, tmp_path / "out")
+    assert "transformers cannot load them" in done.notes[-1]
+    with pytest.raises(QtoolError, match="transformers cannot load them"):
+        load_as_export(ours, name)
+    for dequantize in (False, True):
+        with pytest.raises(RuntimeError, match="conversion of the weights"):
+            client(done.directory, dequantize=dequantize)
 
 
 @pytest.mark.parametrize("variant", (*DENSE, *EXPERTS))
