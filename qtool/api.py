@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
-from qtool.errors import QtoolError, require_known, require_positive
+from qtool.errors import QtoolError, require_known, require_path, require_positive
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
@@ -163,12 +163,12 @@ def quantize(
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
-            target = Path(out).expanduser() if out is not None else default_out(model, name)
+            target = require_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
-            target = Path(out).expanduser() if out is not None else Path(work) / "quantized"
+            target = require_path("out", out) if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
             # the temporary directory is no source that anything could be compared with
             return replace(done, source="") if out is not None else load(target, device=own)
@@ -276,7 +276,7 @@ def sensitivity(
         directory_of(model),
         [choices] if isinstance(choices, str) else choices,
         budget_bits,
-        Path(out).expanduser(),
+        require_path("out", out),
         recipe=recipe,
         text=calibration,
         data_dir=data_dir,
@@ -465,7 +465,9 @@ def export(
 
     directory = _native(model)
     target = (
-        directory.with_name(f"{directory.name}-{format}") if out is None else Path(out).expanduser()
+        directory.with_name(f"{directory.name}-{format}")
+        if out is None
+        else require_path("out", out)
     )
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
@@ -494,7 +496,7 @@ def import_(
     """
     from qtool.pipeline.run import repack
 
-    return repack(model, Path(out).expanduser(), layout, progress=progress)
+    return repack(model, require_path("out", out), layout, progress=progress)
 
 
 def inspect(model: Name) -> list[Row]:
@@ -548,8 +550,8 @@ def write_report(
         _native(model),
         str(compare) if compare is not None else None,
         [tasks] if isinstance(tasks, str) else list(tasks),
-        out=Path(out).expanduser() if out is not None else None,
-        data_dir=Path(data_dir) if data_dir is not None else None,
+        out=require_path("out", out) if out is not None else None,
+        data_dir=require_path("data_dir", data_dir) if data_dir is not None else None,
         device=device,
     )
 

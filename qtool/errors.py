@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
 
 
 class QtoolError(Exception):
@@ -58,6 +60,17 @@ def require_positive(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise QtoolError(f"{name} {value!r}: a number above 0 is expected")
+
+
+def require_path(name: str, value: object) -> Path:
+    """``value``, a string or a path, as a path; ``~`` is the home directory.
+
+    Raises:
+        QtoolError: it is neither; naming it.
+    """
+    if not isinstance(value, str | PathLike):
+        raise QtoolError(f"{name} {value!r}: a string or a path is expected")
+    return Path(value).expanduser()
 
 
 def first_line(error: Exception) -> str:

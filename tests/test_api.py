@@ -48,6 +48,35 @@ def test_a_value_of_another_type_is_named(wrong: dict[str, Any], said: str) -> N
         qtool.plan(**({"model": "demo", "scheme": "w4a16"} | wrong))
 
 
+@pytest.mark.parametrize("wrong", [None, 3])
+@pytest.mark.parametrize(
+    "call",
+    [
+        qtool.load,
+        qtool.load_tokenizer,
+        qtool.verify,
+        qtool.inspect,
+        qtool.write_report,
+        lambda wrong: qtool.export(wrong, "gptq"),
+        lambda wrong: qtool.load_as_export(wrong, "compressed-tensors"),
+        lambda wrong: qtool.import_(wrong, "out"),
+        lambda wrong: qtool.import_("demo", wrong),
+        lambda wrong: qtool.sensitivity(wrong, ["w4a16"], 5, "out"),
+        lambda wrong: qtool.sensitivity("demo", ["w4a16"], 5, wrong),
+    ],
+)
+def test_what_is_no_path_is_named(call: Callable[[Any], object], wrong: object) -> None:
+    with pytest.raises(QtoolError, match=f"{wrong}: a string or a path is expected"):
+        call(wrong)
+
+
+@pytest.mark.parametrize("name", ["out", "recipe"])
+def test_a_number_is_no_path(name: str) -> None:
+    options: dict[str, Any] = {name: 3}
+    with pytest.raises(QtoolError, match=f"{name} 3: a string or a path is expected"):
+        qtool.quantize("demo", "w4a16", **options)
+
+
 def test_dir_lists_what_can_be_called() -> None:
     assert set(qtool.__all__) <= set(dir(qtool))
     for name in qtool.__all__:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_path
 from qtool.exchange import targets
 from qtool.exchange.export import experts_not_loaded, keeps_kv_scales
 from qtool.exchange.exportable import exported_formats
@@ -66,7 +66,8 @@ def load_as_export(
         QtoolError: an unknown format, one that transformers does not run, one that cannot hold this
             model, or experts that transformers does not load in it.
     """
-    target, config = require_runs(format), read_config(Path(directory))
+    target, directory = require_runs(format), require_path("directory", directory)
+    config = read_config(directory)
     native = native_format(config)
     formats = exported_formats(target, native, config)
     if reasons := experts_not_loaded(target, config, formats):

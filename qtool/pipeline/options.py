@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict
 
 from qtool import recipes
-from qtool.errors import QtoolError, require_count, require_known, suggest
+from qtool.errors import QtoolError, require_count, require_known, require_path, suggest
 from qtool.io.source import plain_config
 from qtool.models.architecture import DTYPES
 from qtool.recipes import Recipe
@@ -205,7 +205,7 @@ def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] 
         return recipe
     if isinstance(recipe, Mapping):
         return recipes.parse(recipe, scheme or "recipe")
-    return recipes.load(scheme, fspath(recipe))
+    return recipes.load(scheme, str(require_path("recipe", recipe)))
 
 
 def _group_size(value: int | str) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.distributed import ranks
+from qtool.errors import require_path
 from qtool.io.adapter import Adapter
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.models.torch_defaults import torch_defaults
@@ -102,8 +103,14 @@ def repack(
 
 
 def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of ``model``: a path is one, a text may be a hub id or ``demo`` too."""
-    return resolve(model, weights=weights) if isinstance(model, str) else Path(model)
+    """The directory of ``model``: a path is one, a text may be a hub id or ``demo`` too.
+
+    Raises:
+        QtoolError: it is neither a path nor a text.
+    """
+    return (
+        resolve(model, weights=weights) if isinstance(model, str) else require_path("model", model)
+    )
 
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
