@@ -21,7 +21,7 @@ from torch import Tensor
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import observe, propagate
+from qtool.calibration.forwards import propagate
 from qtool.calibration.method import LEARNING_SEQUENCES, Transform
 from qtool.calibration.rounding.block_precision import (
     Judged,
@@ -158,24 +158,22 @@ class GatherOutliers(Transform):
         return work
 
     def _judged(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, Judged]]:
-        """What 4-bit inputs cost each group of ``block``, by number, if it saw any."""
+        """What 4-bit inputs cost each group of ``block``, by number, if it saw enough."""
         mixed = {
             n: names
             for n, group in enumerate(block.family.groups)
             if (names := _mixed(block, group))
         }
-        inputs: dict[str, list[Tensor]] = {names[0]: [] for names in mixed.values()}
-        if inputs:
-            observe(block, batches, {name: parts.append for name, parts in inputs.items()})
-        mixed = {n: names for n, names in mixed.items() if inputs[names[0]]}
+        inputs = collect(block, batches, [names[0] for names in mixed.values()], self.tokens)
+        mixed = {n: names for n, names in mixed.items() if names[0] in inputs}
         found = []
         for (n, names), error in zip(
             mixed.items(), output_errors(block, batches, mixed.values()), strict=True
         ):
-            x = torch.cat(inputs.pop(names[0])).float()
-            plan, most = self._plan(amax := x.abs().amax(0))
-            sample = x[:: -(-len(x) // self.tokens), by_magnitude(amax)]
-            cost = error * block_shares(block, names, sample, by_magnitude(amax))
+            seen = inputs[names[0]]
+            plan, most = self._plan(seen.amax)
+            order = by_magnitude(seen.amax)
+            cost = error * block_shares(block, names, seen.sample[:, order], order)
             work = sum(block.weight(name).numel() for name in names) // len(cost)
             found.append((n, Judged(cost, work, int(plan.eight_bit.sum()), most)))
         return found
