@@ -6,7 +6,12 @@ import torch
 
 from qtool.calibration.forwards import observe, run
 from qtool.calibration.method import check_order
-from qtool.calibration.rounding.block_precision import Judged, allocate, rounded_inputs
+from qtool.calibration.rounding.block_precision import (
+    Judged,
+    allocate,
+    block_shares,
+    rounded_inputs,
+)
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.transforms import reorder
 from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
@@ -14,7 +19,7 @@ from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import get
-from qtool.schemes.fmpq_blocks import w4a4_share
+from qtool.schemes.fmpq_blocks import by_magnitude, w4a4_share
 
 ALL = ("norm", "heads", "product")
 
@@ -183,6 +188,22 @@ def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkey
     share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
     gather(GatherOutliers(ratio=1e9, w4a4_share=share), block, batches)
     assert {linear for linear, scheme in block.schemes.items() if scheme.eight_bit.any()} == felt
+
+
+def test_inputs_are_judged_in_the_order_in_which_they_are_gathered(wide, blocks, monkeypatch):
+    scatter_outliers(wide)
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    given = {}
+    monkeypatch.setattr(reorder, "allocate", lambda judged, share: given.update(judged) or {})
+    GatherOutliers(w4a4_share=0.5, tokens=10**6).learn([block], list(map(replace, batches)))
+    for (_, number), judged in given.items():
+        names, seen = block.family.groups[number].linears, []
+        observe(block, batches, {names[0]: seen.append})
+        x = torch.cat(seen).float()
+        order = by_magnitude(x.abs().amax(0))
+        shares = block_shares(block, names, x[:, order], order)
+        torch.testing.assert_close(judged.cost / judged.cost.sum(), shares)
+    assert len(given) == 4
 
 
 def test_the_share_is_of_the_whole_model():
