@@ -375,8 +375,8 @@ class Step:
         """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.out = self.run(forward, cache)
-        self.out.past_key_values = None  # the cache's steps end with the cache
+            out = self.run(forward, cache)
+        self.output, self.logits = type(out), out.logits  # not the cache, with which a step ends
 
     def replay(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
         """The output for the inputs in ``kwargs``; its logits are the caller's."""
@@ -384,7 +384,7 @@ class Step:
         for name, tensor in self.inputs.items():
             tensor.copy_(kwargs[name])
         self.graph.replay()
-        return type(self.out)(logits=self.out.logits.clone(), past_key_values=cache)
+        return self.output(logits=self.logits.clone(), past_key_values=cache)
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:

@@ -120,6 +120,7 @@ def test_windows_are_drawn_by_graphs(
     assert graph_decoding(model)
     wanted = continued(model, given, 40, seed=0, at_once=3)
     assert recorded == (["run", "record"] + ["replay"] * 33) * 2
+    assert not model.decode_graphs.steps  # nor the caches that they are of
     with torch.no_grad():
         logits = model(input_ids=wanted, use_cache=False).logits[:, 4:-1].float()
     most, chosen = logits.amax(-1), logits.gather(-1, wanted[:, 5:, None])[..., 0]

@@ -5,7 +5,9 @@ under the mask that the ranges stand for.
 """
 
 import copy
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,14 +70,19 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, ranges: Any, scaling: float 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What happened to each step: ``run``, ``record`` or ``replay``."""
     events: list[str] = []
-    run, replay = Step.run, Step.replay
+    run, record, replay = Step.run, Step.record, Step.replay
 
-    def record(step: Step, forward: Any, cache: Any) -> None:
-        def again() -> None:
-            step.out = run(step, forward, cache)
+    def noted_record(step: Step, forward: Any, cache: Any) -> None:
+        lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+        record(step, forward, cache)
+        for layer, length in zip(cache.layers, lengths, strict=True):  # a GPU computes nothing yet
+            layer.cumulative_length.copy_(length)
+        events[-1:] = ["record"]  # of the steps in it
+        over = weakref.ref(cache)
+        step.graph = SimpleNamespace(replay=lambda: again(step, forward, over()))  # type: ignore[assignment]
 
-        events.append("record")
-        step.graph = SimpleNamespace(replay=again)  # type: ignore[assignment]
+    def again(step: Step, forward: Any, cache: Any) -> None:
+        step.logits = run(step, forward, cache).logits
 
     def noted_run(step: Step, *arguments: Any) -> Any:
         events.append("run")
@@ -85,7 +92,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         events.append("replay")
         return replay(step, *arguments)
 
-    monkeypatch.setattr(Step, "record", record)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(Step, "record", noted_record)
     monkeypatch.setattr(Step, "run", noted_run)
     monkeypatch.setattr(Step, "replay", noted_replay)
     monkeypatch.setattr(decode, "attention_over_ranges", sdpa)
