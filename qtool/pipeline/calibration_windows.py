@@ -1,8 +1,8 @@
 """Makes the token windows of a run from what the user calibrates on.
 
-Windows are cut from a text, or started by it and continued by the model itself: the recipe or
-``--windows`` says which. They are drawn once and stored in the run's directory, so that a resumed
-run reads them.
+Windows are cut from a text, or started by it and continued by the model itself, long ones in
+pieces: the recipe or ``--windows`` says which. They are drawn once and stored in the run's
+directory, so that a resumed run reads them.
 """
 
 import gc
@@ -167,7 +167,7 @@ class Windows(Calibration):
         return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
 
     def _continued(self, ids: Tensor) -> Tensor:
-        """The windows ``ids``, continued by the float model after their first tokens.
+        """The windows ``ids``, each piece of them continued by the float model after its beginning.
 
         Raises:
             QtoolError: the model does not fit the device whole.
@@ -184,22 +184,22 @@ class Windows(Calibration):
         began = time.monotonic()
         dtype = None if self.device.type == "cuda" else torch.float32
         model = text_model(load(self.source, device=str(self.device), dtype=dtype))
-        beginnings = ids[:, : need.given]
+        beginnings = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:
             journal = OutputJournal(self.output, need.at_once, str(self.device))
-        ids = continued(
-            model, beginnings, ids.shape[1], seed=self.seed, at_once=need.at_once, journal=journal
+        pieces = continued(
+            model, beginnings, need.length, seed=self.seed, at_once=need.at_once, journal=journal
         )
         del model
         gc.collect()  # a model refers to itself, and the run needs its room
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         ranks.log(
-            f"{len(ids)} windows, continued by the model after {need.given} tokens of the text "
-            f"({time.monotonic() - began:.0f} s)"
+            f"{len(ids)} windows, of each {need.length} tokens the first {need.given} of the text "
+            f"and the rest by the model ({time.monotonic() - began:.0f} s)"
         )
-        return ids
+        return pieces.reshape(ids.shape)
 
 
 class OutputJournal(Journal):

@@ -12,13 +12,16 @@ import torch
 
 import qtool
 from qtool import recipes
+from qtool.data.continuation import continued
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
+from qtool.models.auto import text_model
 from qtool.pipeline import calibration_windows as calibration_text
 from qtool.pipeline.calibration_windows import OutputJournal, Windows, calibration
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
+from qtool.pipeline.planning import memory as planning_memory
 from qtool.pipeline.planning.memory import CACHE_SHARE, continuation_memory
 from qtool.pipeline.planning.plan import as_text, plan
 from qtool.pipeline.quantize import Calibration, quantize
@@ -220,9 +223,29 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
             and all_of_them.cache <= CACHE_SHARE * memory < 2 * all_of_them.cache
         )
         assert continuation_memory(job, 3, 512, cpu, memory).at_once == 3
-    assert continuation_memory(job, 8, 10**9, cpu, 24e9).at_once == 1
-    given = [continuation_memory(job, 8, n, cpu, 24e9).given for n in (2, 8, 15, 16, 2048)]
-    assert given == [1, 1, 1, 2, 256]
+    assert continuation_memory(job, 8, 10**9, cpu, 1e6).at_once == 1
+
+
+def test_long_windows_are_continued_in_pieces() -> None:
+    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
+    for seqlen, pieces, length, given in [
+        *[(2, 8, 2, 1), (8, 8, 8, 1), (15, 8, 15, 1), (16, 8, 16, 2)],
+        *[(1023, 8, 1023, 127), (1024, 16, 512, 64), (1031, 8, 1031, 128)],
+        *[(1600, 16, 800, 100), (2048, 32, 512, 64), (4096, 64, 512, 64)],
+    ]:
+        found = continuation_memory(job, 8, seqlen, torch.device("cpu"), 24e9)
+        assert (found.pieces, found.length, found.given) == (pieces, length, given)
+
+
+def test_pieces_stand_where_their_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is what the model makes of its beginning alone, as a window of its length is."""
+    monkeypatch.setattr(planning_memory, "PIECE_TOKENS", 32)
+    given = torch.cat(list(cut("paper", windows="given", samples=3, seqlen=96).tokens))
+    written = torch.cat(list(cut("paper", windows="continued", samples=3, seqlen=96).tokens))
+    model = text_model(load(Checkpoint(DEMO), device="cpu", dtype=torch.float32))
+    pieces = continued(model, given.reshape(9, 32)[:, :4], 32, seed=0)
+    assert written.shape == given.shape and torch.equal(written.reshape(9, 32), pieces)
+    assert torch.equal(written.reshape(9, 32)[:, :4], given.reshape(9, 32)[:, :4])
 
 
 def test_of_several_ranks_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,15 +133,10 @@ def seconds(
     """
     took = rates.seconds(work_of(job, samples, seqlen), gpus)
     if continuation:
-        cache = continuation.cache * (continuation.given + seqlen) / (2 * seqlen)  # it grows
-        tokens = -(-samples // continuation.at_once) * (seqlen - continuation.given)
-        computed = (
-            2
-            * continuation.parameters
-            * samples
-            * (seqlen - continuation.given)
-            / rates.forward_flops
-        )
+        length, new = continuation.length, continuation.length - continuation.given
+        cache = continuation.cache * (continuation.given + length) / (2 * length)  # it grows
+        tokens = -(-continuation.pieces // continuation.at_once) * new
+        computed = 2 * continuation.parameters * continuation.pieces * new / rates.forward_flops
         took += max(
             tokens * (job.blocks * rates.seconds_a_token + cache / rates.cached_bytes), computed
         )

@@ -18,9 +18,12 @@ from qtool.pipeline.planning.work import block_shape
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 #: tokens of a batch
 BATCH_TOKENS = 4096
-#: of a window that a text gives where the model continues it
+#: tokens of the pieces, at least, in which the model continues longer windows, each by itself:
+#: four pieces take a quarter of a window's steps, over a quarter of its keys and values
+PIECE_TOKENS = 512
+#: of a piece that a text gives where the model continues it
 GIVEN_SHARE = 1 / 8
-#: of a device's memory for keys and values while the model continues windows: what takes more is
+#: of a device's memory for keys and values while the model continues pieces: what takes more is
 #: written in parts
 CACHE_SHARE = 0.3
 
@@ -89,11 +92,13 @@ class ContinuationMemory:
     """Memory that a device holds while the model continues the calibration windows.
 
     Attributes:
-        given: tokens of each window that the text gives.
-        at_once: windows that are continued side by side.
+        pieces: of all windows, each of ``length`` tokens, of which the text gives ``given``.
+        at_once: pieces that are continued side by side.
         parameters: of the model. weights, cache: bytes.
     """
 
+    pieces: int
+    length: int
     given: int
     at_once: int
     parameters: int
@@ -114,17 +119,22 @@ def continuation_memory(
 ) -> ContinuationMemory:
     """The memory of continuing ``samples`` windows on a device of ``memory`` bytes.
 
-    Counted are the float model and, for each window, its keys and values, what a block makes of its
-    beginning and a token's logits. The number of windows at once depends on the whole memory, not
+    Counted are the float model and, for each piece, its keys and values, what a block makes of its
+    beginning and a token's logits. The number of pieces at once depends on the whole memory, not
     on what is free, so that it, and with it every token, is the same each time.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
-    given = max(1, int(seqlen * GIVEN_SHARE))
+    counts = range(max(1, seqlen // PIECE_TOKENS), 0, -1)
+    pieces = samples * next(count for count in counts if seqlen % count == 0)
+    length = samples * seqlen // pieces
+    given = max(1, int(length * GIVEN_SHARE))
     widest = max(
         sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
-    cached = 2 * job.blocks * heads.kv * heads.dim * seqlen * itemsize
-    window = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
-    at_once = min(samples, 1 << max(0, int(CACHE_SHARE * memory // window).bit_length() - 1))
+    cached = 2 * job.blocks * heads.kv * heads.dim * length * itemsize
+    piece = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
+    at_once = min(pieces, 1 << max(0, int(CACHE_SHARE * memory // piece).bit_length() - 1))
     parameters = sum(map(prod, job.source_shapes().values()))
-    return ContinuationMemory(given, at_once, parameters, itemsize * parameters, at_once * window)
+    return ContinuationMemory(
+        pieces, length, given, at_once, parameters, itemsize * parameters, at_once * piece
+    )
