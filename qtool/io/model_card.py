@@ -154,7 +154,7 @@ def _how(provenance: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-CALIBRATION = ("text", "samples", "seqlen", "windows", "seed")
+CALIBRATION = ("text", "samples", "seqlen", "windows", "continued_by", "seed")
 
 
 def _inherited(card: Path) -> dict[str, Any]:

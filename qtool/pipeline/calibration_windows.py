@@ -30,9 +30,17 @@ from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import BATCH_TOKENS, continuation_memory
+from qtool.pipeline.planning.memory import (
+    BATCH_TOKENS,
+    DEVICE_SHARE,
+    HOST_SHARE,
+    ROUNDED_SCHEME,
+    ContinuationMemory,
+    continuation_memory,
+)
 from qtool.pipeline.quantize import Calibration, fingerprint
-from qtool.pipeline.streaming.activations import DEVICE_SHARE, HOST_SHARE, available_host_bytes
+from qtool.pipeline.rounded_model import load_rounded
+from qtool.pipeline.streaming.activations import available_host_bytes, gpu_memory
 from qtool.pipeline.units import bytes_text
 from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
@@ -144,10 +152,12 @@ class Windows(Calibration):
                 )
             windows.append(ids)
             found.append((part.data.name, len(ids), sha256))
-        ids = interleave(windows)
+        ids, how = interleave(windows), {}
         if self.job.recipe.windows == CONTINUED:
-            ids = self._continued(ids)
-        drawn = _batches(ids, {**self.facts, **facts(found)})
+            need = self._continuation(ids)
+            ids = self._continued(ids, need)
+            how = {"continued_by": ROUNDED_SCHEME} if need.rounded else {}
+        drawn = _batches(ids, {**self.facts, **facts(found), **how})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
     def _cut(self, part: Part) -> tuple[Tensor, str]:
@@ -166,8 +176,8 @@ class Windows(Calibration):
         ids = token_ids(text, tokenizer, how["vocabulary"])
         return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
 
-    def _continued(self, ids: Tensor) -> Tensor:
-        """The windows ``ids``, each piece of them continued by the float model after its beginning.
+    def _continuation(self, ids: Tensor) -> ContinuationMemory:
+        """How the model continues the windows ``ids``.
 
         Raises:
             QtoolError: the model does not fit the device whole.
@@ -175,19 +185,28 @@ class Windows(Calibration):
         whole, free = _memory(self.device)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
         if not need.fits(free, HOST_SHARE * available_host_bytes()):
+            rounded = f" (rounded to {ROUNDED_SCHEME})" if need.rounded else ""
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "
-                f"whole model, {bytes_text(need.bytes)} with its cache, where {bytes_text(free)} "
-                f"of {self.device.type} memory are free for it: pass --windows given for windows "
-                "that are all of the text"
+                f"whole model{rounded}, {bytes_text(need.bytes)} with its cache, where "
+                f"{bytes_text(free)} of {self.device.type} memory are free for it: pass "
+                "--windows given for windows that are all of the text"
             )
+        return need
+
+    def _continued(self, ids: Tensor, need: ContinuationMemory) -> Tensor:
+        """The windows ``ids``, each piece of them continued by the model after its beginning."""
         began = time.monotonic()
-        dtype = None if self.device.type == "cuda" else torch.float32
-        model = text_model(load(self.source, device=str(self.device), dtype=dtype))
+        if need.rounded:
+            model = load_rounded(self.source, self.device)
+        else:
+            dtype = None if self.device.type == "cuda" else torch.float32
+            model = load(self.source, device=str(self.device), dtype=dtype)
+        model = text_model(model)
         beginnings = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:
-            journal = OutputJournal(self.output, need.at_once, str(self.device))
+            journal = OutputJournal(self.output, need, str(self.device))
         pieces = continued(
             model, beginnings, need.length, seed=self.seed, at_once=need.at_once, journal=journal
         )
@@ -195,9 +214,10 @@ class Windows(Calibration):
         gc.collect()  # a model refers to itself, and the run needs its room
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        rounded = f", rounded to {ROUNDED_SCHEME}" if need.rounded else ""
         ranks.log(
             f"{len(ids)} windows, of each {need.length} tokens the first {need.given} of the text "
-            f"and the rest by the model ({time.monotonic() - began:.0f} s)"
+            f"and the rest by the model{rounded} ({time.monotonic() - began:.0f} s)"
         )
         return pieces.reshape(ids.shape)
 
@@ -208,11 +228,12 @@ class OutputJournal(Journal):
     An entry is due a second after the last one, later where entries take long to write.
 
     Args:
-        at_once, device: as the windows are drawn; entries that were drawn otherwise are dropped.
+        need, device: as the windows are drawn; entries that were drawn otherwise are dropped.
     """
 
-    def __init__(self, output: Output, at_once: int, device: str) -> None:
-        self.output, self.facts = output, {"at_once": at_once, "device": device}
+    def __init__(self, output: Output, need: ContinuationMemory, device: str) -> None:
+        drawn = {"at_once": need.at_once, "rounded": need.rounded, "device": device}
+        self.output, self.facts = output, drawn
         self.entries, self.next = 0, time.monotonic() + 1
 
     def read(self) -> list[dict[str, Tensor]]:
@@ -248,7 +269,7 @@ def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
 def _memory(device: torch.device) -> tuple[float, float]:
     """Bytes of ``device``: all, and those that a run may have."""
     if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
+        whole, free = gpu_memory(device)
         return whole, DEVICE_SHARE * free
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole, HOST_SHARE * available_host_bytes()

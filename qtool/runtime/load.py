@@ -1,10 +1,12 @@
 """``load``: a native checkpoint as a transformers model that runs the packed weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -64,12 +66,39 @@ def load(
         CheckFailed: a shard that qtool wrote is not what was written.
     """
     loaded = load_as_stored(model, device=device, device_map=device_map, dtype=dtype, kv=kv)
-    if device_map is None and loaded.device.type == "cuda":
-        one_kernel_norms(loaded)
-        group_experts(loaded)
-        merge_linears(loaded)
-        graph_decoding(loaded)
-    return loaded
+    return loaded if device_map else _made_fast(loaded)
+
+
+def load_tensors(
+    config: Any, tensors: Mapping[str, Tensor], device: torch.device
+) -> PreTrainedModel:
+    """The model of ``config`` with ``tensors`` for its weights, as :func:`load` would give it.
+
+    Args:
+        config: transformers' own; with ``quantization_config`` the tensors are packed ones.
+
+    Raises:
+        QtoolError: transformers cannot load it, or a tensor is missing.
+    """
+    options = {"dtype": "auto", "output_loading_info": True}
+    name = str(config.name_or_path)
+    try:
+        found = _of_tensors(config, tensors, options)
+    except UNLOADABLE as error:
+        raise QtoolError(_unloadable(name, error)) from error
+    loaded = _complete(name, *found)
+    torch.nn.Module.to(loaded, device)
+    return _made_fast(loaded.eval())
+
+
+def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
+    """``model``, rewritten for speed where it is on a CUDA device."""
+    if model.device.type == "cuda":
+        one_kernel_norms(model)
+        group_experts(model)
+        merge_linears(model)
+        graph_decoding(model)
+    return model
 
 
 def load_as_stored(
@@ -126,25 +155,32 @@ def _from_pretrained(
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             found = auto_class(config).from_pretrained(path, trust_remote_code=False, **options)
         else:
-            found = _of_tensors(source, options)
+            tensors = {name: source.read(name) for name in source.entries}
+            found = _of_tensors(float_config(source.directory), tensors, options)
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains it better
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise QtoolError(f"{path}: transformers cannot load it ({reason})") from error
-    model, info = found
+        raise QtoolError(_unloadable(path, error)) from error
+    return _complete(path, *found)
+
+
+def _of_tensors(config: Any, tensors: Mapping[str, Tensor], options: dict[str, Any]) -> Any:
+    """transformers' own load of ``tensors``, which are all in memory."""
+    with torch.device("meta"):
+        kind: Any = type(auto_class(config).from_config(config))
+    return kind.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
+
+
+def _unloadable(path: str | Path, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{path}: transformers cannot load it ({reason})"
+
+
+def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
+    """``model``, after a check that no tensor was missing."""
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
     if missing:  # transformers leaves their memory as it found it
         raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     return model
-
-
-def _of_tensors(source: Checkpoint, options: dict[str, Any]) -> Any:
-    """transformers' own load of all tensors of ``source``, which are in memory meanwhile."""
-    config = float_config(source.directory)
-    with torch.device("meta"):
-        kind: Any = type(auto_class(config).from_config(config))
-    tensors = {name: source.read(name) for name in source.entries}
-    return kind.from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,18 @@ from qtool.pipeline.calibration_windows import OutputJournal, Windows, calibrati
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.planning import memory as planning_memory
-from qtool.pipeline.planning.memory import CACHE_SHARE, continuation_memory
-from qtool.pipeline.planning.plan import as_text, plan
-from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.planning.memory import (
+    CACHE_SHARE,
+    DEVICE_SHARE,
+    HOST_SHARE,
+    ROUNDED_SCHEME,
+    WEIGHTS_SHARE,
+    ContinuationMemory,
+    continuation_memory,
+    rounded_bytes,
+)
+from qtool.pipeline.planning.plan import as_dict, as_text, plan
+from qtool.pipeline.quantize import Calibration, fingerprint, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect
 from qtool.runtime.load import load
@@ -123,8 +133,18 @@ def test_free_memory_decides_nothing(
 
 def test_the_plan_says_that_the_model_does_not_fit() -> None:
     job = asked("best").job
-    assert "pass --windows given" in as_text(plan(job, device_memory=1e7))
+    assert "pass --windows given" in as_text(plan(job, device_memory=1e6))
     assert "pass --windows given" not in as_text(plan(job))
+
+
+def test_the_plan_says_that_the_model_is_rounded() -> None:
+    job = asked("best").job
+    edge = continuation_memory(job, 2, 64, torch.device("cuda"), 1e9).weights / WEIGHTS_SHARE
+    for memory, rounded in [(1.01 * edge, False), (0.99 * edge, True)]:
+        found = plan(job, 2, 64, device_memory=memory)
+        assert ("by the model, rounded to w4a16 (--windows" in as_text(found)) == rounded
+        assert as_dict(found)["continued_by"] == (ROUNDED_SCHEME if rounded else None)
+        assert found.continuation
 
 
 def test_windows_are_drawn_once(
@@ -217,13 +237,79 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     cpu = torch.device("cpu")
     for memory in (1e9, 5e9, 24e9):
-        all_of_them = continuation_memory(job, 1 << 40, 512, cpu, memory)
-        assert (
-            all_of_them.at_once.bit_count() == 1
-            and all_of_them.cache <= CACHE_SHARE * memory < 2 * all_of_them.cache
-        )
+        many = continuation_memory(job, 1 << 40, 512, cpu, memory)
+        room = CACHE_SHARE * HOST_SHARE * memory
+        beside = many.bytes - many.weights
+        assert beside <= room < beside * (1 + 1 / many.at_once)
         assert continuation_memory(job, 3, 512, cpu, memory).at_once == 3
+        again = continuation_memory(job, 2 * many.at_once + 1, 512, cpu, memory)
+        assert again.at_once == -(-(2 * many.at_once + 1) // 3)  # parts are of like size
     assert continuation_memory(job, 8, 10**9, cpu, 1e6).at_once == 1
+
+
+def test_a_model_that_a_gpu_cannot_hold_is_rounded() -> None:
+    """One that it can is not, however little is left beside it; nor is any on a CPU."""
+    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
+    where = torch.device("cuda")
+    exact = continuation_memory(job, 2, 64, where, 1e9)
+    edge = exact.weights / WEIGHTS_SHARE
+    assert not exact.rounded
+    for memory, rounded in [(1.01 * edge, False), (0.99 * edge, True)]:
+        found = continuation_memory(job, 128, 512, where, memory)
+        assert found.rounded == rounded and found.bytes <= DEVICE_SHARE * memory
+        assert (found.weights < exact.weights) == rounded
+    assert not continuation_memory(job, 2, 64, torch.device("cpu"), 1e6).rounded
+
+
+def test_its_bytes_are_those_of_the_rounded_checkpoint(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    for variant in ("llama", "llama-tied", "mixtral"):
+        source = Checkpoint(make_model(variant))
+        quantize(source, recipes.load(ROUNDED_SCHEME), tmp_path / f"{variant}-rounded")
+        stored = Checkpoint(tmp_path / f"{variant}-rounded").entries.values()
+        job = Job.of(source.config, recipes.load("w4a16", "best"))
+        assert rounded_bytes(job) == sum(entry.nbytes for entry in stored)
+
+
+def test_a_shape_that_cannot_be_rounded_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
+    monkeypatch.setattr(planning_memory, "rounded_bytes", lambda job: None)
+    assert not continuation_memory(job, 2, 64, torch.device("cuda"), 1e6).rounded
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is rounded to continue windows."""
+
+    def need(*args: Any) -> ContinuationMemory:
+        return replace(continuation_memory(*args), rounded=True)
+
+    monkeypatch.setattr(calibration_text, "continuation_memory", need)
+
+
+@pytest.mark.usefixtures("rounds")
+def test_the_rounded_model_continues_as_its_checkpoint_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 32}
+    out, fast = tmp_path / "out", tmp_path / "fast"
+    qtool.quantize("demo", "w8a8", out=out, recipe="paper", windows="continued", **few)
+    assert "the rest by the model, rounded to w4a16 (" in caplog.text
+    facts = json.loads((out / "qtool.json").read_text())["calibration"]
+    assert facts["continued_by"] == ROUNDED_SCHEME
+    assert f"continued_by {ROUNDED_SCHEME}" in (out / "README.md").read_text()
+    quantize(Checkpoint(DEMO), recipes.load(ROUNDED_SCHEME), fast)
+    given = torch.cat(list(cut("paper", windows="given", samples=2, seqlen=32).tokens))
+    written = continued(text_model(load(fast, device="cpu")), given[:, :4], 32, seed=0)
+    assert facts["tokens"] == fingerprint([written])
+
+
+@pytest.mark.usefixtures("rounds")
+def test_a_rounded_model_that_does_not_fit_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
+    with pytest.raises(QtoolError, match=r"whole model \(rounded to w4a16\), .* with its cache"):
+        cut("best")
 
 
 def test_long_windows_are_continued_in_pieces() -> None:

@@ -133,11 +133,9 @@ def seconds(
     """
     took = rates.seconds(work_of(job, samples, seqlen), gpus)
     if continuation:
-        length, new = continuation.length, continuation.length - continuation.given
-        cache = continuation.cache * (continuation.given + length) / (2 * length)  # it grows
-        tokens = -(-continuation.pieces // continuation.at_once) * new
-        computed = 2 * continuation.parameters * continuation.pieces * new / rates.forward_flops
-        took += max(
-            tokens * (job.blocks * rates.seconds_a_token + cache / rates.cached_bytes), computed
-        )
+        launched = job.blocks * rates.seconds_a_token
+        computed = continuation.step_flops / rates.forward_flops
+        cached = continuation.step_cache / rates.cached_bytes
+        took += continuation.steps * (max(launched, computed) + cached)
+        took += continuation.parameters * job.source_dtype.itemsize / rates.read_bytes
     return took

@@ -10,12 +10,16 @@ from math import prod
 
 import torch
 
+from qtool import recipes
+from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
+#: of the free memory that a run may plan with, on the device and on the host, which others use too
+DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 #: tokens of a batch
 BATCH_TOKENS = 4096
 #: tokens of the pieces, at least, in which the model continues longer windows, each by itself:
@@ -23,9 +27,13 @@ BATCH_TOKENS = 4096
 PIECE_TOKENS = 512
 #: of a piece that a text gives where the model continues it
 GIVEN_SHARE = 1 / 8
-#: of a device's memory for keys and values while the model continues pieces: what takes more is
-#: written in parts
-CACHE_SHARE = 0.3
+#: of the memory that a run may plan with, for keys, values and what is beside them while the model
+#: continues pieces: what takes more is written in parts
+CACHE_SHARE = 0.5
+#: of a GPU's memory for the weights of the model that continues pieces; a larger model is rounded
+WEIGHTS_SHARE = 0.7
+#: to this scheme, whose 16-bit activations bear any outliers and whose kernels run on every GPU
+ROUNDED_SCHEME = "w4a16"
 
 
 def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
@@ -87,14 +95,16 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContinuationMemory:
     """Memory that a device holds while the model continues the calibration windows.
 
     Attributes:
         pieces: of all windows, each of ``length`` tokens, of which the text gives ``given``.
         at_once: pieces that are continued side by side.
-        parameters: of the model. weights, cache: bytes.
+        parameters: of the model. weights: bytes.
+        cache: bytes of keys and values of the pieces at once. working: bytes beside them.
+        rounded: the model's weights are those of :data:`ROUNDED_SCHEME`.
     """
 
     pieces: int
@@ -104,10 +114,26 @@ class ContinuationMemory:
     parameters: int
     weights: int
     cache: int
+    working: int
+    rounded: bool
 
     @property
     def bytes(self) -> int:
-        return self.weights + self.cache
+        return self.weights + self.cache + self.working
+
+    @property
+    def steps(self) -> int:
+        """Forwards of one token more for each of the pieces at once."""
+        return -(-self.pieces // self.at_once) * (self.length - self.given)
+
+    @property
+    def step_flops(self) -> float:
+        return 2.0 * self.parameters * self.at_once
+
+    @property
+    def step_cache(self) -> float:
+        """Bytes of keys and values that a step reads, in the mean of a growing cache."""
+        return self.cache * (self.given + self.length) / (2 * self.length)
 
     def fits(self, device_memory: float, host_memory: float) -> bool:
         """Whether there is room on the device, and on the host, which the weights pass through."""
@@ -119,9 +145,10 @@ def continuation_memory(
 ) -> ContinuationMemory:
     """The memory of continuing ``samples`` windows on a device of ``memory`` bytes.
 
-    Counted are the float model and, for each piece, its keys and values, what a block makes of its
-    beginning and a token's logits. The number of pieces at once depends on the whole memory, not
-    on what is free, so that it, and with it every token, is the same each time.
+    Counted are the model and, for each piece, its keys and values and, as working memory, what a
+    block makes of its beginning and a token's logits. Whether the model is rounded, and how many
+    pieces it continues at once, depend on the whole memory, not on what is free, so that every
+    token is the same each time.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
     counts = range(max(1, seqlen // PIECE_TOKENS), 0, -1)
@@ -132,9 +159,33 @@ def continuation_memory(
         sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
     cached = 2 * job.blocks * heads.kv * heads.dim * length * itemsize
-    piece = cached + 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
-    at_once = min(pieces, 1 << max(0, int(CACHE_SHARE * memory // piece).bit_length() - 1))
+    beside = 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
     parameters = sum(map(prod, job.source_shapes().values()))
+    weights, rounded = itemsize * parameters, None
+    if device.type == "cuda" and weights > WEIGHTS_SHARE * memory:
+        rounded = rounded_bytes(job)
+    weights = rounded or weights
+    usable = memory * (DEVICE_SHARE if device.type == "cuda" else HOST_SHARE)
+    room = min(CACHE_SHARE * usable, usable - weights)
+    parts = -(-pieces // max(1, int(room // (cached + beside))))
+    at_once = -(-pieces // parts)
     return ContinuationMemory(
-        pieces, length, given, at_once, parameters, itemsize * parameters, at_once * piece
+        pieces=pieces,
+        length=length,
+        given=given,
+        at_once=at_once,
+        parameters=parameters,
+        weights=weights,
+        cache=at_once * cached,
+        working=at_once * beside,
+        rounded=rounded is not None,
     )
+
+
+def rounded_bytes(job: Job) -> int | None:
+    """Bytes of ``job``'s model in :data:`ROUNDED_SCHEME`; None where its shapes forbid that."""
+    recipe = recipes.load(ROUNDED_SCHEME)
+    try:
+        return sum(Job.of(job.config, recipe, job.source_dtype).shard_bytes())
+    except QtoolError:
+        return None

@@ -63,8 +63,8 @@ class Plan:
         compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks;
             no place where nothing is calibrated.
-        continued: the model writes most of the calibration windows first, and is held whole
-            meanwhile.
+        continuation: of the calibration windows, most of which the model writes first; it is held
+            whole meanwhile.
         repacked: the format whose codes are taken as they are; nothing where weights are quantized.
     """
 
@@ -80,7 +80,7 @@ class Plan:
     activation_bytes: int = 0
     place: str = ""
     compiling: float = 0
-    continued: bool = False
+    continuation: memory.ContinuationMemory | None = None
     repacked: str = ""
 
     @property
@@ -174,8 +174,8 @@ def _calibrated(
     continued = None
     if job.recipe.windows == CONTINUED:
         continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
-        share = activations.DEVICE_SHARE if device.type == "cuda" else activations.HOST_SHARE
-        if not continued.fits(share * device_memory, activations.HOST_SHARE * host_memory):
+        share = memory.DEVICE_SHARE if device.type == "cuda" else memory.HOST_SHARE
+        if not continued.fits(share * device_memory, memory.HOST_SHARE * host_memory):
             continued = None
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
@@ -191,7 +191,7 @@ def _calibrated(
         "activation_bytes": kept * gpus,
         "place": "host" if on_host else place,
         "compiling": rates.compiling,
-        "continued": continued is not None,
+        "continuation": continued,
     }
 
 
@@ -239,6 +239,7 @@ def plain_host_bytes(job: Job) -> int:
 
 def as_dict(planned: Plan) -> dict[str, Any]:
     """The plan as plain data, for ``--json``."""
+    rounded = planned.continuation is not None and planned.continuation.rounded
     kinds = [
         {
             "blocks": kind.blocks,
@@ -276,7 +277,8 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "peak_device_bytes": planned.device_bytes,
         "activation_bytes": planned.activation_bytes,
         "activations": planned.place,
-        "windows": CONTINUED if planned.continued else GIVEN,
+        "windows": CONTINUED if planned.continuation else GIVEN,
+        "continued_by": memory.ROUNDED_SCHEME if rounded else None,
         "disk_bytes": planned.disk_bytes,
         "resume_bytes": planned.resume_bytes,
     }
@@ -379,11 +381,12 @@ def _costs(planned: Plan) -> Iterator[str]:
             f"on {device}: {took} (first run {planned.compiling:.0f} s more), peak device memory"
             f"{each} about {bytes_text(planned.device_bytes)}, {host}"
         )
-    if planned.job.recipe.windows == CONTINUED and not planned.continued:
+    if planned.job.recipe.windows == CONTINUED and not planned.continuation:
         yield "calibration windows: the model does not fit to continue them, pass --windows given"
-    if planned.continued:
+    if planned.continuation:
+        rounded = f", rounded to {memory.ROUNDED_SCHEME}" if planned.continuation.rounded else ""
         yield (
-            "calibration windows: started by the text and continued by the model "
+            f"calibration windows: started by the text and continued by the model{rounded} "
             "(--windows given: all of the text)"
         )
     yield (

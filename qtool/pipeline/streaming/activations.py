@@ -19,20 +19,33 @@ from qtool.calibration.batch import HIDDEN, Batch
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import activation_bytes, working_bytes
+from qtool.pipeline.planning.memory import (
+    DEVICE_SHARE,
+    HOST_SHARE,
+    activation_bytes,
+    working_bytes,
+)
 from qtool.pipeline.units import bytes_text
 
 #: and how a sentence about it ends
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}
-#: of the free memory that a run may plan with, on the device and on the host, which others use too
-DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 
 
 def place_for(job: Job, tokens: int, window: int, device: torch.device) -> str:
     """The place for the activations of ``tokens``, in windows of ``window``, on this machine."""
     host_free = available_host_bytes()
-    device_free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free
+    device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
     return choose(job, tokens, window, device, device_free, host_free)
+
+
+def gpu_memory(device: torch.device) -> tuple[float, float]:
+    """Bytes of a GPU that this process may have: in all, and now.
+
+    ``torch.cuda.set_per_process_memory_fraction`` may have left it a part.
+    """
+    free, whole = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device) * whole
+    return share, min(free, share - torch.cuda.memory_reserved(device))
 
 
 def available_host_bytes() -> int:

@@ -41,10 +41,10 @@ from qtool.runtime.packed_kv import NEUTRAL
 
 
 class StreamedBlocks:
-    """Blocks whose weights are rounded one by one."""
+    """Blocks whose weights are rounded one by one, on ``device``."""
 
-    def __init__(self, source: Checkpoint, job: Job) -> None:
-        self.source, self.job = source, job
+    def __init__(self, source: Checkpoint, job: Job, device: torch.device) -> None:
+        self.source, self.job, self.device = source, job, device
 
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
@@ -54,7 +54,8 @@ class StreamedBlocks:
         for name in job.linears(index):
             full = job.full(index, name)
             if linear_format := job.format.of(full):
-                weight = finite(f"{full}.weight", self.source.read(f"{full}.weight"))
+                weight = self.source.read(f"{full}.weight").to(self.device)
+                finite(f"{full}.weight", weight)
                 rounded = round_to_nearest(linear_format.scheme_object, weight)
                 notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
                 for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():

@@ -96,7 +96,7 @@ class Shards:
             for s in range(2, last)
             if s not in output.records and (self.collective or output.is_written_here(s))
         ]
-        with recording(self.phases), WriteBehind() as writer:
+        with WriteBehind() as writer:
             start, blocks = self._blocks(self._batches(tokens), activations, missing, writer)
             with closing(blocks):
                 outside = ((1, embedding_and_head.tables), (last, embedding_and_head.head))

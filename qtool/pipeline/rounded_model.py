@@ -1,0 +1,53 @@
+"""A checkpoint's model with 4-bit weights, rounded to nearest and packed in memory.
+
+It continues calibration windows where the model itself does not fit on a GPU.
+"""
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qtool import recipes
+from qtool.io.source import Checkpoint
+from qtool.models.auto import float_config
+from qtool.pipeline.planning.memory import ROUNDED_SCHEME
+from qtool.pipeline.quantize import job_of
+from qtool.pipeline.streaming import embedding_and_head
+from qtool.pipeline.streaming.blocks import StreamedBlocks
+from qtool.runtime.load import load_tensors
+
+#: blocks that are read and rounded side by side: a thread reads less than a disk or a cache gives
+THREADS = 4
+
+
+def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
+    """The model that ``load`` would give on ``device`` after ``quantize --recipe fast``.
+
+    Its scheme is :data:`~qtool.pipeline.planning.memory.ROUNDED_SCHEME`. Weights pass through the
+    device one by one; what is packed is on the host meanwhile.
+
+    Raises:
+        QtoolError: a linear's shape is not for the scheme, or transformers refuses the model.
+    """
+    job = job_of(source, recipes.load(ROUNDED_SCHEME, "fast"), keep_unknown=True)
+    blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]
+
+    def rounded(index: int) -> list[tuple[str, Tensor]]:
+        return [(name, x.cpu()) for name, x in blocks.tensors(index, None, shards[index], {})]
+
+    tables = embedding_and_head.tables(source, job, device)
+    head = embedding_and_head.head(source, job, device)
+    pieces: dict[str, list[Tensor]] = defaultdict(list)
+    with ThreadPoolExecutor(THREADS, "round") as threads:
+        inner = chain.from_iterable(threads.map(rounded, range(job.blocks)))
+        for name, rows in chain(tables, inner, head):
+            pieces[name].append(rows.cpu())
+    config: Any = float_config(source.directory)
+    config.quantization_config = job.format.to_dict()
+    tensors = {name: torch.cat(pieces.pop(name)) for name in list(pieces)}
+    return load_tensors(config, tensors, device)

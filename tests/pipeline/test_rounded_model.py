@@ -1,0 +1,43 @@
+"""The model that continues windows where the float one does not fit is its checkpoint, loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool import recipes
+from qtool.data.continuation import continued
+from qtool.io.source import DEMO, Checkpoint
+from qtool.models.auto import text_model
+from qtool.pipeline.planning.memory import ROUNDED_SCHEME
+from qtool.pipeline.quantize import quantize
+from qtool.pipeline.rounded_model import load_rounded
+from qtool.runtime.load import load
+from tests.conftest import MakeModel
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "mixtral"])
+def test_it_is_the_rounded_checkpoint(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
+    source = Checkpoint(make_model(variant))
+    quantize(source, recipes.load(ROUNDED_SCHEME), tmp_path / "rounded")
+    found = load_rounded(source, torch.device("cpu"))
+    expected = load(tmp_path / "rounded")
+    tensors = expected.state_dict()
+    assert found.state_dict().keys() == tensors.keys()
+    for name, tensor in found.state_dict().items():
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+    ids = torch.arange(16)[None]
+    assert torch.equal(found(ids).logits, expected(ids).logits)
+    assert not found.training
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_it_continues_windows_on_a_gpu(tmp_path: Path) -> None:
+    """As the model of a checkpoint does that was rounded on a CPU."""
+    source, expected = Checkpoint(DEMO), tmp_path / "rounded"
+    quantize(source, recipes.load(ROUNDED_SCHEME), expected)
+    models = load_rounded(source, torch.device("cuda")), load(expected, device="cuda")
+    beginnings = torch.arange(64).view(4, 16)
+    written = [continued(text_model(model), beginnings, 64, seed=0) for model in models]
+    assert torch.equal(*written)
