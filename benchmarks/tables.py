@@ -222,7 +222,7 @@ def runtime() -> str:
 def quantize() -> str:
     """Runs of ``qtool bench quantize``, their phases beside the floors."""
     found = results("quantize")
-    phases = ("forward", "search", "rounding", "Hessian")
+    phases = ("windows", "forward", "search", "rounding", "Hessian")
     head = ["run", "seconds", "device GB", "host GB"]
     head += [f"{phase} (floor), s" for phase in phases] + ["writing beside, s"]
     rows = []

@@ -87,6 +87,9 @@ def bench_kv(shapes: str | None) -> None:
 @SEQLEN
 @ACTIVATIONS
 @click.option(
+    "--device-memory", type=float, help="GB of the GPU that the run may have; all by default."
+)
+@click.option(
     "--work", type=NewPath(), default="bench", show_default=True, help="Directory for files."
 )
 @click.option("--keep", is_flag=True, help="Keep the result; a random checkpoint is kept anyway.")
@@ -97,8 +100,9 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
     """Time every part of a quantization run.
 
     MODEL, or a random checkpoint of a known shape (llama-3-8b, qwen3-235b-a22b, ...), is quantized,
-    calibrated on random tokens. The table sets each part beside its floor: bytes by the disk's
-    rate, operations by the measured rates of this device.
+    calibrated on random tokens, or on what it makes of them where the recipe lets it continue its
+    windows. The table sets each part beside its floor: bytes by the disk's rate, operations by the
+    measured rates of this device.
     """
     from qtool.bench import bench_quantize as measure
     from qtool.pipeline.summary import shard_facts

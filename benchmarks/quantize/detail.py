@@ -33,8 +33,8 @@ from qtool.distributed import ranks
 from qtool.format import LinearFormat
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
-from qtool.pipeline.quantize import quantize
-from qtool.pipeline.streaming import blocks, shards
+from qtool.pipeline import quantize
+from qtool.pipeline.streaming import blocks
 from qtool.schemes.base import Scheme
 
 NAMED = (
@@ -99,7 +99,7 @@ def main() -> None:
     with ExitStack() as measured, ranks.process_group(chosen.device) as own:
         for owner, attribute in NAMED:
             measured.enter_context(named(owner, attribute))
-        measured.enter_context(mock.patch.object(shards, "PhaseTimer", Kept))
+        measured.enter_context(mock.patch.object(quantize, "PhaseTimer", Kept))
         for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
             source, out = (
                 chosen.directory / f"source-{layers}",
@@ -119,7 +119,7 @@ def main() -> None:
             samples = chosen.samples if layers > 1 else 2 * ranks.size()
             tokens = bench.random_tokens(checkpoint.config["vocab_size"], samples, chosen.seqlen)
             began = time.perf_counter()
-            quantize(checkpoint, recipe, out, device=own, calibration=tokens)
+            quantize.quantize(checkpoint, recipe, out, device=own, calibration=tokens)
             ranks.barrier()
         seconds = time.perf_counter() - began
         others = ranks.all_gather(dict(made[-1].seconds))[1:]

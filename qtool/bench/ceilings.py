@@ -10,6 +10,7 @@ import torch
 
 from qtool.calibration.cost import Work
 from qtool.io.source import Checkpoint
+from qtool.pipeline.planning.memory import ContinuationMemory
 
 PROBE_BYTES = 1 << 30
 
@@ -25,9 +26,14 @@ class Ceilings:
     tf32: float
     float32: float
 
-    def floors(self, work: Work) -> dict[str, float]:
-        """The least seconds of each phase."""
-        return {
+    def floors(self, work: Work, continuation: ContinuationMemory | None) -> dict[str, float]:
+        """The least seconds of each phase; ``continuation``: of the windows."""
+        windows = {}
+        if continuation:
+            read = (continuation.weights + continuation.step_cache) / self.memory
+            computed = continuation.step_flops / self.sixteen_bit
+            windows["windows"] = continuation.steps * max(read, computed)
+        return windows | {
             "read": work.read_bytes / self.read,
             "forward": work.forward_flops / self.sixteen_bit,
             "Hessian": work.hessian_flops / self.sixteen_bit,

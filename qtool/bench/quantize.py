@@ -12,10 +12,13 @@ from qtool.bench.ceilings import Ceilings, measure
 from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
+from qtool.pipeline import calibration_windows
 from qtool.pipeline.job import Job
+from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.plan import Plan, plan
 from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
+from qtool.pipeline.streaming.activations import gpu_memory
 from qtool.pipeline.streaming.shards import Progress
 from qtool.recipes import Recipe
 from qtool.table import render
@@ -120,17 +123,31 @@ def run(
     seqlen: int,
     device: str,
     activations: str = "auto",
+    device_memory: float | None = None,
     progress: Progress | None = None,
 ) -> Measured:
     """Quantize ``source`` anew into ``out``, on random tokens if the recipe needs data.
 
     The measurements are stored as ``bench`` in its ``qtool.json``.
+
+    Args:
+        device_memory: bytes of the GPU that the run may have; by default all.
     """
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
-    calibration = (
-        random_tokens(checkpoint.config["vocab_size"], samples, seqlen) if job.needs_data else None
-    )
+    calibration = None
+    if job.needs_data:
+        tokens = random_tokens(checkpoint.config["vocab_size"], samples, seqlen).tokens
+        calibration = calibration_windows.calibration(
+            checkpoint,
+            job,
+            torch.cat(list(tokens)),
+            data_dir=None,
+            samples=samples,
+            seqlen=seqlen,
+            seed=0,
+            device=device,
+        )
     for old in (out, out.with_name(out.name + ".partial")):
         shutil.rmtree(old, ignore_errors=True)
     ceilings, cuda = (
@@ -140,6 +157,9 @@ def run(
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        if device_memory is not None:
+            whole = torch.cuda.mem_get_info(device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, device_memory / whole), device)
     quantize(
         checkpoint,
         recipe,
@@ -151,8 +171,10 @@ def run(
     )
     record = json.loads(record_path(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
-    floors = ceilings.floors(work_of(job, samples, seqlen))
-    measured = Measured(record, ceilings, floors, reserved, plan(job, samples, seqlen))
+    memory = gpu_memory(torch.device(device))[0] if cuda else H200.memory
+    planned = plan(job, samples, seqlen, memory, device=torch.device(device).type)
+    floors = ceilings.floors(work_of(job, samples, seqlen), planned.continuation)
+    measured = Measured(record, ceilings, floors, reserved, planned)
     provenance = out / "qtool.json"
     write_json(provenance, json.loads(provenance.read_text()) | {"bench": measured.as_dict()})
     return measured

@@ -113,7 +113,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
                 raise
             except QtoolError:
                 shutil.rmtree(output.partial)  # refused for its content: nothing to continue
-                record.path.unlink()
+                record.path.unlink(missing_ok=True)
                 raise
     notes: list[Json] = json.loads((out / "qtool.json").read_text())["blocks"]
     return notes

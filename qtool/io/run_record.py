@@ -5,8 +5,8 @@ resumption, so ``diff -r`` proves them equal. The record names the job it belong
 checkpoint that is moved or renamed keeps it if the file moves along, as ``DIR.run.json`` beside or
 ``run.json`` inside. A record of another job, left behind under the same name, is not believed.
 
-A resumed run adds an attempt. The file is written when an attempt begins and after each shard, so a
-killed attempt counts up to its last whole shard::
+A resumed run adds an attempt. The file is written before an attempt's first block and after each
+shard, so a killed attempt counts up to its last whole shard::
 
     {"format_version": 2, "job": "<sha256>",
      "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu",
@@ -73,7 +73,6 @@ class RunRecord:
         self.began = time.monotonic()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self.write()
 
     def shard_written(self) -> None:
         """Note one more shard on disk."""

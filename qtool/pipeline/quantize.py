@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import qtool
+from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.check_source import check_source, is_second_head
@@ -98,10 +99,12 @@ def quantize(
     if output.continued:
         ranks.log(_resumed(output))
     with closing(output):
-        calibration = _prepare(output, specs, job, calibration)
         record = RunRecord(out, output.identity, where, continued=output.continued)
-        tokens = calibration.tokens if job.needs_data else ()
-        Shards(source, job, output, where, record, progress).make(tokens, activations)
+        with recording(PhaseTimer(where)) as phases:
+            calibration = _prepare(output, specs, job, calibration)
+            record.write()
+            tokens = calibration.tokens if job.needs_data else ()
+            Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
         record.write()
         output.finish(_config(job), _provenance(source, job, calibration), source.side_files())
     return out
@@ -114,7 +117,10 @@ def _prepare(
     try:
         if ranks.rank() == 0:
             _require_space(output, specs)
-        return calibration.for_run(output) if job.needs_data else calibration
+        if not job.needs_data:
+            return calibration
+        with phase("windows"):
+            return calibration.for_run(output)
     except QtoolError:
         output.discard_empty()
         raise

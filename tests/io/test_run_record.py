@@ -104,7 +104,7 @@ def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format_version": 2, "job": 1}'])
 def test_a_damaged_or_foreign_record_is_none(damage: str, tmp_path: Path) -> None:
-    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
+    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False).write()
     assert read_run(tmp_path / "out", {"a": 1}) and not read_run(tmp_path / "out", {"a": 2})
     record_path(tmp_path / "out").write_text(damage)
     assert read_run(tmp_path / "out", {"a": 1}) == {}
@@ -121,7 +121,7 @@ def test_phases_add_up_over_attempts(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
-    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False)
+    RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False).write()
     assert RunRecord(tmp_path / "out", {"a": 2}, CPU, continued=True).earlier == []
     assert job_hash({"a": 1, "b": 2}) == job_hash({"b": 2, "a": 1})
 

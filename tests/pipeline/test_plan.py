@@ -363,9 +363,8 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=False, **options
     )
     phases = measured.record["phases"]
-    assert {"read", "forward", "search", "rounding", "pack", "write", "write, beside"} <= set(
-        phases
-    )
+    expected = {"windows", "read", "forward", "search", "rounding", "pack", "write"}
+    assert expected | {"write, beside"} <= set(phases)
     assert set(measured.floors) == {
         "read",
         "forward",
@@ -388,6 +387,24 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
         kept["floors"].keys() == measured.floors.keys()
         and kept["record"]["phases"].keys() == phases.keys()
     )
+
+
+def test_the_time_of_continued_windows_is_part_of_a_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "continued.yaml"
+    recipe.write_text(
+        "scheme: w4a16\nwindows: continued\ntransforms: [smooth]\n"
+        "layers: [{match: '.*', scheme: w4a16, group_size: 128}]\nrounding: rtn\n"
+    )
+    measured = bench_quantize(
+        "llama-tiny", None, recipe=str(recipe), layers=1, work=tmp_path, keep=True, samples=2,
+        seqlen=32, device="cpu",
+    )  # fmt: skip
+    phases, floors = measured.record["phases"], measured.floors
+    assert 0 < floors["windows"] < phases["windows"] < measured.record["seconds"]
+    inner = sum(seconds for name, seconds in phases.items() if "beside" not in name)
+    assert inner <= measured.record["seconds"]
+    kept = json.loads((tmp_path / "llama-tiny-1-w4a16" / "qtool.json").read_text())
+    assert kept["calibration"]["windows"] == "continued"
 
 
 def test_ceilings_are_of_the_directory_that_is_written(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.method import LEARNING_SEQUENCES
-from qtool.calibration.timing import PhaseTimer, phase, recording
+from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.output import RUN, Output
@@ -53,6 +53,7 @@ class Shards:
     """The shards of ``job``: the embedding, one a block, final norm and head.
 
     Args:
+        phases: that time is recorded in.
         progress: called after each shard with (done, total, notes).
     """
 
@@ -63,11 +64,12 @@ class Shards:
         output: Output,
         device: torch.device,
         record: RunRecord,
+        phases: PhaseTimer,
         progress: Progress | None,
     ) -> None:
         self.source, self.job, self.output, self.device = source, job, output, device
-        self.record, self.progress = record, progress
-        self.specs, self.phases = job.shards(), PhaseTimer(device)
+        self.record, self.phases, self.progress = record, phases, progress
+        self.specs = job.shards()
         self.done = len(output.records)
         self.collective = not job.is_plain
 
@@ -165,7 +167,7 @@ class Shards:
     ) -> tuple[int, StreamedBlocks | BuiltBlocks]:
         """The first block to compute, and the object that makes it and the later ones."""
         if not self.collective:
-            return 0, StreamedBlocks(self.source, self.job)
+            return 0, StreamedBlocks(self.source, self.job, self.device)
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))
             sizes = own, max(ids.shape[1] for ids in tokens)
