@@ -51,6 +51,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "num_attention_heads": 16,
     },
+    "small": COMMON
+    | {
+        "model_type": "llama",
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
     "mixture": COMMON
     | {
         "model_type": "qwen3_moe",
@@ -123,7 +132,8 @@ def train(model: PreTrainedModel, tokens: Tensor, valid: Tensor, arguments: Any)
         {"params": [m for m in masters if m.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-    routed = {"output_router_logits": True} if arguments.shape != "dense" else {}
+    moe = "num_experts" in SHAPES[arguments.shape]
+    routed = {"output_router_logits": True} if moe else {}
     forward = torch.compile(model) if arguments.compile else model
     evaluations: list[dict[str, Any]] = []
     first = evaluated = started

@@ -131,7 +131,7 @@ def run(
     The measurements are stored as ``bench`` in its ``qtool.json``.
 
     Args:
-        device_memory: bytes of the GPU that the run may have; by default all.
+        device_memory: GB of the GPU that the run may have; by default all.
     """
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
@@ -158,8 +158,8 @@ def run(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         if device_memory is not None:
-            whole = torch.cuda.mem_get_info(device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, device_memory / whole), device)
+            share = min(1.0, 1e9 * device_memory / torch.cuda.mem_get_info(device)[1])
+            torch.cuda.set_per_process_memory_fraction(share, torch.device(device).index)
     quantize(
         checkpoint,
         recipe,

@@ -44,7 +44,7 @@ def gpu_memory(device: torch.device) -> tuple[float, float]:
     ``torch.cuda.set_per_process_memory_fraction`` may have left it a part.
     """
     free, whole = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device) * whole
+    share = torch.cuda.get_per_process_memory_fraction(device.index) * whole
     return share, min(free, share - torch.cuda.memory_reserved(device))
 
 
