@@ -473,6 +473,18 @@ FAULTS = [
             "tests/calibration/rounding/test_distill.py",
         ),
         (
+            "qtool/calibration/rounding/distill/distill.py",
+            "whole.part(slice(first, first + size))",
+            "whole.part(slice(first, None))",
+            "tests/calibration/rounding/test_distill.py",
+        ),
+        (
+            "qtool/calibration/batch.py",
+            "self.hidden[(slice(None),) * self.axis + (sequences,)]",
+            "self.hidden[sequences]",
+            "tests/pipeline/test_passed.py",
+        ),
+        (
             "qtool/calibration/rounding/gptq/gptq.py",
             "free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])",
             "free[:, j + 1 :].add_(0)",

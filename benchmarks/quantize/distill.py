@@ -158,7 +158,8 @@ def wait() -> None:
 def ours(arguments: argparse.Namespace, source: Path, out: Path, blocks: list[float]) -> float:
     """Seconds from file to file."""
     learned = recipes.Step(
-        "distill", {"start": "rtn", "epochs": arguments.epochs, "samples": arguments.samples}
+        "distill",
+        {"start": "rtn", "epochs": arguments.epochs, "samples": arguments.samples, "batch": BATCH},
     )
     recipe = replace(
         recipes.load(TOOLS[arguments.tool], "fast"), rounding=learned, variant="custom"

@@ -27,12 +27,19 @@ class Batch:
 
     ``passed``: what else the blocks before hand on, by name (:mod:`qtool.models.passed`).
     ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
+    ``axis``: of the sequences in ``hidden``; 1 of Gemma 3n's ``[streams, B, S, H]``.
     """
 
     hidden: Tensor
     kwargs: Sequence[dict[str, Any]]
     passed: dict[str, Tensor] = field(default_factory=dict)
     more: Tensor | None = None
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and S."""
+        return self.hidden.shape[self.axis], self.hidden.shape[self.axis + 1]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -41,16 +48,24 @@ class Batch:
 
     def halves(self) -> Iterator["Batch"]:
         """The first and the second half of the sequences."""
-        size = len(self.hidden)
+        size, _ = self.shape
         for part in (slice(None, size // 2), slice(size // 2, None)):
             yield self.part(part)
 
     def part(self, sequences: slice) -> "Batch":
         """Some of the sequences."""
-        size = len(self.hidden)
+        size, _ = self.shape
         kwargs, passed = (_sequences(v, sequences, size) for v in (self.kwargs, self.passed))
         more = None if self.more is None else self.more[sequences]
-        return Batch(self.hidden[sequences], kwargs, passed, more)
+        hidden = self.hidden[(slice(None),) * self.axis + (sequences,)]
+        return Batch(hidden, kwargs, passed, more, self.axis)
+
+    def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What a block hands on, from what it does of some sequences each."""
+        return {
+            name: torch.cat([part[name] for part in parts], self.axis if name == HIDDEN else 0)
+            for name in parts[0]
+        }
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all that was handed on by ``tensors``, in the place where it is stored."""
@@ -69,7 +84,7 @@ class Batch:
 
     def plain(self) -> "Batch":
         """What of it goes to other ranks."""
-        return Batch(self.hidden, self.kwargs, self.passed)
+        return Batch(self.hidden, self.kwargs, self.passed, axis=self.axis)
 
 
 class Batches(list[Batch]):
@@ -122,5 +137,8 @@ def first_inputs(
     """
     batches = []
     for ids in tokens:
-        batches.append(keep(*block_arguments(model, family, ids)))
+        hidden, kwargs = block_arguments(model, family, ids)
+        batch = keep(hidden, kwargs)
+        batch.axis = 0 if hidden.shape[:2] == ids.shape else 1
+        batches.append(batch)
     return batches

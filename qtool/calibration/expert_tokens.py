@@ -50,7 +50,7 @@ def add_tokens(
                 batches, seen, ranks.local_items(wanted), strict=True
             ):
                 if some.any():
-                    sequences, length = batch.hidden.shape[:2]
+                    sequences, length = batch.shape
                     more = torch.zeros(sequences * length, len(experts), dtype=torch.bool)
                     batch.more = more.scatter_(0, places, some).view(sequences, length, -1)
             block.notes[NOTE] = {

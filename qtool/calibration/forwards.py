@@ -212,8 +212,8 @@ def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, T
         with phase("forward"):
             return _forward(block, batch, **extra)
     except torch.OutOfMemoryError:
-        if len(batch.hidden) == 1:
-            tokens = batch.hidden.shape[1]
+        sequences, tokens = batch.shape
+        if sequences == 1:
             raise QtoolError(
                 f"block {block.index}: one sequence of {tokens} tokens does not fit the memory of "
                 f"{block.device}; "
@@ -267,4 +267,4 @@ def _observe(
     # what was seen before the memory ended is not seen again
     left = {name: observer for name, observer in observers.items() if name not in seen}
     parts = [_observe(block, half, left, to_end=to_end, **extra) for half in batch.halves()]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if to_end}
+    return batch.joined(parts) if to_end else {}

@@ -135,9 +135,6 @@ class Transform(Method):
 class Rounding(Method):
     """Turns every linear of ``block.schemes`` into codes."""
 
-    #: each batch is one iteration of an optimizer, so that the size of a batch changes the result
-    iterates: ClassVar[bool] = False
-
     @property
     def compares(self) -> bool:
         """Whether the float model runs beside, to compare with (``Block.reference``)."""

@@ -185,9 +185,7 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
     """``(B, S)`` of all ranks' batches, in order; gathered unless :class:`Batches` has them."""
     if isinstance(batches, Batches):
         return batches.shapes
-    return ranks.all_gather_batches(
-        [(len(batch.hidden), batch.hidden.shape[1]) for batch in batches]
-    )
+    return ranks.all_gather_batches([batch.shape for batch in batches])
 
 
 def own_subset(

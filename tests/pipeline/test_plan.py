@@ -25,7 +25,7 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
-from qtool.calibration.rounding.distill.distill import ITERATION_TOKENS
+from qtool.calibration.rounding.distill.distill import SEQUENCE_TOKENS
 from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
 from qtool.calibration.transforms import clip, smooth
 from qtool.errors import QtoolError
@@ -284,7 +284,7 @@ def test_what_learning_keeps_is_planned() -> None:
         seen = sum(
             block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items()
         )
-        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > ITERATION_TOKENS * 2 * seen
+        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, cuda) > SEQUENCE_TOKENS * 2 * seen
         assert name == "llama-3.1-405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     work = job.rounding.work(block_shape(job, 0, 256, 2048))
     assert (

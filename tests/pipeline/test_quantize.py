@@ -9,15 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.errors import QtoolError
 from qtool.io import output
 from qtool.io.source import Checkpoint
@@ -25,7 +22,6 @@ from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
@@ -364,17 +360,3 @@ def test_two_runs_on_one_directory(make_model: MakeModel, tmp_path: Path) -> Non
 
     run(source, "w4a8-lqq", out, progress=second)
     assert refusals
-
-
-@pytest.mark.parametrize(
-    ("sequences", "seqlen", "expected"), [(2, 16, [8, 8, 4]), (10, 16, [10, 10])]
-)
-def test_a_step_sees_eight_sequences_at_least(
-    sequences: int, seqlen: int, expected: list[int]
-) -> None:
-    tokens = torch.arange(20 * seqlen).view(20, seqlen)
-    for rounding, sizes in ((Distill(), expected), (Gptq(), [sequences] * (20 // sequences))):
-        run = SimpleNamespace(device=torch.device("cpu"), job=SimpleNamespace(rounding=rounding))
-        batches = Shards._batches(run, tokens.split(sequences))  # type: ignore[arg-type]
-        assert [len(batch) for batch in batches] == sizes
-        assert torch.equal(torch.cat(list(batches)), tokens)

@@ -78,7 +78,7 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         )
         if norm is not None and not shared_norm(block):
             queries = norm(queries)
-        queries = queries.view(*batch.hidden.shape[:2], heads.query, heads.dim)
+        queries = queries.view(*batch.shape, heads.query, heads.dim)
         if norm is not None and shared_norm(block):
             queries = norm(queries)
         if attention.rotary:

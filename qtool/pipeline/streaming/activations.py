@@ -89,7 +89,9 @@ class Activations:
     def __init__(self, place: str, dtype: torch.dtype | None, directory: Path) -> None:
         self.place, self.dtype, self.directory, self.count = place, dtype, directory, 0
 
-    def batch(self, tensors: Mapping[str, Tensor], kwargs: Sequence[dict[str, Any]]) -> Batch:
+    def batch(
+        self, tensors: Mapping[str, Tensor], kwargs: Sequence[dict[str, Any]], axis: int = 0
+    ) -> Batch:
         """A batch of hidden states ``[B, S, H]`` and what else is passed on, moved to its place.
 
         Raises:
@@ -105,6 +107,7 @@ class Activations:
             self.count += 1
             path = self.directory / f"activations-{ranks.rank()}-{self.count:05d}"
             batch = DiskBatch(nothing, kwargs, path=path)
+        batch.axis = axis
         batch.keep({**tensors, HIDDEN: hidden})
         return batch
 

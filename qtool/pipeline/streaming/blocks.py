@@ -114,7 +114,7 @@ class BuiltBlocks:
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
         #: the same in the float model; they enter block ``self.reached``
         self.references = [
-            activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs)
+            activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs, b.axis)
             for i, b in enumerate(self.batches)
             if job.rounding.compares
         ]

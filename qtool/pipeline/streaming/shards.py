@@ -45,8 +45,6 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
 #: a batch
 WIDEST_INPUT = 1 << 29
-#: sequences of a batch at least, where a batch is an iteration of an optimizer
-ITERATION_SEQUENCES = 8
 
 
 class Shards:
@@ -140,18 +138,9 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU and where each is one iteration of an optimizer.
-
-        They are the same for every number of ranks.
-        """
-        iterates = self.job.rounding.iterates
-        if (
-            not (iterates or self.device.type == "cuda")
-            or len({ids.shape[1] for ids in tokens}) != 1
-        ):
+        """The calibration batches, larger on a GPU; the same for every number of ranks."""
+        if self.device.type != "cuda" or len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
-        if iterates:
-            return torch.cat(list(tokens)).split(max(ITERATION_SEQUENCES, len(tokens[0])))
         widest = max(
             k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
         )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from qtool.calibration.batch import first_inputs
+from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
-from qtool.calibration.rounding.distill.distill import Distill
+from qtool.calibration.rounding.distill.distill import Distill, iterations
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
@@ -178,6 +178,16 @@ def test_a_seed_repeats_to_the_bit(block: tuple[Block, list]) -> None:
     assert curve == same
     assert all(torch.equal(first[name].codes, again[name].codes) for name in first)
     assert distilled(block, seed=1)[1] != curve
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, [1] * 5), (2, [2, 1, 2]), (8, [3, 2])])
+def test_an_iteration_has_so_many_sequences(size: int, expected: list[int]) -> None:
+    batches = [Batch(torch.randn(count, 4, 2), [{"mask": torch.ones(count)}]) for count in (3, 2)]
+    found = [part for part in iterations(batches, size) if part]
+    assert [part.shape[0] for part in found] == expected
+    assert all(len(part.kwargs[0]["mask"]) == part.shape[0] for part in found)
+    hidden = [torch.cat([part.hidden for part in parts]) for parts in (found, batches)]
+    assert torch.equal(*hidden)
 
 
 def test_a_single_batch_is_enough(block: tuple[Block, list]) -> None:
