@@ -316,8 +316,8 @@ def test_long_windows_are_continued_in_pieces() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     for seqlen, pieces, length, given in [
         *[(2, 8, 2, 1), (8, 8, 8, 1), (15, 8, 15, 1), (16, 8, 16, 2)],
-        *[(1023, 8, 1023, 127), (1024, 16, 512, 64), (1031, 8, 1031, 128)],
-        *[(1600, 16, 800, 100), (2048, 32, 512, 64), (4096, 64, 512, 64)],
+        *[(512, 8, 512, 64), (1023, 8, 1023, 127), (1024, 32, 256, 32), (1031, 8, 1031, 128)],
+        *[(1600, 40, 320, 40), (2048, 64, 256, 32), (4096, 128, 256, 32)],
     ]:
         found = continuation_memory(job, 8, seqlen, torch.device("cpu"), 24e9)
         assert (found.pieces, found.length, found.given) == (pieces, length, given)
@@ -325,6 +325,7 @@ def test_long_windows_are_continued_in_pieces() -> None:
 
 def test_pieces_stand_where_their_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is what the model makes of its beginning alone, as a window of its length is."""
+    monkeypatch.setattr(planning_memory, "LONG_WINDOW", 64)
     monkeypatch.setattr(planning_memory, "PIECE_TOKENS", 32)
     given = torch.cat(list(cut("paper", windows="given", samples=3, seqlen=96).tokens))
     written = torch.cat(list(cut("paper", windows="continued", samples=3, seqlen=96).tokens))

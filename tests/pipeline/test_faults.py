@@ -207,6 +207,7 @@ def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     assert kept == 2 * 2 * tokens * 128  # bytes; the quantized path and the float model's beside it
     assert activations.choose(job, tokens, 2048, cuda, 2 * (kept + working), 0) == "device"
     assert activations.choose(job, tokens, 2048, cuda, working, 3 * kept) == "host"
+    assert activations.choose(job, tokens, 2048, cuda, 1.2 * working, 2 * kept) == "both"
     assert activations.choose(job, tokens, 2048, cuda, working, kept) == "disk"
     assert activations.choose(job, tokens, 2048, cpu, 10 * (kept + working), 0) == "device"
     assert activations.choose(job, tokens, 2048, cpu, kept, 9 * kept) == "disk"

@@ -35,7 +35,7 @@ from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.estimate import H200
-from qtool.pipeline.planning.memory import working_bytes
+from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
 from qtool.pipeline.planning.plan import as_dict, as_text, plan
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
 from qtool.pipeline.units import bytes_text
@@ -334,12 +334,12 @@ def test_searches_are_planned_in_the_turns_that_run(
 
 def test_where_activations_go_is_planned() -> None:
     job = Job.of(config_of("llama-2-70b"), GPTQ)
-    roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=16e9, host_memory=64e9)
-    assert (roomy.place, tight.place) == ("device", "host")
-    assert (
-        roomy.device_bytes - tight.device_bytes == roomy.activation_bytes == 128 * 2048 * 8192 * 2
-    )
-    assert tight.host_bytes - roomy.host_bytes == tight.activation_bytes
+    roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=23e9, host_memory=64e9)
+    assert (roomy.place, tight.place) == ("device", "both")
+    assert roomy.activation_bytes == tight.activation_bytes == 128 * 2048 * 8192 * 2
+    on_host = tight.host_bytes - roomy.host_bytes
+    assert roomy.device_bytes - tight.device_bytes == on_host
+    assert 0 < on_host < roomy.activation_bytes and tight.device_bytes <= DEVICE_SHARE * 23e9
     full = plan(job, device_memory=16e9, host_memory=1e9)
     assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
     assert plan(job, samples=256, host_memory=64e9).activation_bytes == 2 * roomy.activation_bytes

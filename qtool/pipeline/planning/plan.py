@@ -168,9 +168,11 @@ def _calibrated(
     tokens = -(-samples // gpus) * seqlen  # of each rank
     place = activations.choose(job, tokens, seqlen, device, device_memory, host_memory / gpus)
     kept = memory.activation_bytes(job, tokens, seqlen, device)
-    on_host = place == "host" or (place == "device" and device.type == "cpu")
-    host_bytes = memory.host_bytes(job, device, tokens, kept if on_host else 0)
-    device_bytes = memory.working_bytes(job, tokens, device) + (kept if place == "device" else 0)
+    room = activations.device_room(job, tokens, device, device_memory)
+    in_memory = kept if place != "disk" else 0
+    on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
+    host_bytes = memory.host_bytes(job, device, tokens, in_memory - on_device)
+    device_bytes = memory.working_bytes(job, tokens, device) + on_device
     continued = None
     if job.recipe.windows == CONTINUED:
         continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
@@ -189,7 +191,7 @@ def _calibrated(
         "gpus": gpus,
         "device_bytes": device_bytes if device.type == "cuda" else 0,
         "activation_bytes": kept * gpus,
-        "place": "host" if on_host else place,
+        "place": "host" if device.type == "cpu" and place == "device" else place,
         "compiling": rates.compiling,
         "continuation": continued,
     }

@@ -28,14 +28,28 @@ from qtool.pipeline.planning.memory import (
 from qtool.pipeline.units import bytes_text
 
 #: and how a sentence about it ends
-PLACES = {"device": "on the device", "host": "in host memory", "disk": "in files on disk"}
+PLACES = {
+    "device": "on the device",
+    "both": "on the device and, where it has no room, in host memory",
+    "host": "in host memory",
+    "disk": "in files on disk",
+}
 
 
-def place_for(job: Job, tokens: int, window: int, device: torch.device) -> str:
-    """The place for the activations of ``tokens``, in windows of ``window``, on this machine."""
+def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple[str, float]:
+    """The place for the activations of ``tokens``, in windows of ``window``, on this machine.
+
+    Beside it are the bytes that the device has for them.
+    """
     host_free = available_host_bytes()
     device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
-    return choose(job, tokens, window, device, device_free, host_free)
+    room = device_room(job, tokens, device, device_free)
+    return choose(job, tokens, window, device, device_free, host_free), room
+
+
+def device_room(job: Job, tokens: int, device: torch.device, device_free: float) -> float:
+    """Bytes of ``device`` that a block's memory leaves to activations."""
+    return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, device))
 
 
 def gpu_memory(device: torch.device) -> tuple[float, float]:
@@ -68,9 +82,12 @@ def choose(
 ) -> str:
     """The first place with room for the activations of ``tokens`` beside a block's memory."""
     nbytes = activation_bytes(job, tokens, window, device)
-    if nbytes + working_bytes(job, tokens, device) <= DEVICE_SHARE * device_free:
+    room = device_room(job, tokens, device, device_free)
+    if nbytes <= room:
         return "device"
-    return "host" if device.type == "cuda" and nbytes <= HOST_SHARE * host_free else "disk"
+    if device.type != "cuda" or nbytes - room > HOST_SHARE * host_free:
+        return "disk"
+    return "both" if room else "host"
 
 
 def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:
@@ -84,10 +101,14 @@ class Activations:
     Args:
         place: a key of :data:`PLACES`. dtype: they are kept in; None: as they come.
         directory: for the file of each batch, if ``place`` is ``disk``.
+        room: bytes of the device for them, if ``place`` is ``both``.
     """
 
-    def __init__(self, place: str, dtype: torch.dtype | None, directory: Path) -> None:
-        self.place, self.dtype, self.directory, self.count = place, dtype, directory, 0
+    def __init__(
+        self, place: str, dtype: torch.dtype | None, directory: Path, room: float = 0.0
+    ) -> None:
+        self.place, self.dtype, self.directory, self.room = place, dtype, directory, room
+        self.count = 0
 
     def batch(
         self, tensors: Mapping[str, Tensor], kwargs: Sequence[dict[str, Any]], axis: int = 0
@@ -98,17 +119,19 @@ class Activations:
             QtoolError: no space left on the disk.
         """
         hidden = tensors[HIDDEN].to(self.dtype or tensors[HIDDEN].dtype)
-        nothing = hidden.new_empty(0)
-        if self.place == "device":
+        tensors, nothing = {**tensors, HIDDEN: hidden}, hidden.new_empty(0)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self.place == "device" or (self.place == "both" and nbytes <= self.room):
+            self.room -= nbytes
             batch = Batch(nothing, kwargs)
-        elif self.place == "host":
+        elif self.place in ("both", "host"):
             batch = HostBatch(nothing, kwargs)
         else:
             self.count += 1
             path = self.directory / f"activations-{ranks.rank()}-{self.count:05d}"
             batch = DiskBatch(nothing, kwargs, path=path)
         batch.axis = axis
-        batch.keep({**tensors, HIDDEN: hidden})
+        batch.keep(tensors)
         return batch
 
 

@@ -157,14 +157,15 @@ class Shards:
         """The first block to compute, and the object that makes it and the later ones."""
         if not self.collective:
             return 0, StreamedBlocks(self.source, self.job, self.device)
+        room = 0.0
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))
             sizes = own, max(ids.shape[1] for ids in tokens)
             if activations == "auto":
-                activations = place_for(self.job, *sizes, self.device)
+                activations, room = place_for(self.job, *sizes, self.device)
             ranks.log(described(self.job, *sizes, self.device, activations))
         place = Activations(
-            activations, compute_dtype(self.job, self.device), self.output.partial / RUN
+            activations, compute_dtype(self.job, self.device), self.output.partial / RUN, room
         )
         timed = partial(self.phases.thread, "activations")
         snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
