@@ -22,7 +22,8 @@ for what in "${@:-8b}"; do
     70b) for layers in 8 4; do # the first compiles the kernels
             bench "llama-2-70b, $layers blocks, paper-gptq" llama-2-70b --layers $layers --recipe "$here/paper-gptq.yaml"
         done ;;
-    best) bench "llama-3-8b, 32 blocks, best" llama-3-8b --recipe best ;;
+    best) bench "llama-3-8b, 32 blocks, best" llama-3-8b --recipe best
+        bench "llama-3-8b, 32 blocks, best in 15.3 GB" llama-3-8b --recipe best --device-memory 15.3 ;;
     qwen) for recipe in paper best; do
             bench "qwen3-235b-a22b, 4 blocks, $recipe" qwen3-235b-a22b --layers 4 --recipe $recipe
         done ;;

@@ -136,6 +136,11 @@ class Rounding(Method):
     """Turns every linear of ``block.schemes`` into codes."""
 
     @property
+    def iteration(self) -> int:
+        """Sequences of an optimizer's iteration; batches have a multiple of them."""
+        return 1
+
+    @property
     def compares(self) -> bool:
         """Whether the float model runs beside, to compare with (``Block.reference``)."""
         return False

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load
@@ -360,3 +362,15 @@ def test_two_runs_on_one_directory(make_model: MakeModel, tmp_path: Path) -> Non
 
     run(source, "w4a8-lqq", out, progress=second)
     assert refusals
+
+
+@pytest.mark.parametrize(
+    ("iteration", "sequences", "expected"),
+    [(8, 2, [8, 8, 4]), (8, 10, [16, 4]), (1, 10, [10, 10]), (3, 2, [3] * 6 + [2])],
+)
+def test_batches_hold_whole_iterations(iteration: int, sequences: int, expected: list[int]) -> None:
+    tokens, rounding = torch.arange(320).view(20, 16), SimpleNamespace(iteration=iteration)
+    run = SimpleNamespace(device=torch.device("cpu"), job=SimpleNamespace(rounding=rounding))
+    batches = Shards._batches(run, tokens.split(sequences))  # type: ignore[arg-type]
+    assert [len(batch) for batch in batches] == expected
+    assert torch.equal(torch.cat(list(batches)), tokens)

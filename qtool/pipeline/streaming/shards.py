@@ -138,14 +138,20 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU; the same for every number of ranks."""
-        if self.device.type != "cuda" or len({ids.shape[1] for ids in tokens}) != 1:
+        """The calibration batches, larger on a GPU, each of some iterations of an optimizer.
+
+        They are the same for every number of ranks.
+        """
+        iteration, cuda = self.job.rounding.iteration, self.device.type == "cuda"
+        if len({ids.shape[1] for ids in tokens}) != 1 or not (cuda or iteration > 1):
             return tokens
-        widest = max(
-            k for block in self.job.distinct_blocks for _, k in self.job.linears(block).values()
-        )
-        sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
-        return torch.cat(list(tokens)).split(1 << (sequences.bit_length() - 1))
+        sequences = len(tokens[0])
+        if cuda:
+            blocks = self.job.distinct_blocks
+            widest = max(k for block in blocks for _, k in self.job.linears(block).values())
+            sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
+            sequences = 1 << (sequences.bit_length() - 1)
+        return torch.cat(list(tokens)).split(-(-sequences // iteration) * iteration)
 
     def _blocks(
         self,
