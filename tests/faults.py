@@ -546,6 +546,12 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/distill/learned_linear.py",
+            "return self.steps * self.step",
+            "return self.steps * self.step.mean()",
+            "tests/calibration/rounding/test_distill.py",
+        ),
+        (
+            "qtool/calibration/rounding/distill/learned_linear.py",
             "inside if keep is None else inside & keep",
             "inside",
             "tests/calibration/rounding/test_distill.py",

@@ -242,7 +242,7 @@ def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) ->
         linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
     )
     with torch.no_grad():  # far outside: every code is clamped, V is proportional to the scale
-        learned.weight.copy_(torch.randint_like(learned.weight, 2) * 2000 - 1000)
+        learned.steps.copy_(torch.randint_like(learned.steps, 2) * 2000 - 1000)
     direction = torch.randn(8, 128)
 
     def output() -> Tensor:
@@ -254,7 +254,7 @@ def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) ->
         learned.log_ratio += 1e-3
         change = (output() - before) / 1e-3
     torch.testing.assert_close(learned.log_ratio.grad.sum(), change, rtol=1e-2, atol=1e-2)
-    assert not learned.weight.grad.any()
+    assert not learned.steps.grad.any()
 
 
 @pytest.mark.parametrize("name", WITH_ENDS)
@@ -268,7 +268,7 @@ def test_the_gradient_reaches_both_bounds(name: str) -> None:
         linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
     )
     with torch.no_grad():
-        learned.weight.mul_(1.5)
+        learned.steps.mul_(1.5)
     direction = torch.randn(8, 256)
     learned(torch.eye(256)).T.mul(direction).sum().backward()
 
@@ -332,8 +332,23 @@ def test_what_was_pruned_does_not_learn() -> None:
     start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
     learned = LearnedLinear(linear, scheme, start, None)
     learned(torch.randn(16, 128)).square().sum().backward()
-    assert learned.keep is not None and learned.weight.grad is not None
-    assert learned.weight.grad[learned.keep].any() and not learned.weight.grad[~learned.keep].any()
+    assert learned.keep is not None and learned.steps.grad is not None
+    assert learned.steps.grad[learned.keep].any() and not learned.steps.grad[~learned.keep].any()
+
+
+def test_outlier_channels_learn_by_steps_of_their_own() -> None:
+    """A rate that is a twentieth of a step moves no weight by more, whatever others' steps are."""
+    scheme, linear = get("w4a16", 32), nn.Linear(64, 8, bias=False)
+    linear.weight.data[:, 32:] *= 100
+    params = scheme.fit(linear.weight.detach())
+    start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
+    learned = LearnedLinear(linear, scheme, start, None)
+    before, step = learned.weight.detach().clone(), scheme.grid(params).step[..., None]
+    optimizer = Distill(weight_lr=0.05).optimizer({"linear": learned})
+    learned(torch.randn(16, 64)).square().sum().backward()
+    optimizer.step()
+    moved = (learned.weight.detach() - before).abs() / step
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.05), rtol=1e-2, atol=1e-3)
 
 
 def test_a_learned_linear_gathers_its_input() -> None:

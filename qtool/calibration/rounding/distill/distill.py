@@ -60,7 +60,7 @@ class Distill(Rounding):
         batch: sequences of an iteration. Fewer learn more in as many epochs, and on a GPU take
             longer. OmniQuant's 1 is best from 2:4 codes; from RTN's 4-bit activations it may lose.
         held_out: share of them that only choose the epoch; 0: all learn, and choose too.
-        weight_lr: Adam's learning rate for weights, in quantization steps of the linear: free of
+        weight_lr: Adam's learning rate for weights, in quantization steps of their group: free of
             the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the
             weights stay, as in OmniQuant's learned clipping.
         scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
@@ -172,11 +172,12 @@ class Distill(Rounding):
     def held_bytes(self, block: BlockShape) -> int:
         """Device bytes at the worst moment: learning, or the rounding it starts from.
 
-        Learning holds a copy of the block, its gradient and Adam's two moments, codes and values.
+        Learning holds a copy of the block, its gradient and Adam's two moments, weights, codes and
+        values.
         The float block's outputs for all tokens come on top, and what an iteration keeps for its
         gradients: inputs and outputs of all linears, and the block's output three times in float32.
         """
-        weights = max(STARTS[self.start]().held_bytes(block), 6 * block.exact_bytes)
+        weights = max(STARTS[self.start]().held_bytes(block), 7 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
         tokens = self.batch * SEQUENCE_TOKENS
         iteration = int(tokens * (block.itemsize * seen + 12 * block.config.hidden_size))
@@ -229,8 +230,7 @@ class Distill(Rounding):
         """Adam with the learning rates of each linear."""
         groups = []
         for linear in linears.values():
-            step = float(linear.scheme.grid(linear.params).step.mean())
-            groups.append({"params": [linear.weight], "lr": self.weight_lr * step})
+            groups.append({"params": [linear.steps], "lr": self.weight_lr})
             bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
             groups.append({"params": bounds, "lr": self.scale_lr})
         fused = any(

@@ -42,7 +42,9 @@ class LearnedLinear(nn.Module):
         weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.
 
     Attributes:
-        weight: float32 ``[N, G, g]``, starts as near to the exact one as ``start``'s codes allow.
+        steps: the weight in steps of its group's grid ``[N, G, g]``, float32; starts as near to the
+            exact one as ``start``'s codes allow. Learned in place of the weight, so that one rate
+            suits groups of any size: outlier channels have steps a hundred times the others'.
         log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
         shift: ``[2, N, G]``, how far each group's bounds have moved, in shares of its width; starts
             at zeros. None where the scheme has no bounds.
@@ -62,18 +64,26 @@ class LearnedLinear(nn.Module):
         value = scheme.groups(scheme.dequantize(start.codes, start.params))  # [N, G, g]
         #: what the scheme's sparsity left out stays out
         self.keep = None if scheme.sparsity is None else value != 0
-        reach = START_WITHIN * scheme.grid(start.params).step[..., None]
+        #: of the grid that learning starts from ``[N, G, 1]``
+        self.step = scheme.grid(start.params).step[..., None]
+        reach = START_WITHIN * self.step
         change = (
             scheme.groups((linear.weight if weight is None else weight).detach().float()) - value
         )
         near = value + torch.minimum(torch.maximum(change, -reach), reach)
-        self.weight = nn.Parameter(near if self.keep is None else near * self.keep)
+        near = near if self.keep is None else near * self.keep
+        self.steps = nn.Parameter(near / self.step)
         self.scale = float_scale(start.params)
         self.log_ratio = nn.Parameter(
             torch.zeros_like(start.params[self.scale], dtype=torch.float32)
         )
         bounds = scheme.clip_bounds(start.params)
         self.shift = None if bounds is None else nn.Parameter(torch.zeros_like(bounds))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as learned so far ``[N, G, g]``."""
+        return self.steps * self.step
 
     def clip_bounds(self) -> Tensor | None:
         """The groups' bounds as learned so far ``[2, N, G]``, real, in units of the scale."""
