@@ -15,7 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
-from qtool.errors import QtoolError, require_known, require_path, require_positive
+from qtool.errors import (
+    QtoolError,
+    require_known,
+    require_names,
+    require_path,
+    require_positive,
+)
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
@@ -409,7 +415,7 @@ def evaluate(
 
         results, baseline = qtool.evaluate(["wikitext2"], "demo-lqq", "demo", limit=8)
     """
-    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    names = require_names("tasks", tasks)
     if isinstance(model, str | os.PathLike):
         from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 
@@ -549,7 +555,7 @@ def write_report(
     return report(
         _native(model),
         str(compare) if compare is not None else None,
-        [tasks] if isinstance(tasks, str) else list(tasks),
+        require_names("tasks", tasks),
         out=require_path("out", out) if out is not None else None,
         data_dir=require_path("data_dir", data_dir) if data_dir is not None else None,
         device=device,

@@ -73,6 +73,21 @@ def require_path(name: str, value: object) -> Path:
     return Path(value).expanduser()
 
 
+def require_names(name: str, value: object) -> list[str]:
+    """``value``, a name or several, as a list.
+
+    Raises:
+        QtoolError: none of either; naming it.
+    """
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Iterable):
+        raise QtoolError(f"{name} {value!r}: a name or a list of names is expected")
+    found = [str(one) if isinstance(one, PathLike) else one for one in names]
+    if wrong := [one for one in found if not isinstance(one, str)]:
+        raise QtoolError(f"{name} {wrong[0]!r}: a name or a list of names is expected")
+    return found
+
+
 def first_line(error: Exception) -> str:
     """What ``error`` says, shortened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

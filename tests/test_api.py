@@ -300,6 +300,12 @@ def test_a_value_that_an_option_cannot_have(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("tasks", "named"), [(None, "None"), (3, "3"), (["demo", 3], "3")])
+def test_what_is_no_name_of_a_task_is_refused(tasks: Any, named: str) -> None:
+    with pytest.raises(QtoolError, match=rf"tasks {named}: a name or a list of names is expected"):
+        qtool.evaluate(tasks, "demo")
+
+
 def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match="unknown task 'dmeo'"):
         qtool.evaluate("dmeo", "demo")

@@ -534,6 +534,7 @@ FLOATS: dict[tuple[str, ...], list[str]] = {
     ("plan", "--device-memory"): ["demo", "--scheme", "w8a8"],
     ("sensitivity", "--budget-bits"): ["demo", "--choices", "w4a16,w8a8", "--out", "a.yaml"],
     ("bench", "serve", "--memory"): ["demo"],
+    ("bench", "quantize", "--device-memory"): ["llama-tiny", "--scheme", "w8a8"],
 }
 
 

@@ -17,6 +17,7 @@ def bench_quantize(
     *,
     recipe: str | None = None,
     layers: int | None = None,
+    device_memory: float | None = None,
     work: Path,
     keep: bool = False,
     **options: Any,
@@ -25,16 +26,19 @@ def bench_quantize(
 
     Args:
         layers: blocks of a random checkpoint; by default the shape's own.
+        device_memory: GB of the GPU that the run may have; by default all.
         work: directory for files. keep: the result; a random checkpoint is kept anyway.
         options: of :func:`qtool.bench.quantize.run`.
 
     Raises:
-        QtoolError: neither a model nor a shape.
+        QtoolError: neither a model nor a shape, or no memory.
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.io.source import resolve
     from qtool.pipeline.options import RecipeOverrides
 
+    if device_memory is not None:
+        require_positive("--device-memory", device_memory)
     work.mkdir(parents=True, exist_ok=True)
     if model in random_checkpoint.SHAPES:
         config = random_checkpoint.config_of(model, layers)
@@ -45,7 +49,7 @@ def bench_quantize(
         source = resolve(model)
     chosen = RecipeOverrides().recipe(scheme, recipe)
     out = work / f"{source.name}-{scheme or Path(chosen.scheme).stem}"
-    measured = quantize.run(source, chosen, out, **options)
+    measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
     if not keep:
         shutil.rmtree(out)
     return measured

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qtool.bench.ceilings import Ceilings, measure
+from qtool.errors import QtoolError
 from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
@@ -132,7 +133,14 @@ def run(
 
     Args:
         device_memory: GB of the GPU that the run may have; by default all.
+
+    Raises:
+        QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does, or for a CPU with
+            ``device_memory``.
     """
+    cuda = torch.device(device).type == "cuda"
+    if device_memory is not None and not cuda:
+        raise QtoolError(f"--device-memory {device_memory}: --device cuda is expected beside it")
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = None
@@ -150,10 +158,7 @@ def run(
         )
     for old in (out, out.with_name(out.name + ".partial")):
         shutil.rmtree(old, ignore_errors=True)
-    ceilings, cuda = (
-        measure(checkpoint, out.parent, torch.device(device)),
-        torch.device(device).type == "cuda",
-    )
+    ceilings = measure(checkpoint, out.parent, torch.device(device))
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

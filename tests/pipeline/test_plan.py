@@ -389,6 +389,12 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     )
 
 
+def test_memory_of_a_gpu_is_not_that_of_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match="--device-memory 8: --device cuda is expected"):
+        bench_quantize("llama-tiny", "w8a8", layers=1, device_memory=8, work=tmp_path, samples=1,
+                       seqlen=16, device="cpu")  # fmt: skip
+
+
 def test_the_time_of_continued_windows_is_part_of_a_run(tmp_path: Path) -> None:
     recipe = tmp_path / "continued.yaml"
     recipe.write_text(
