@@ -155,7 +155,14 @@ class Windows(Calibration):
         ids, how = interleave(windows), {}
         if self.job.recipe.windows == CONTINUED:
             need = self._continuation(ids)
-            ids = self._continued(ids, need)
+            try:
+                ids = self._continued(ids, need)
+            except torch.OutOfMemoryError as error:
+                raise QtoolError(
+                    f"{self.device} ran out of memory ({str(error).splitlines()[0]}) while the "
+                    "model continued calibration windows: free memory, or pass --windows given for "
+                    "windows that are all of the text"
+                ) from error
             how = {"continued_by": ROUNDED_SCHEME} if need.rounded else {}
         drawn = _batches(ids, {**self.facts, **facts(found), **how})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})

@@ -312,6 +312,17 @@ def test_a_rounded_model_that_does_not_fit_is_called_so(monkeypatch: pytest.Monk
         cut("best")
 
 
+def test_memory_that_ends_meanwhile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+
+    monkeypatch.setattr(calibration_text, "continued", full)
+    with pytest.raises(
+        QtoolError, match=r"ran out of memory \(CUDA .* GiB.\) while .* --windows given"
+    ):
+        cut("best")
+
+
 def test_long_windows_are_continued_in_pieces() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     for seqlen, pieces, length, given in [

@@ -27,7 +27,7 @@ from qtool.pipeline.planning.memory import (
 )
 from qtool.pipeline.units import bytes_text
 
-#: and how a sentence about it ends
+#: places, and how a sentence about each ends
 PLACES = {
     "device": "on the device",
     "both": "on the device and, where it has no room, in host memory",
