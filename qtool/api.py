@@ -280,7 +280,7 @@ def sensitivity(
 
     return write_recipe(
         directory_of(model),
-        [choices] if isinstance(choices, str) else choices,
+        require_names("choices", choices),
         budget_bits,
         require_path("out", out),
         recipe=recipe,

@@ -192,10 +192,9 @@ class Windows(Calibration):
         whole, free = _memory(self.device)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
         if not need.fits(free, HOST_SHARE * available_host_bytes()):
-            rounded = f" (rounded to {ROUNDED_SCHEME})" if need.rounded else ""
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "
-                f"whole model{rounded}, {bytes_text(need.bytes)} with its cache, where "
+                f"whole model{need.how}, {bytes_text(need.bytes)} with its cache, where "
                 f"{bytes_text(free)} of {self.device.type} memory are free for it: pass "
                 "--windows given for windows that are all of the text"
             )
@@ -221,10 +220,9 @@ class Windows(Calibration):
         gc.collect()  # a model refers to itself, and the run needs its room
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        rounded = f", rounded to {ROUNDED_SCHEME}" if need.rounded else ""
         ranks.log(
             f"{len(ids)} windows, of each {need.length} tokens the first {need.given} of the text "
-            f"and the rest by the model{rounded} ({time.monotonic() - began:.0f} s)"
+            f"and the rest by the model{need.how} ({time.monotonic() - began:.0f} s)"
         )
         return pieces.reshape(ids.shape)
 

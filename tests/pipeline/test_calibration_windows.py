@@ -308,7 +308,7 @@ def test_the_rounded_model_continues_as_its_checkpoint_does(
 @pytest.mark.usefixtures("rounds")
 def test_a_rounded_model_that_does_not_fit_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
-    with pytest.raises(QtoolError, match=r"whole model \(rounded to w4a16\), .* with its cache"):
+    with pytest.raises(QtoolError, match=r"whole model, rounded to w4a16, .* with its cache"):
         cut("best")
 
 

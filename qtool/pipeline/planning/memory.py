@@ -122,6 +122,11 @@ class ContinuationMemory:
         return self.weights + self.cache + self.working
 
     @property
+    def how(self) -> str:
+        """What follows "the model" in a sentence."""
+        return f", rounded to {ROUNDED_SCHEME}" if self.rounded else ""
+
+    @property
     def steps(self) -> int:
         """Forwards of one token more for each of the pieces at once."""
         return -(-self.pieces // self.at_once) * (self.length - self.given)

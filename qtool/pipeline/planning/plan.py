@@ -386,10 +386,9 @@ def _costs(planned: Plan) -> Iterator[str]:
     if planned.job.recipe.windows == CONTINUED and not planned.continuation:
         yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continuation:
-        rounded = f", rounded to {memory.ROUNDED_SCHEME}" if planned.continuation.rounded else ""
         yield (
-            f"calibration windows: started by the text and continued by the model{rounded} "
-            "(--windows given: all of the text)"
+            "calibration windows: started by the text and continued by the "
+            f"model{planned.continuation.how} (--windows given: all of the text)"
         )
     yield (
         f"calibration activations: {bytes_text(planned.activation_bytes)}, kept "

@@ -39,8 +39,8 @@ from qtool.errors import QtoolError, suggest
 
 #: tokens of a sequence that memory is planned for
 SEQUENCE_TOKENS = 2048
-#: times that an iteration looks at each weight, as it were: the straight-through estimator, Adam,
-#: and the launches of a step, measured on an 8B's block
+#: looks at each weight that take as long as an iteration beside its forwards: the straight-through
+#: estimator, Adam and launches, of an 8B's block on an H200
 LOOKS = 60
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
