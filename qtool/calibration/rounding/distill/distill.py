@@ -234,7 +234,7 @@ class Distill(Rounding):
             bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
             groups.append({"params": bounds, "lr": self.scale_lr})
         fused = any(
-            linear.weight.is_cuda for linear in linears.values()
+            linear.steps.is_cuda for linear in linears.values()
         )  # a pass over the weights instead of ten
         return torch.optim.Adam(groups, betas=(0.9, 0.999), fused=fused or None)
 

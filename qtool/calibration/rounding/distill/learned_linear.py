@@ -106,7 +106,7 @@ class LearnedLinear(nn.Module):
         Their values are 1 and 0; only the gradients matter.
         """
         scale, bounds = (
-            (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.weight), -1),
+            (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.steps), -1),
             self.clip_bounds(),
         )
         if bounds is None:
@@ -128,7 +128,7 @@ class LearnedLinear(nn.Module):
         x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
         grid = self.scheme.grid(params)
         weight = StraightThrough.apply(
-            self.weight, *self.learning(params), self.keep, grid, self.dtype
+            self.steps, self.step, *self.learning(params), self.keep, grid, self.dtype
         )
         return nn.functional.linear(x, weight, self.bias)
 
@@ -146,50 +146,55 @@ class _Replaced(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """The nearest grid values ``[N, K]`` of a weight ``[N, G, g]``, with the gradients above.
+    """The nearest grid values ``[N, K]`` of a weight ``steps * step``, with the gradients above.
 
-    ``gain`` is ``[N, G]`` or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or
-    None.
+    ``steps`` is ``[N, G, g]``, ``step`` broadcasts to it as ``[N, G, 1]``. ``gain`` is ``[N, G]``
+    or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or None.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        weight: Tensor,
+        steps: Tensor,
+        step: Tensor,
         gain: Tensor,
         shift: Tensor | None,
         keep: Tensor | None,
         grid: Grid,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(weight, keep)
+        ctx.save_for_backward(steps, step, keep)
         ctx.grid, ctx.per_group = grid, gain.shape
-        if straight_through_triton.runs_on(weight):
-            return straight_through_triton.value(weight, grid, dtype).flatten(1)
-        return grid.value(grid.nearest(weight)).flatten(1).to(dtype)
+        if straight_through_triton.runs_on(steps):
+            return straight_through_triton.value(steps, step, grid, dtype).flatten(1)
+        return grid.value(grid.nearest(steps * step)).flatten(1).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, keep = ctx.saved_tensors
+        steps, step, keep = ctx.saved_tensors
         find = (
             straight_through_triton.gradients
-            if straight_through_triton.runs_on(weight)
+            if straight_through_triton.runs_on(steps)
             else straight_through
         )
-        to_weight, to_gain, to_shift = find(weight, keep, gradients[0].view(weight.shape), ctx.grid)
+        to_steps, to_gain, to_shift = find(
+            steps, step, keep, gradients[0].view(steps.shape), ctx.grid
+        )
         to_gain = to_gain.view(*ctx.per_group, -1).sum(-1)
-        return to_weight, to_gain, to_shift if ctx.needs_input_grad[2] else None, None, None, None
+        shift_learns = ctx.needs_input_grad[3]
+        return to_steps, None, to_gain, to_shift if shift_learns else None, None, None, None
 
 
 def straight_through(
-    weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
+    steps: Tensor, step: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of weight, gain and shift from the ``gradient [N, G, g]`` of the values.
+    """Gradients of steps, gain and shift from the ``gradient [N, G, g]`` of the values.
 
     Those of gain and shift are ``[N, G]``.
     """
+    weight = steps * step
     lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)
     inside = (weight >= lowest) & (weight <= highest)
     to_weight = gradient.float() * (inside if keep is None else inside & keep)
     to_gain = gradient * grid.value(grid.nearest(weight)) - to_weight * weight
-    return to_weight, to_gain.sum(-1), (gradient - to_weight).sum(-1)
+    return to_weight * step, to_gain.sum(-1), (gradient - to_weight).sum(-1)

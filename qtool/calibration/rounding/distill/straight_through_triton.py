@@ -24,9 +24,10 @@ if find_spec("triton"):
 
     @triton.jit
     def _through(  # type: ignore[no-untyped-def]
-        weight_ptr,
+        steps_ptr,
         keep_ptr,
         gradient_ptr,
+        unit_ptr,
         step_ptr,
         offset_ptr,
         low_ptr,
@@ -43,6 +44,7 @@ if find_spec("triton"):
     ):
         at = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)  # n * G + group
         there = at < count
+        unit = tl.load(unit_ptr + at, there, 1.0)[:, None]
         step, offset = (
             tl.load(step_ptr + at, there, 1.0)[:, None],
             tl.load(offset_ptr + at, there, 0.0)[:, None],
@@ -54,7 +56,7 @@ if find_spec("triton"):
         for start in range(0, size, SIZE):
             column = (start + tl.arange(0, SIZE))[None, :]
             place, inside = at[:, None] * size + column, there[:, None] & (column < size)
-            weight = tl.load(weight_ptr + place, inside, 0.0)
+            weight = tl.load(steps_ptr + place, inside, 0.0) * unit
             code = tl.minimum(tl.maximum(tl.div_rn(weight - offset, step), low), high)
             value = ((code + MAGIC) - MAGIC) * step + offset
             if BACK:
@@ -63,7 +65,7 @@ if find_spec("triton"):
                 if KEEP:
                     learns &= tl.load(keep_ptr + place, inside, 0) != 0
                 passed = tl.where(learns, gradient, 0.0)
-                tl.store(out_ptr + place, passed, inside)
+                tl.store(out_ptr + place, passed * unit, inside)
                 gain += tl.where(inside, gradient * value - passed * weight, 0.0)
                 shift += tl.where(inside, gradient - passed, 0.0)
             else:
@@ -73,33 +75,37 @@ if find_spec("triton"):
             tl.store(shift_ptr + at, tl.sum(shift, 1), there)
 
 
-def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can take ``weight``; a GPU without triton uses torch's."""
-    return weight.is_cuda and find_spec("triton") is not None
+def runs_on(steps: Tensor) -> bool:
+    """Whether the fused kernel can take ``steps``; a GPU without triton uses torch's."""
+    return steps.is_cuda and find_spec("triton") is not None
 
 
-def value(weight: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The values in ``dtype`` nearest to ``weight [N, G, g]`` float32 on ``grid``."""
-    out = torch.empty_like(weight, dtype=dtype)
-    _launch(weight, None, weight, grid, out, weight, weight, back=False)
+def value(steps: Tensor, step: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The values in ``dtype`` nearest to a weight on ``grid``.
+
+    The weight is ``steps [N, G, g]`` times ``step [N, G, 1]``, float32.
+    """
+    out = torch.empty_like(steps, dtype=dtype)
+    _launch(steps, step, None, steps, grid, out, steps, steps, back=False)
     return out
 
 
 def gradients(
-    weight: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
+    steps: Tensor, step: Tensor, keep: Tensor | None, gradient: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of weight, gain and shift from the ``gradient [N, G, g]`` of the values.
+    """Gradients of steps, gain and shift from the ``gradient [N, G, g]`` of the values.
 
     Those of gain and shift are ``[N, G]``.
     """
-    out = torch.empty_like(weight)
-    gain, shift = weight.new_empty(weight.shape[:2]), weight.new_empty(weight.shape[:2])
-    _launch(weight, keep, gradient.contiguous(), grid, out, gain, shift, back=True)
+    out = torch.empty_like(steps)
+    gain, shift = steps.new_empty(steps.shape[:2]), steps.new_empty(steps.shape[:2])
+    _launch(steps, step, keep, gradient.contiguous(), grid, out, gain, shift, back=True)
     return out, gain, shift
 
 
 def _launch(
-    weight: Tensor,
+    steps: Tensor,
+    step: Tensor,
     keep: Tensor | None,
     gradient: Tensor,
     grid: Grid,
@@ -109,18 +115,19 @@ def _launch(
     *,
     back: bool,
 ) -> None:
-    n, groups, size = weight.shape
-    bounds = [
-        t.expand(n, groups).contiguous() for t in (grid.step, grid.offset, grid.low, grid.high)
+    n, groups, size = steps.shape
+    of_groups = [
+        t.expand(n, groups).contiguous()
+        for t in (step.squeeze(-1), grid.step, grid.offset, grid.low, grid.high)
     ]
     block = min(ELEMENTS, triton.next_power_of_2(size))
     many = ELEMENTS // block
-    kept = weight if keep is None else keep.view(torch.uint8)
+    kept = steps if keep is None else keep.view(torch.uint8)
     _through[(triton.cdiv(n * groups, many),)](
-        weight,
+        steps,
         kept,
         gradient,
-        *bounds,
+        *of_groups,
         out,
         gain,
         shift,
