@@ -649,8 +649,8 @@ FAULTS = [
         ),
         (
             "qtool/pipeline/streaming/shards.py",
-            "replace(job, transforms=earlier)",
-            "job",
+            "transforms=job.transforms[:number],",
+            "",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (

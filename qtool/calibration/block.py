@@ -73,10 +73,7 @@ class Block:
         return self.family.attention
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The keyword argument that puts ``cache`` where the KV cache is.
-
-        It is one of :func:`.forwards.run`, or of the attention.
-        """
+        """The argument of :func:`.forwards.run` that puts ``cache`` where the KV cache is."""
         return {self.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:

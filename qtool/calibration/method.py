@@ -55,6 +55,8 @@ class Method(ABC):
     needs_data: ClassVar[bool]
     #: options that must be above 0
     positive: ClassVar[tuple[str, ...]] = ()
+    #: the largest value of options that have one
+    most: ClassVar[Mapping[str, float]] = {}
 
     def work(self, block: BlockShape) -> Work:
         """The work on one block; by default one pass over all inputs if the method needs data."""

@@ -88,7 +88,7 @@ def _of_halves(a: Tensor, b: tuple[Tensor, Tensor]) -> Tensor:
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` float32 as the sum of a part that TF32 holds and the rest.
 
-    The rest has 13 bits, of which TF32 holds all but the last.
+    The rest has up to 13 significant bits, of which TF32 holds the first 11.
     """
     high = (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
     return high, x - high

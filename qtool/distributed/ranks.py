@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -66,7 +66,7 @@ def log(line: str) -> None:
 def process_group(device: str) -> Iterator[str]:
     """Join the ranks that the launcher started; yields this rank's device.
 
-    ``cuda`` becomes cuda:LOCAL_RANK.
+    It is the current one meanwhile. Of several ranks ``cuda`` becomes cuda:LOCAL_RANK.
 
     Raises:
         QtoolError: a device that the ranks cannot share out.
@@ -74,7 +74,8 @@ def process_group(device: str) -> Iterator[str]:
     global _world
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
-        yield device
+        with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+            yield device
         return
     device = _own_device(device)
     store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))

@@ -11,6 +11,7 @@ from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, propagate, run
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.skeleton import fill, skeleton
@@ -35,12 +36,12 @@ def block_and_batch() -> tuple[Block, Batch]:
     return Block(0, module, family, config, {}), batch
 
 
-def limit(block: Block, sequences: int) -> None:
+def limit(block: Block, sequences: int, where: str = "") -> None:
     def refuse(_, args) -> None:  # type: ignore[no-untyped-def]
         if len(args[0]) > sequences:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    block.module.register_forward_pre_hook(refuse)
+    block.module.get_submodule(where).register_forward_pre_hook(refuse)
 
 
 def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> None:
@@ -67,17 +68,22 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
     block, batch = block_and_batch
     names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
     whole = dict(zip(names, inputs_of(block, batch, *names), strict=True))
-
-    def refuse(_, args) -> None:  # type: ignore[no-untyped-def]
-        if len(args[0]) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    block.get("mlp.act_fn").register_forward_pre_hook(refuse)
+    limit(block, 1, "mlp.act_fn")
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     observe(block, [batch], {name: inputs.append for name, inputs in seen.items()})
     assert [len(inputs) for inputs in seen.values()] == [1, 1, 4]
     for name, inputs in seen.items():
         torch.testing.assert_close(torch.cat(inputs), whole[name])
+
+
+def test_halves_leave_the_keys_mean(block_and_batch: tuple[Block, Batch]) -> None:
+    """Keys of a batch whose memory ends behind the attention are seen more than once."""
+    block, batch = block_and_batch
+    whole = observe_keys(block, [batch])
+    limit(block, 1, "mlp.act_fn")
+    halves = observe_keys(block, [batch])
+    assert whole and halves and block.notes["batches halved for lack of memory"] == 3
+    torch.testing.assert_close(halves.mean, whole.mean)
 
 
 def test_an_output_that_is_no_number_is_refused(block_and_batch: tuple[Block, Batch]) -> None:

@@ -14,9 +14,11 @@ from qtool.calibration.transforms.queries import observe_queries
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
+from qtool.models.auto import auto_class
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.packed_kv import attention_name, kv_tensors
 from qtool.schemes.kv import KV4
+from tests.models.tiny import tiny_config
 
 TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
 
@@ -26,7 +28,7 @@ def propagated(
     model: PreTrainedModel, kv: str | None
 ) -> tuple[list[Batch], list[dict[str, Tensor]]]:
     """The last block's outputs when all blocks compute under ``kv``, and each block's tensors."""
-    family = family_of(model.config.model_type)
+    family = family_of(model.config)
     batches, stored = first_inputs(model, family, list(TOKENS.split(2))), []
     for index, module in enumerate(model.get_submodule(family.blocks)):
         block = Block(index, module, family, model.config, {})
@@ -39,17 +41,30 @@ def propagated(
 @pytest.mark.parametrize("kv", [None, "kv8", "kv4", "kv4-channel"])
 @torch.no_grad()
 def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | None) -> None:
-    exact = any_model.get_decoder()(TOKENS).last_hidden_state
-    batches, stored = propagated(any_model, kv)
+    seen_as_cached(any_model, kv)
+
+
+@pytest.mark.parametrize("model_type", ["mpt", "moshi"])
+@torch.no_grad()
+def test_blocks_of_a_derived_family_see_it_too(model_type: str) -> None:
+    """MPT's attention calls the cache otherwise than its block; Moshi's linears are wrapped."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    seen_as_cached(auto_class(config).from_config(config).eval(), "kv8")
+
+
+def seen_as_cached(model: PreTrainedModel, kv: str | None) -> None:
+    exact = model.get_decoder()(TOKENS).last_hidden_state
+    batches, stored = propagated(model, kv)
     if kv:
-        quantize_kv(any_model, kv)
-    family = family_of(any_model.config.model_type)
-    final_norm = any_model.get_submodule(family.final_norm)
-    for module, tensors in zip(any_model.get_submodule(family.blocks), stored, strict=True):
+        quantize_kv(model, kv)
+    family = family_of(model.config)
+    final_norm = model.get_submodule(family.final_norm)
+    for module, tensors in zip(model.get_submodule(family.blocks), stored, strict=True):
         for name, scale in tensors.items():
             module.get_buffer(name).copy_(scale)
     for batch, tokens, before in zip(batches, TOKENS.split(2), exact.split(2), strict=True):
-        hidden = any_model.get_decoder()(tokens, use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
         torch.testing.assert_close(final_norm(batch.hidden), hidden, rtol=0, atol=1e-6)
         assert torch.equal(hidden, before) == (kv is None)
 
@@ -118,7 +133,7 @@ def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
     with pytest.raises(QtoolError, match="kv8 has static scales: it needs calibration data"):
         kv_constants(block, "kv8", [])
     with (
-        pytest.raises(QtoolError, match="unknown KV-cache quantizer 'kv2'"),
+        pytest.raises(QtoolError, match="unknown --kv 'kv2'"),
         quantized_kv(block, "kv2", {}),
     ):
         pass

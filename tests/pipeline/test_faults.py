@@ -191,6 +191,10 @@ def test_activations_in_a_file_change_nothing(  # type: ignore[no-untyped-def]
     assert files(run(source, tmp_path / "out", activations="disk", resume=resumed)) == whole
 
 
+def test_on_a_cpu_the_host_is_the_device(source: Path, whole, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert files(run(source, tmp_path / "out", activations="host")) == whole
+
+
 def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -198,12 +202,14 @@ def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(activations.os, "posix_fallocate", full)
     with pytest.raises(QtoolError, match=r"no space left on the disk .* for the activations"):
         run(source, tmp_path / "out", activations="disk")
+    assert not list(tmp_path.rglob("activations-*"))
 
 
 def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     job = Job.of(Checkpoint(source).config, recipes.parse(RECIPE, "test"))
     cuda, cpu, tokens = torch.device("cuda"), torch.device("cpu"), 1 << 20
-    kept, working = activation_bytes(job, tokens, 2048, cuda), working_bytes(job, tokens, cuda)
+    sizes = tokens, 2048, cuda
+    kept, working = activation_bytes(job, *sizes), working_bytes(job, *sizes)
     assert kept == 2 * 2 * tokens * 128  # bytes; the quantized path and the float model's beside it
     assert activations.choose(job, tokens, 2048, cuda, 2 * (kept + working), 0) == "device"
     assert activations.choose(job, tokens, 2048, cuda, working, 3 * kept) == "host"

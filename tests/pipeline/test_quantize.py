@@ -16,6 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
+from qtool.calibration.batch import Batches
+from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
 from qtool.io import output
 from qtool.io.source import Checkpoint
@@ -240,6 +243,28 @@ def test_a_resumed_run_has_the_rotation_that_was_learned(
         _calibrated(source, tmp_path / "cut", progress=kill)
     monkeypatch.setattr("qtool.calibration.transforms.rotate.learn", None)
     _calibrated(source, tmp_path / "cut", resume=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 12])
+def test_a_transform_learns_of_as_many_sequences_whatever_the_batches(
+    batch: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen = make_model("llama", num_hidden_layers=3), []
+    tokens = list(torch.randint(0, 320, (12, 32)).split(batch))
+
+    def learn(blocks: object, batches: Batches) -> dict[str, torch.Tensor]:
+        seen.extend(batch.shape[0] for batch in batches)
+        raise _Killed
+
+    monkeypatch.setattr(Rotate, "learn", lambda self, *given: learn(*given))
+    with pytest.raises(_Killed):
+        quantize(
+            Checkpoint(source),
+            recipes.parse(CALIBRATED, "calibrated"),
+            tmp_path / "out",
+            calibration=Calibration(tokens, {"text": "random"}),
+        )
+    assert sum(seen) == LEARNING_SEQUENCES == 8
 
 
 def test_a_resumed_run_says_where_it_goes_on(

@@ -135,16 +135,16 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
         yield
         return
     kv_tensors(kv, block.family, block.heads)  # refuses what cannot be
-    name = attention_name(block.family)
-    simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{name}.{scale}"]))
+    attention = attention_name(block.family)
+    simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{attention}.{scale}"]))
 
     def supply(
-        attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
         own = kwargs.get(block.attention.cache)
         return args, kwargs | (block.with_cache(simulated) if own is None else {})
 
-    handle = block.get(name).register_forward_pre_hook(supply, with_kwargs=True)
+    handle = block.module.register_forward_pre_hook(supply, with_kwargs=True)
     block.full_kv = block.with_cache(ExactKV())
     try:
         yield

@@ -61,6 +61,7 @@ class Clip(Transform):
     name = "clip"
     needs_data = True
     positive = ("steps", "tokens")
+    most: ClassVar[dict[str, float]] = {"lowest": 1}
     after: ClassVar[dict[str, str]] = {
         method: "clipping ratios belong to the weights as they will be rounded"
         for method in (

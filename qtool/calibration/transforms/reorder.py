@@ -112,13 +112,10 @@ class GatherOutliers(Transform):
     needs_data = True
     _learned = None
     positive = ("tokens",)
+    most: ClassVar[dict[str, float]] = {"min_w4a4_share": 1, "w4a4_share": 1}
     after: ClassVar[dict[str, str]] = LATER | {
         "reorder": "sorting again would scatter the gathered outliers"
     }
-
-    def __post_init__(self) -> None:
-        if self.w4a4_share is not None and not 0 <= self.w4a4_share <= 1:
-            raise QtoolError(f"gather-outliers: w4a4_share {self.w4a4_share}; expected 0 to 1")
 
     def permutes(self, family: Family) -> tuple[str, ...]:
         return tuple(

@@ -69,6 +69,7 @@ class Smooth(Transform):
     name = "smooth"
     needs_data = True
     positive = ("steps", "tokens")
+    most: ClassVar[dict[str, float]] = {"alpha": 1}
     after: ClassVar[dict[str, str]] = {
         "norm-fusion": "fusing a norm would fold the smoothing factor back into the weights",
         "rotate": "a rotation mixes the channels that the factor was chosen for",
@@ -78,8 +79,6 @@ class Smooth(Transform):
         for group in self.groups:
             if group not in FOLDS:
                 raise QtoolError(f"smooth: unknown group {group!r}; {suggest(group, FOLDS)}")
-        if self.alpha is not None and self.alpha > 1:
-            raise QtoolError(f"smooth: alpha {self.alpha}; expected 0 to 1")
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:

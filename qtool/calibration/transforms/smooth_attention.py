@@ -39,6 +39,7 @@ class KeyObserver:
 
     Attributes:
         amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
+        tokens: in that sum: of a batch that was halved while it ran, some are in it twice.
         kept: a random ``share`` of the tokens, ``[Hkv, T, D]`` each time.
     """
 
@@ -46,6 +47,7 @@ class KeyObserver:
         self.share, self.random = share, torch.Generator().manual_seed(seed)
         self.amax: Tensor | None = None
         self.total: Tensor | None = None
+        self.tokens = 0
         self.kept: list[Tensor] = []
 
     def update(
@@ -56,6 +58,7 @@ class KeyObserver:
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         self.total = total if self.total is None else self.total + total
         tokens = keys.shape[0] * keys.shape[2]
+        self.tokens += tokens
         if count := round(self.share * tokens):
             chosen = torch.randperm(tokens, generator=self.random)[:count].to(keys.device)
             self.kept.append(keys.transpose(0, 1).flatten(1, 2)[:, chosen].float())
@@ -82,13 +85,14 @@ def observe_keys(
     for batch in batches:
         observer = KeyObserver(tokens / total, seed)
         run(block, batch, **block.with_cache(observer))
-        seen.append((observer.amax, observer.total, observer.kept))
+        seen.append((observer.amax, observer.total, observer.tokens, observer.kept))
     every = ranks.all_gather_batches(seen)
-    largest = [amax for amax, _, _ in every if amax is not None]
+    largest = [amax for amax, _, _, _ in every if amax is not None]
     if not largest:
         return None
-    sample = [keys for _, _, kept in every for keys in kept] or [largest[0][:, None][:, :0]]
-    mean = torch.stack([sums for _, sums, _ in every if sums is not None]).sum(0) / total
+    sample = [keys for *_, kept in every for keys in kept] or [largest[0][:, None][:, :0]]
+    sums = torch.stack([total for _, total, _, _ in every if total is not None]).sum(0)
+    mean = sums / sum(tokens for _, _, tokens, _ in every)
     return Keys(torch.stack(largest).amax(0), mean.float(), torch.cat(sample, 1))
 
 
@@ -132,6 +136,7 @@ class SmoothAttention(Transform):
     name = "smooth-attention"
     needs_data = True
     positive = ("starts", "sequences")
+    most: ClassVar[dict[str, float]] = {"alphas": 1}
     after: ClassVar[dict[str, str]] = {
         "rotate": "the inputs a block is observed on are rotated from the start"
     }

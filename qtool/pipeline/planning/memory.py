@@ -53,15 +53,16 @@ def compute_bytes(job: Job, device: torch.device) -> int:
     return 2 if device.type == "cuda" and job.dtype.itemsize == 2 else 4
 
 
-def working_bytes(job: Job, tokens: int, device: torch.device) -> int:
+def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
     """Bytes on ``device`` beside the activations: a block, and what its methods hold at most."""
-    return max(_working_bytes(job, block, tokens, device) for block in job.distinct_blocks)
+    blocks = job.distinct_blocks
+    return max(_working_bytes(job, block, tokens, window, device) for block in blocks)
 
 
-def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> int:
+def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch.device) -> int:
     """Bytes of block ``block``: weights, tensors of a batch and of a method, a packed block."""
     itemsize = compute_bytes(job, device)
-    shape = block_shape(job, block, 1, tokens, itemsize)
+    shape = block_shape(job, block, tokens // window, window, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
     computing = itemsize % 4  # 0: the exact weights themselves compute
     # of all tokens, or of all pairs of a token and an expert
@@ -73,7 +74,7 @@ def _working_bytes(job: Job, block: int, tokens: int, device: torch.device) -> i
     return parameters * computing + batch + job.block_bytes(block) + held
 
 
-def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -> int:
+def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on_host: int) -> int:
     """The process's peak in bytes: blocks read and written, or at first the embedding's rows.
 
     Args:
@@ -91,7 +92,7 @@ def host_bytes(job: Job, device: torch.device, tokens: int, kept_on_host: int) -
     return (
         CPU_PROCESS
         + kept_on_host
-        + max(4 * embedded, 2 * block + working_bytes(job, tokens, device))
+        + max(4 * embedded, 2 * block + working_bytes(job, tokens, window, device))
     )
 
 

@@ -168,11 +168,11 @@ def _calibrated(
     tokens = -(-samples // gpus) * seqlen  # of each rank
     place = activations.choose(job, tokens, seqlen, device, device_memory, host_memory / gpus)
     kept = memory.activation_bytes(job, tokens, seqlen, device)
-    room = activations.device_room(job, tokens, device, device_memory)
+    room = activations.device_room(job, tokens, seqlen, device, device_memory)
     in_memory = kept if place != "disk" else 0
     on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
-    host_bytes = memory.host_bytes(job, device, tokens, in_memory - on_device)
-    device_bytes = memory.working_bytes(job, tokens, device) + on_device
+    host_bytes = memory.host_bytes(job, tokens, seqlen, device, in_memory - on_device)
+    device_bytes = memory.working_bytes(job, tokens, seqlen, device) + on_device
     continued = None
     if job.recipe.windows == CONTINUED:
         continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)

@@ -43,13 +43,15 @@ def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple
     """
     host_free = available_host_bytes()
     device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
-    room = device_room(job, tokens, device, device_free)
+    room = device_room(job, tokens, window, device, device_free)
     return choose(job, tokens, window, device, device_free, host_free), room
 
 
-def device_room(job: Job, tokens: int, device: torch.device, device_free: float) -> float:
+def device_room(
+    job: Job, tokens: int, window: int, device: torch.device, device_free: float
+) -> float:
     """Bytes of ``device`` that a block's memory leaves to activations."""
-    return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, device))
+    return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, window, device))
 
 
 def gpu_memory(device: torch.device) -> tuple[float, float]:
@@ -82,7 +84,7 @@ def choose(
 ) -> str:
     """The first place with room for the activations of ``tokens`` beside a block's memory."""
     nbytes = activation_bytes(job, tokens, window, device)
-    room = device_room(job, tokens, device, device_free)
+    room = device_room(job, tokens, window, device, device_free)
     if nbytes <= room:
         return "device"
     if device.type != "cuda" or nbytes - room > HOST_SHARE * host_free:
@@ -165,9 +167,9 @@ class DiskBatch(Batch):
         """A file of ``nbytes``, mapped."""
         try:
             with self.path.open("w+b") as file:
+                self.path.unlink()  # its space is free again when the run ends, however it ends
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 mapped = mmap.mmap(file.fileno(), nbytes)
-            self.path.unlink()  # its space is free again when the run ends, however it ends
         except OSError as error:
             raise QtoolError(
                 f"no space left on the disk that holds {self.path.parent} for the activations"

@@ -10,7 +10,7 @@ Of several ranks each writes every R-th shard. Plain blocks it makes alone, the 
 make together.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -169,25 +170,30 @@ class Shards:
             sizes = own, max(ids.shape[1] for ids in tokens)
             if activations == "auto":
                 activations, room = place_for(self.job, *sizes, self.device)
+            elif activations == "host" and self.device.type == "cpu":
+                activations = "device"  # whose memory is the host's
             ranks.log(described(self.job, *sizes, self.device, activations))
         place = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN, room
         )
         timed = partial(self.phases.thread, "activations")
-        snapshots = Snapshots(self.output, self.device, writer, self.missing_bytes, timed)
-        self._learn(tokens, place, snapshots)
+        missing_bytes = partial(self.output.missing_bytes, self.specs)
+        snapshots = Snapshots(self.output, self.device, writer, missing_bytes, timed)
+        self._learn(tokens, snapshots)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
             self.source, self.job, tokens, self.device, place, snapshots, self.phases, start, kept
         )
         return start, blocks
 
-    def _learn(self, tokens: Sequence[Tensor], place: Activations, snapshots: Snapshots) -> None:
+    def _learn(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
         """Let the transforms that learn of all blocks do so; the first of several ranks does.
 
-        What was learned is kept, so that a resumed run has the same.
+        They see :data:`LEARNING_SEQUENCES`, which stay on the device. What was learned is kept, so
+        that a resumed run has the same.
         """
         job, output = self.job, self.output
+        place = Activations("device", compute_dtype(job, self.device), output.partial / RUN)
         for number, transform in enumerate(job.transforms):
             if not transform.learns:
                 continue
@@ -196,28 +202,25 @@ class Shards:
                 if kept := output.kept(name):
                     found = {key: read(entry) for key, entry in kept[0].items()}
                 else:
-                    earlier = job.transforms[:number]
-                    built = BuiltBlocks(
-                        self.source,
-                        replace(job, transforms=earlier),
-                        [ids[:LEARNING_SEQUENCES] for ids in tokens[:1]],
-                        self.device,
-                        place,
-                        snapshots,
-                        self.phases,
-                    )
-                    with closing(built), ranks.alone(), phase("search"):
-                        found = transform.learn(built.blocks(), built.batches)
+                    with ranks.alone(), phase("search"):
+                        built = BuiltBlocks(
+                            self.source,
+                            replace(
+                                job,
+                                transforms=job.transforms[:number],
+                                rounding=RoundToNearest(),
+                            ),
+                            list(_first(tokens, LEARNING_SEQUENCES)),
+                            self.device,
+                            place,
+                            snapshots,
+                            self.phases,
+                        )
+                        with closing(built):
+                            found = transform.learn(built.blocks(), built.batches)
                     output.keep(name, found, found.items(), {})
             shared = ranks.broadcast(found)
             transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})
-
-    def missing_bytes(self) -> int:
-        """Bytes that the missing shards will take on the disk."""
-        missing = (
-            spec for shard, spec in enumerate(self.specs, 1) if shard not in self.output.records
-        )
-        return sum(t.numel() * t.dtype.itemsize for spec in missing for t in spec.values())
 
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
@@ -255,3 +258,11 @@ class Shards:
 
 def _stored(path: Path) -> Iterable[tuple[str, Tensor]]:
     return ((name, read(entry)) for name, entry in read_header(path).items())
+
+
+def _first(tokens: Sequence[Tensor], sequences: int) -> Iterator[Tensor]:
+    """The batches of the first ``sequences``, the last one cut."""
+    for ids in tokens:
+        if sequences > 0:
+            yield ids[:sequences]
+            sequences -= len(ids)

@@ -135,7 +135,8 @@ class Snapshots:
                 )
             self._full = True
             return
-        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        cuda = self.device.type == "cuda"
+        ready = torch.cuda.current_stream(self.device).record_event() if cuda else None
 
         def write() -> bool:
             if ready:

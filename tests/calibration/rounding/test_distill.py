@@ -12,6 +12,7 @@ from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
+from qtool.calibration.options import check_options
 from qtool.calibration.rounding.distill.distill import Distill, iterations
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.rounded import Rounded
@@ -125,8 +126,8 @@ def test_samples_may_all_learn(block: tuple[Block, list]) -> None:
     _, curve, _ = distilled(block, held_out=0.0)
     assert min(curve) < curve[0]
     assert curve != distilled(block)[1]
-    with pytest.raises(QtoolError, match="held_out 1"):
-        Distill(held_out=1.0)
+    with pytest.raises(QtoolError, match=r"held_out is 1.0; expected .* at most 0.5"):
+        check_options(Distill, {"held_out": 1.0})
 
 
 def test_the_teacher_keeps_its_keys_and_values_whole(block: tuple[Block, list]) -> None:

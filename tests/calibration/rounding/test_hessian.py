@@ -70,9 +70,10 @@ def test_the_factor_is_of_the_damped_hessian() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_hessian_that_holds_no_numbers_has_no_factor(bad: float) -> None:
+@pytest.mark.parametrize("column", [3, 5])
+def test_a_hessian_that_holds_no_numbers_has_no_factor(bad: float, column: int) -> None:
     hessian = torch.eye(8)
-    hessian[3, 3] = bad
+    hessian[3, column] = hessian[column, 3] = bad
     with pytest.raises(QtoolError, match="NaN or Inf in the inputs"):
         Factor(hessian, 0.1)
 

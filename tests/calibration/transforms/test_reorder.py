@@ -6,6 +6,7 @@ import torch
 
 from qtool.calibration.forwards import observe, run
 from qtool.calibration.method import check_order
+from qtool.calibration.options import check_options
 from qtool.calibration.rounding.block_precision import (
     Judged,
     allocate,
@@ -164,8 +165,8 @@ def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     for limit in ({"max_8bit_blocks": 0}, {"min_w4a4_share": 1.0}):
         assert outcome(ratio=10, w4a4_share=0.0, **limit)[0] == 1
     assert 0 < outcome(w4a4_share=0.0, max_8bit_blocks=1)[0] < 1
-    with pytest.raises(QtoolError, match="expected 0 to 1"):
-        GatherOutliers(w4a4_share=84)
+    with pytest.raises(QtoolError, match=r"w4a4_share is 84; expected .* at most 1"):
+        check_options(GatherOutliers, {"w4a4_share": 84})
 
 
 def test_schemes_without_a_block_map_are_left_alone(wide, blocks):

@@ -5,6 +5,7 @@ import torch
 
 from qtool.calibration.forwards import run
 from qtool.calibration.method import check_order
+from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms import smooth
@@ -86,8 +87,8 @@ def test_smoothquants_alpha_is_taken_as_it_is(llama, blocks):
     for name, weight in zip(group.linears, before, strict=True):
         torch.testing.assert_close(block.weight(name), weight * factor)
     assert {note["alpha"] for note in block.notes["smooth"].values()} == {0.5}
-    with pytest.raises(QtoolError, match="expected 0 to 1"):
-        Smooth(alpha=1.5)
+    with pytest.raises(QtoolError, match=r"alpha is 1.5; expected .* at most 1"):
+        check_options(Smooth, {"alpha": 1.5})
 
 
 def test_a_block_without_quantized_linears_is_left_alone(llama, blocks):

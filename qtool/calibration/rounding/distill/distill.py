@@ -20,6 +20,7 @@ added up: the iterations are those of one rank up to the last bits of a sum.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,11 +38,9 @@ from qtool.calibration.statistics import own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 
-#: tokens of a sequence that memory is planned for
-SEQUENCE_TOKENS = 2048
-#: looks at each weight that take as long as an iteration beside its forwards: the straight-through
-#: estimator, Adam and launches, of an 8B's block on an H200
-LOOKS = 60
+#: passes over the weights that take as long as an iteration beside its forwards: the
+#: straight-through estimator, Adam and launches, of an 8B's block on an H200
+WEIGHT_PASSES = 22
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 
@@ -83,6 +82,7 @@ class Distill(Rounding):
     name = "distill"
     needs_data = True
     positive = ("samples", "batch")
+    most: ClassVar[dict[str, float]] = {"held_out": 0.5}
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:
@@ -91,8 +91,6 @@ class Distill(Rounding):
             )
         if self.loss not in LOSSES:
             raise QtoolError(f"distill: unknown loss {self.loss!r}; {suggest(self.loss, LOSSES)}")
-        if not 0 <= self.held_out <= 0.5:
-            raise QtoolError(f"distill: held_out {self.held_out}; expected 0 to 0.5")
 
     @property
     def iteration(self) -> int:
@@ -166,7 +164,7 @@ class Distill(Rounding):
         return STARTS[self.start]().work(block) + Work(
             forward_flops=once,
             learning_flops=(3 * taught + self.epochs * self.held_out) * once,
-            rounding_weights=LOOKS * steps * block.weights,
+            rounding_weights=WEIGHT_PASSES * steps * block.weights,
         )
 
     def held_bytes(self, block: BlockShape) -> int:
@@ -179,7 +177,7 @@ class Distill(Rounding):
         """
         weights = max(STARTS[self.start]().held_bytes(block), 7 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())
-        tokens = self.batch * SEQUENCE_TOKENS
+        tokens = self.batch * block.seqlen
         iteration = int(tokens * (block.itemsize * seen + 12 * block.config.hidden_size))
         return weights + block.tokens * block.config.hidden_size * block.itemsize + iteration
 

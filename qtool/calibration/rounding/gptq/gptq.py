@@ -53,6 +53,8 @@ WHOLE = 46340
 BLOCK = 8192
 #: columns of a triangular matrix that is inverted as a whole
 CORNER = 2048
+#: columns rounded before the rest of the weight gets their errors
+PANEL = 128
 
 
 @dataclass(kw_only=True)
@@ -63,8 +65,6 @@ class GptqOptions:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
             The paper's 0.01 follows the calibration text more closely than other texts like it.
         act_order: visit columns in the order of falling ``H_kk``.
-        column_panel: columns rounded before the rest of the weight gets their errors; changes speed
-            only.
         clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no
             search.
         negative_scales: try them with scales below 0 too, where the scheme takes those.
@@ -78,7 +78,6 @@ class GptqOptions:
 
     damping: float = 0.1
     act_order: bool = True
-    column_panel: int = 128
     clip_steps: int = 20
     clip_least: float = 0.6
     negative_scales: bool = False
@@ -202,8 +201,7 @@ def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
         whole = scheme.grid(scheme.stacked_params([s.params for s in states]))
         by_problem = (getattr(whole, f.name).unflatten(0, (len(states), -1)) for f in fields(Grid))
         grid = Grid(*by_problem)
-        panel = options.column_panel
-        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=panel)
+        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=PANEL)
         for s, found in zip(states, codes, strict=True):
             s.codes = found[:, s.back].to(scheme.code_dtype)
         if turn < options.rounds:
@@ -266,7 +264,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     keep = None
     if scheme.sparsity:
         pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity
-        keep = prune(*pruned, options.column_panel)
+        keep = prune(*pruned, PANEL)
     factor.free_damped()
     return State(order, back, target, keep, factor.damping, damped, factor.feedback)
 
@@ -332,7 +330,7 @@ class Factor:
         diagonal = self._reversed.diagonal()
         dead = diagonal == 0
         mean = float(diagonal.mean())
-        if not math.isfinite(mean):
+        if not math.isfinite(float(hessian.sum(dtype=torch.float64))):
             raise QtoolError("gptq: NaN or Inf in the inputs of a linear on the calibration text")
         diagonal[dead] = mean or 1.0
         added = 0.0

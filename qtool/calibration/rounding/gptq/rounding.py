@@ -11,6 +11,7 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import Observer, Reference, by_place, inputs_of, observe
 from qtool.calibration.method import Rounding
 from qtool.calibration.precision import ROWS
-from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
+from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions, Problem, Solution, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
@@ -74,7 +75,8 @@ class Gptq(GptqOptions, Rounding):
 
     name = "gptq"
     needs_data = True
-    positive = ("column_panel", "clip_steps")
+    positive = ("clip_steps",)
+    most: ClassVar[dict[str, float]] = {"clip_least": 1, "residual": 1, "stream": 1}
 
     @property
     def compares(self) -> bool:
@@ -240,7 +242,7 @@ class Gptq(GptqOptions, Rounding):
                     rounding_flops=(1 / 3 + 2 * drift) * k**3 + n * k * k * (5 + 6 * self.rounds),
                     rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     # a panel's scales take about as long as two sweeps over it
-                    rounding_panels=-(-k // self.column_panel) * (1 + 3 * self.rounds) / together,
+                    rounding_panels=-(-k // PANEL) * (1 + 3 * self.rounds) / together,
                 )
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
