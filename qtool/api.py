@@ -135,8 +135,8 @@ def quantize(
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         tokenizer: of a model in memory; by default the one beside what it was loaded from.
-        export_format: what this format cannot express is refused before any work; the export
-            itself is :func:`export`.
+        export_format: what this format cannot express is refused before any work, and so is an
+            ``OUT-FORMAT`` that is taken; the export itself is :func:`export`.
         progress: called after each shard with ``(done, total, notes)``.
         options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`, which says what each
             of them means: ``samples`` (windows), ``seqlen`` (tokens a window), ``group_size``, ...
@@ -254,8 +254,8 @@ def sensitivity(
 
     Args:
         model: a directory, a hub id or ``demo``.
-        choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``), and ``none``
-            for 16 bits.
+        choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``,
+            ``w4a16:channel``), and ``none`` for 16 bits.
         budget_bits: most stored bits a weight, over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
         recipe: ``fast``, ``paper`` or ``best``: whose methods of the first choice that quantizes
@@ -275,6 +275,7 @@ def sensitivity(
         found = qtool.sensitivity("demo", ["w4a16", "w8a8"], 5.0, "mixed.yaml")
         qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
     """
+    from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.run import directory_of
     from qtool.pipeline.sensitivity import write_recipe
 
@@ -283,12 +284,9 @@ def sensitivity(
         require_names("choices", choices),
         budget_bits,
         require_path("out", out),
+        QuantizeOptions(samples=samples, seqlen=seqlen, seed=seed, data_dir=data_dir),
         recipe=recipe,
         text=calibration,
-        data_dir=data_dir,
-        samples=samples,
-        seqlen=seqlen,
-        seed=seed,
         device=device,
         progress=progress,
     )
@@ -451,7 +449,7 @@ def export(
     Args:
         model: the native checkpoint's directory or hub id.
         format: ``compressed-tensors``, ``gptq``, ``awq``, ...: `qtool export -h` lists them.
-        out: the output directory, by default ``MODEL-FORMAT`` beside it.
+        out: the output directory, by default ``MODEL-FORMAT`` beside a local model or here.
         tensor_parallel: GPUs that every linear will be split over; what they cannot share is
             refused.
         progress: called after each shard with ``(done, total, notes)``.
@@ -468,13 +466,10 @@ def export(
     """
     from qtool.exchange.export import export as exported
     from qtool.pipeline.quantize import require_apart
+    from qtool.pipeline.run import default_out
 
     directory = _native(model)
-    target = (
-        directory.with_name(f"{directory.name}-{format}")
-        if out is None
-        else require_path("out", out)
-    )
+    target = default_out(model, format) if out is None else require_path("out", out)
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
 
@@ -538,7 +533,8 @@ def write_report(
         model: its directory or hub id.
         compare: the model it was made from; fills what needs both.
         tasks: evaluated first and kept, as :func:`evaluate` with ``save`` would.
-        out: by default ``report.html`` in the checkpoint.
+        out: by default ``report.html`` in a local checkpoint, ``MODEL-report.html`` here for a
+            hub id.
 
     Returns:
         The file.
@@ -550,10 +546,14 @@ def write_report(
 
         qtool.write_report("demo-lqq", compare="demo", tasks=["demo"])
     """
+    from qtool.pipeline.run import default_out
     from qtool.report.build import report
 
+    directory = _native(model)
+    if out is None and not Path(model).expanduser().is_dir():
+        out = default_out(model, "report.html")
     return report(
-        _native(model),
+        directory,
         str(compare) if compare is not None else None,
         require_names("tasks", tasks),
         out=require_path("out", out) if out is not None else None,

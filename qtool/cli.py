@@ -103,7 +103,8 @@ def main() -> None:
 
 def _sentence(error: QtoolError | OSError) -> str:
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        # of a copy the second is where it goes
+        return f"{error.filename2 or error.filename}: {error.strerror}"
     return str(error)
 
 

@@ -198,7 +198,8 @@ QUIET = click.option(
     callback=_be_quiet,
     help="No progress and no notes.",
 )
-QUANTIZE = _together(
+#: what to quantize to, by what, and on what: of a run and of its plan
+RUN = (
     SCHEME,
     CALIBRATED_RECIPE,
     TARGET,
@@ -206,14 +207,17 @@ QUANTIZE = _together(
     LAYOUT,
     BLOCKS,
     KV,
-    click.option(
-        "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
-    ),
     CALIB,
-    DATA_DIR,
     SAMPLES,
     SEQLEN,
     WINDOWS,
+)
+QUANTIZE = _together(
+    *RUN,
+    click.option(
+        "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
+    ),
+    DATA_DIR,
     click.option(
         "--seed", default=0, show_default=True, help="Of the choice of calibration windows."
     ),
@@ -233,17 +237,7 @@ QUANTIZE = _together(
     ),
 )
 PLAN = _together(
-    SCHEME,
-    CALIBRATED_RECIPE,
-    TARGET,
-    GROUP,
-    LAYOUT,
-    BLOCKS,
-    KV,
-    CALIB,
-    SAMPLES,
-    SEQLEN,
-    WINDOWS,
+    *RUN,
     CAST,
     click.option(
         "--device-memory",
@@ -336,8 +330,8 @@ def print_json(value: Any) -> None:
 def comma_separated(names: Iterable[str]) -> list[str]:
     """The names of ``names``, each of which may hold several with commas between; a file is one."""
     return [
-        part
+        part.strip()
         for name in names
         for part in ([name] if Path(name).exists() else name.split(","))
-        if part
+        if part.strip()
     ]

@@ -66,11 +66,24 @@ def require_path(name: str, value: object) -> Path:
     """``value``, a string or a path, as a path; ``~`` is the home directory.
 
     Raises:
-        QtoolError: it is neither; naming it.
+        QtoolError: it is neither, or names no file; naming it.
     """
     if not isinstance(value, str | PathLike):
         raise QtoolError(f"{name} {value!r}: a string or a path is expected")
+    if not str(value) or "\0" in str(value):
+        raise QtoolError(f"{name} {str(value)!r}: it names no file")
     return Path(value).expanduser()
+
+
+def require_text(name: str, value: object) -> str:
+    """``value``, a text.
+
+    Raises:
+        QtoolError: it is none; naming it.
+    """
+    if not isinstance(value, str):
+        raise QtoolError(f"{name} {value!r}: a text is expected")
+    return value
 
 
 def require_names(name: str, value: object) -> list[str]:
@@ -86,6 +99,11 @@ def require_names(name: str, value: object) -> list[str]:
     if wrong := [one for one in found if not isinstance(one, str)]:
         raise QtoolError(f"{name} {wrong[0]!r}: a name or a list of names is expected")
     return found
+
+
+def in_one_line(error: Exception) -> str:
+    """The first paragraph of what ``error`` says."""
+    return " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
 
 
 def first_line(error: Exception) -> str:

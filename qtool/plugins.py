@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_text, suggest
 
 GROUP = "qtool.plugins"
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
     Raises:
         QtoolError: an unknown ``kind`` (``scheme``, ``layout``, ...), with a suggestion.
     """
-    if name not in table:
+    if require_text(kind, name) not in table:
         load()
     if name not in table:
         raise QtoolError(f"unknown {kind} {name!r}: {suggest(name, table)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import qtool
 from qtool.errors import QtoolError
@@ -37,9 +37,9 @@ def linears(model: torch.nn.Module) -> list[QuantLinear]:
     ("wrong", "said"),
     [
         ({"model": None}, "model None: a directory, a hub id, demo or a transformers model"),
-        ({"scheme": 5}, "unknown scheme 5: known: "),
-        ({"kv": 4}, "unknown KV-cache quantizer 4|unknown --kv 4"),
-        ({"layout": 4}, "unknown layout 4"),
+        ({"scheme": 5}, "--scheme 5: a text is expected"),
+        ({"kv": 4}, "--kv 4: a text is expected"),
+        ({"layout": 4}, "layout 4: a text is expected"),
         ({"target": 100, "scheme": "w4a4"}, "unknown GPU 100"),
     ],
 )
@@ -130,6 +130,13 @@ def test_a_quantized_model_in_memory_is_refused(make_model: MakeModel, tmp_path:
     made = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out")
     with pytest.raises(QtoolError, match="quantized already"):
         qtool.quantize(qtool.load(made), "w8a8")
+
+
+def test_a_model_in_memory_without_weights_is_refused(make_model: MakeModel) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(make_model()))
+    with pytest.raises(QtoolError, match="has no weights"):
+        qtool.quantize(model, "w8a8")
 
 
 def test_what_a_caller_set_in_torch_changes_nothing(tmp_path: Path) -> None:

@@ -354,6 +354,24 @@ def test_output_that_holds_something_else(
     assert [p.name for p in out.iterdir()] == ["letter.txt"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_is_a_link(there: bool, make_model: MakeModel, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    if there:
+        (tmp_path / "disk").mkdir()
+    with pytest.raises(QtoolError, match=r"out is a symbolic link .*a new directory inside it"):
+        quantize(Checkpoint(make_model()), recipes.load("w8a8"), tmp_path / "out")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_output_that_is_a_mount_point(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "out")
+    with pytest.raises(QtoolError, match=r"out is .* a mount point"):
+        quantize(Checkpoint(make_model()), recipes.load("w8a8"), tmp_path / "out")
+
+
 def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     import errno
 
@@ -370,8 +388,29 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(safetensors.os, "fsync", full)
-    refused("no space left on the disk", model)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.os, "fsync", full)
+        refused("no space left on the disk", model)
+    shutil.rmtree(model.parent / "refused.partial")
+
+    def copy(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    monkeypatch.setattr(main_job.shutil, "copyfile", copy)
+    refused("refused.partial/generation_config.json: No space left on device", model)
+
+
+def test_files_that_are_copied_need_space(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.pipeline import quantize as main_job
+
+    model = make_model()
+    (model / "LICENSE").write_text("x" * (1 << 24))
+    usage = shutil.disk_usage(model)
+    monkeypatch.setattr(main_job.shutil, "disk_usage", lambda _: usage._replace(free=1 << 24))
+    with pytest.raises(QtoolError, match="no space left"):
+        quantize(Checkpoint(model), recipes.load("w8a8"), tmp_path / "out")
 
 
 def test_the_output_is_not_the_model(refused, make_model: MakeModel, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

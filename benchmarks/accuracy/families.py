@@ -46,6 +46,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 SCHEME = "w4a16"
 #: what is proved of a class, in order; a row says of each why it failed, or nothing
 STEPS = "plan", *proof.RECIPES, "transforms", "resume", "export"
+#: the step whose result a step reads
+NEEDS = {"resume": "paper", "export": "fast"}
 #: seconds that a class may take
 LIMIT = 300
 
@@ -85,10 +87,13 @@ def prove(model_type: str, steps: list[str], answers: Any) -> None:
         try:
             source = save_tiny(model_type, Path(work) / "source")
         except Exception as error:
-            answers.send(row | {"unbuilt": first_line(error)})
+            answers.send(row | {"unbuilt": first_sentences(error, work)})
             return
         for step, run in proofs(source, Path(work), row):
             if step not in steps:
+                continue
+            if row.get(NEEDS.get(step, "")):
+                row[step] = "not run"
                 continue
             answers.send(row | {step: "the process died or ran out of time"})
             try:
@@ -97,12 +102,20 @@ def prove(model_type: str, steps: list[str], answers: Any) -> None:
             except Exception as error:
                 known = isinstance(error, (QtoolError, AssertionError))
                 said = "" if known else f"{type(error).__name__}: "
-                row[step] = said + first_line(error).replace(work, "")
+                row[step] = said + first_sentences(error, work)
         answers.send(row)
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def first_sentences(error: Exception, work: str) -> str:
+    """The first line of ``error`` without the directory ``work``; at most 200 characters of it.
+
+    It ends at a sentence, or at a word where its first sentence is longer.
+    """
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(work, "")
+    if len(line) <= 200:
+        return line
+    sentence, found, _ = line[:200].rpartition(". ")
+    return f"{sentence}." if found else f"{line[:200].rpartition(' ')[0]} ..."
 
 
 def row_of(model_type: str, steps: list[str]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
     with ThreadPoolExecutor(4 if device.type == "cuda" else 1) as pool:
         names = list(pool.map(shard, range(len(specs)), specs))
     weight_map = {key: name for spec, name in zip(specs, names, strict=True) for key in spec}
-    total = sum(t.numel() * t.dtype.itemsize for spec in specs for t in spec.values())
+    total = sum(tensor.nbytes for spec in specs for tensor in spec.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     write_json(directory / "config.json", config)
     return directory

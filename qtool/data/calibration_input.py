@@ -79,7 +79,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
     if all(isinstance(text, str) for text in given):
         return _documents("texts", list(given))  # type: ignore[arg-type]
     if all(type(number) is int for number in given):
-        return _token_ids(torch.tensor(given))
+        return _token_ids(_tensor(given))
     if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
         return _token_ids(_stack(given))  # type: ignore[arg-type]
     raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
@@ -117,16 +117,24 @@ def _stack(rows: Sequence[Sequence[int]]) -> Tensor:
         if not all(type(number) is int for number in row):
             raise QtoolError("calibration data: a list of token ids holds something else")
     if len(set(map(len, rows))) == 1:
-        return torch.tensor(rows)
-    return torch.tensor([number for row in rows for number in row])
+        return _tensor(rows)
+    return _tensor([number for row in rows for number in row])
+
+
+def _tensor(numbers: Sequence[Any]) -> Tensor:
+    try:
+        return torch.tensor(numbers)
+    except (RuntimeError, ValueError):
+        raise QtoolError("calibration data: a token id has more than 63 bits") from None
 
 
 def _token_ids(ids: Tensor) -> TokenIds:
-    floats = ids.is_floating_point() or ids.dtype == torch.bool
-    if ids.dim() not in (1, 2) or floats or not ids.numel():
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.dim() not in (1, 2) or not whole or not ids.numel() or ids.shape[-1] < 2 or ids.is_meta:
         raise QtoolError(
-            f"calibration data: token ids of shape {list(ids.shape)} and {ids.dtype} found; "
-            "whole numbers [tokens] or [windows, tokens] are expected"
+            f"calibration data: token ids of shape {list(ids.shape)} and {ids.dtype} on "
+            f"{ids.device.type} found; whole numbers [tokens] or [windows, tokens], not on meta "
+            "and at least 2 tokens, are expected"
         )
     return TokenIds(ids.detach().cpu().long().contiguous())
 

@@ -21,6 +21,7 @@ and ``calibration/*.utf8`` have no split: they serve both roles.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,11 +31,12 @@ from typing import Any
 from qtool.data import text_files
 from qtool.errors import QtoolError, suggest
 from qtool.io import hub
+from qtool.io.source import DEMO
 
 TRAIN, TEST = "train", "test"
 Rows = tuple[int, int | None]  # first, one past the last
 WHOLE: Rows = (0, None)
-DEMO = Path(__file__).parents[1] / "demo"
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,12 @@ class Corpus:
 
 
 def joined(documents: Iterable[str]) -> str:
-    """``documents`` as one text, with blank lines between them."""
-    return "\n\n".join(documents)
+    """``documents`` as one text, with blank lines between them.
+
+    Halves of surrogate pairs, which a cut string in JSON may hold and no tokenizer takes, become
+    U+FFFD.
+    """
+    return SURROGATE.sub("\ufffd", "\n\n".join(documents))
 
 
 def is_corpus(source: str) -> bool:

@@ -135,7 +135,9 @@ def _shares(parts: _Numbered, samples: int | None) -> list[int]:
     if not numbers:
         whole, count = SAMPLES if samples is None else samples, len(parts)
         if whole < count:
-            raise QtoolError(f"--samples {whole}: the calibration data has {count} parts")
+            raise QtoolError(
+                f"--samples {whole}: the calibration data has {count} part{'s' * (count != 1)}"
+            )
         return [whole // count + (i < whole % count) for i in range(count)]
     if len(numbers) < len(parts):
         raise QtoolError(
@@ -146,8 +148,9 @@ def _shares(parts: _Numbered, samples: int | None) -> list[int]:
         named = str(part) if isinstance(part, str | Path) else type(part).__name__
         require_count(f"calibration data {named}: windows", number)
     if samples not in (None, sum(numbers)):
+        together = f"{sum(numbers)} window{'s' * (sum(numbers) != 1)}"
         raise QtoolError(
-            f"--samples {samples}: the parts of the calibration data have {sum(numbers)} windows "
-            "together; leave --samples out"
+            f"--samples {samples}: the parts of the calibration data have {together} together; "
+            "leave --samples out"
         )
     return numbers

@@ -130,6 +130,8 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         raise QtoolError(
             f"{path} line {number} is not JSON: {error.msg} at column {error.colno}"
         ) from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise QtoolError(f"{path} line {number} cannot be read: {error}") from None
     if isinstance(row, dict):
         for name, kind in COLUMNS.items():
             if isinstance(row.get(name), kind):

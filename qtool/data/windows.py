@@ -43,10 +43,10 @@ def cut(
     Raises:
         QtoolError: fewer tokens than one window, or an id that the model does not have.
     """
-    if ids.shape[-1] < seqlen:
+    if (tokens := ids.shape[-1]) < seqlen:
         raise QtoolError(
-            f"calibration data: {name} has {ids.shape[-1]} tokens, fewer than one window of "
-            f"{seqlen}"
+            f"calibration data: {name} has {tokens} token{'s' * (tokens != 1)}, fewer than one "
+            f"window of {seqlen}"
         )
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise QtoolError(

@@ -1,17 +1,21 @@
 """Evaluate a checkpoint by its name, and the baseline beside it."""
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 from qtool.eval import saved
 from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
+from qtool.io.integrity import RECORD
 from qtool.io.source import DEMO, read_config
 from qtool.models.architecture import DTYPES
 from qtool.pipeline.run import directory_of
@@ -92,6 +96,12 @@ def evaluate_checkpoints(
         loaded_tasks = load_tasks(
             tasks, load_tokenizer(directory), deterministic=deterministic, **options
         )
+        for task in loaded_tasks:
+            if task.facts["sha256"] in _calibrated_on(directory):
+                ranks.log(
+                    f"{task.name} is a text that {name} was calibrated on: of other text its "
+                    "perplexity may be higher"
+                )
         where: dict[str, Any] = {
             "device": device,
             "dtype": DTYPES[dtype] if dtype else None,
@@ -111,3 +121,12 @@ def evaluate_checkpoints(
             return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
 
     return run(model, kv, as_export), run(compare) if compare else None
+
+
+def _calibrated_on(directory: Path) -> set[str]:
+    """sha256 of the texts that the model in ``directory`` was calibrated on, as it records them."""
+    try:
+        found = json.loads((directory / RECORD).read_text())["calibration"]
+        return {part["sha256"] for part in found.get("parts", [found])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()

@@ -15,7 +15,8 @@ from qtool.errors import QtoolError
 from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, finite, standard_error
 from qtool.table import decimal, render
 
-SAME = ("sha256", "seqlen", "tokens")  # what two perplexities must share to be comparable
+#: what two perplexities must share to be comparable; token_ids depend on the tokenizer
+SAME = ("sha256", "seqlen", "tokens", "token_ids")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
     mine = {"samples": result.samples} | {key: result.details.get(key) for key in SAME}
     other = {"samples": base.samples} | {key: base.details.get(key) for key in SAME}
     for key, value in mine.items():
-        if value != other[key]:
+        if value != other[key] and None not in (value, other[key]):
             raise QtoolError(
                 f"{result.task} cannot be compared: {key} is {value}, "
                 f"the baseline's is {other[key]}"

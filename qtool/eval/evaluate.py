@@ -154,6 +154,7 @@ def _perplexity(
         "seqlen": found.seqlen,
         "sha256": corpus.sha256,
         "window_nll": found.window_nll,
+        "token_ids": found.token_ids,
     }
     metric = Metric(found.perplexity, found.stderr, higher_is_better=False)
     return [

@@ -15,6 +15,7 @@ states (:mod:`qtool.eval.deterministic`).
 Shapes: b windows a batch, s tokens a window, v vocabulary.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import cast
@@ -41,12 +42,14 @@ class Perplexity:
     Attributes:
         nll: in nats, summed over the scored tokens. tokens: their number.
         window_nll: each window's mean, in nats a token.
+        token_ids: sha256 of the windows' token ids.
     """
 
     nll: float
     tokens: int
     seqlen: int
     window_nll: list[float]
+    token_ids: str
 
     @property
     def windows(self) -> int:
@@ -111,7 +114,11 @@ def perplexity(
                 f"the model's logits are NaN in window {index} of {len(sums)}: it has no perplexity"
             )
     return Perplexity(
-        math.fsum(sums), len(sums) * scored, scored + 1, [value / scored for value in sums]
+        math.fsum(sums),
+        len(sums) * scored,
+        scored + 1,
+        [value / scored for value in sums],
+        hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest(),
     )
 
 

@@ -50,8 +50,8 @@ class TaskResult:
         origin: where the text or questions are from: a file, ``hub:...`` or ``lm-eval``.
         samples: the number of windows or questions.
         details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
-            (nats a token, one a window); of a zero-shot task lm-eval's version of the task,
-            questions (their sha256), items (by metric, one number a question).
+            (nats a token, one a window), token_ids (their sha256); of a zero-shot task lm-eval's
+            version of the task, questions (their sha256), items (by metric, one number a question).
         deterministic: evaluated with the same bits on all devices, and not as served
             (:mod:`qtool.eval.deterministic`).
         engine: the serving engine and version that computed it; empty for this process.

@@ -45,9 +45,6 @@ class Imported:
     directory: Path
     notes: list[str]
 
-    def __str__(self) -> str:
-        return "\n".join([str(self.directory), *self.notes])
-
 
 def import_checkpoint(
     source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None

@@ -102,6 +102,8 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         serve = f"`{provenance['format']}`: {provenance['loaders']}."
         if "vLLM" in serve:
             serve += f" In vLLM: `vllm serve {name}`."
+        if notes:
+            serve += " Exceptions for this model are among the notes below."
         how = notes or "Exported without changes."
         return EXPORTED.format(what=what, serve=serve, how=how, **fills)
     by = "imported" if "imported from" in provenance else "quantized"

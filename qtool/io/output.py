@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,21 @@ from qtool.io.source import BASE_CARD, CARD, INDEX
 RUN, JOB, LOCK = ".run", "job.json", "lock"
 
 
+def require_new(directory: Path) -> None:
+    """Check that ``directory`` can become a result: it is not there, or an empty directory.
+
+    Raises:
+        QtoolError: it cannot.
+    """
+    if directory.is_symlink() or directory.is_mount():
+        raise QtoolError(
+            f"{directory} is a symbolic link or a mount point, which the result cannot replace: "
+            "name a new directory inside it"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise QtoolError(f"{directory} exists already; choose another --out or remove it")
+
+
 class Output:
     """Shards ``1..n`` of one run, in ``OUT.partial`` until :meth:`finish`.
 
@@ -41,8 +56,8 @@ class Output:
             OUT.partial was there.
 
     Raises:
-        QtoolError: OUT exists, an unfinished run is there and ``resume`` is off, or it was another
-            job, or another process works on it.
+        QtoolError: OUT exists or is a link or a mount point, an unfinished run is there and
+            ``resume`` is off, or it was another job, or another process works on it.
     """
 
     def __init__(
@@ -69,8 +84,7 @@ class Output:
     def _open(self, resume: bool) -> None:
         """Make or take over the directory, lock it and find its whole shards."""
         directory = self.directory
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise QtoolError(f"{directory} exists already; choose another --out or remove it")
+        require_new(directory)
         if self.partial.exists() and not resume:
             raise QtoolError(
                 f"{self.partial} holds an unfinished run; continue it with --resume or remove it"
@@ -131,6 +145,11 @@ class Output:
         """The current path of shard ``shard``."""
         return self.partial / self.name(shard)
 
+    def missing_bytes(self, specs: Sequence[Mapping[str, Tensor]]) -> int:
+        """Bytes that the missing ones of the shards ``specs`` will take on the disk."""
+        missing = (spec for shard, spec in enumerate(specs, 1) if shard not in self.records)
+        return sum(tensor.nbytes for spec in missing for tensor in spec.values())
+
     def write_shard(
         self,
         shard: int,
@@ -141,12 +160,10 @@ class Output:
         """Write shard ``shard``, then its record; ``notes`` may be filled meanwhile."""
         self._record(shard).unlink(missing_ok=True)
         digest = write(self.path(shard), specs, tensors)
-        names = [name for name in specs]
-        nbytes = sum(t.numel() * t.dtype.itemsize for t in specs.values())
         self.records[shard] = {
             "sha256": digest,
-            "tensors": names,
-            "bytes": nbytes,
+            "tensors": list(specs),
+            "bytes": sum(spec.nbytes for spec in specs.values()),
             "notes": dict(notes),
             "job": job_hash(self.identity),
         }

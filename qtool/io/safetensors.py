@@ -279,13 +279,12 @@ def write(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
-        nbytes = spec.numel() * spec.dtype.itemsize
         header[name] = {
             "dtype": NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [offset, offset + nbytes],
+            "data_offsets": [offset, offset + spec.nbytes],
         }
-        offset += nbytes
+        offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, expected = hashlib.sha256(), 8 + len(text) + offset
@@ -298,7 +297,7 @@ def write(
         for name, piece in tensors:
             if not left:
                 current = next(order)
-                left = specs[current].numel() * specs[current].dtype.itemsize
+                left = specs[current].nbytes
             data = piece.detach().contiguous().cpu()
             if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
                 raise QtoolError(

@@ -248,7 +248,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise QtoolError(f"{path}: no model_type in it")
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
     config.pop("transformers_weights", None)  # a native checkpoint's notice; no output inherits it
-    if config.get("quantization_config", {}) is None:
+    if config.get("quantization_config", ...) in (None, {}):
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG
     if "quantization_config" not in config and beside.is_file():

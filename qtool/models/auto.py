@@ -3,12 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.models import family_of
 
 
 def float_config(directory: Path) -> Any:
-    """transformers' config of a directory, as of the model before it was quantized.
+    """:func:`config_of` the model before it was quantized."""
+    config = config_of(directory)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def config_of(directory: Path) -> Any:
+    """transformers' config of a directory.
 
     Raises:
         QtoolError: transformers cannot read it, and what it says.
@@ -16,19 +24,16 @@ def float_config(directory: Path) -> Any:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(refusal(error)) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
 
 
 def refusal(error: Exception) -> str:
     """A sentence on what transformers raised for a config.json."""
     return (
         "transformers cannot make the model of config.json"
-        f" ({type(error).__name__}: {first_line(error)})"
+        f" ({type(error).__name__}: {in_one_line(error)})"
     )
 
 

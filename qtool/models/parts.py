@@ -62,7 +62,7 @@ class Attention:
     Args:
         rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong
             together.
-        cache: the block's and the attention's argument for the KV cache.
+        cache: the block's argument for the KV cache; empty where it takes none.
     """
 
     q: str = "self_attn.q_proj"
@@ -109,6 +109,8 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read it from a transformers config (or anything with the same attributes)."""
         query = config.num_attention_heads
+        if getattr(config, "model_type", "") == "opt":  # whatever other sizes its config.json has
+            return cls(query, query, config.hidden_size // query)
         kv = (
             getattr(config, "num_key_value_heads", None)
             or getattr(config, "num_kv_heads", None)
@@ -155,6 +157,10 @@ class SharedHeadCache:
             return found
         keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
         return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+
+    def get_seq_length(self) -> int:
+        """Tokens of earlier forwards, which MPT's attention asks for: a block has seen none."""
+        return 0
 
 
 def of_expert(name: str, number: int) -> str:

@@ -42,14 +42,20 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
     return model.eval()
 
 
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a plain RMSNorm of transformers: ``x / rms(x) * weight``."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
 def fuse_norms(model: nn.Module) -> None:
     """Run each plain RMSNorm of ``model`` as one kernel instead of six, which rounds once."""
     for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
-            norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
+        if is_rms_norm(norm):
+            norm.forward = partial(rms_norm, norm)  # type: ignore[method-assign]
 
 
-def _rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
+def rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
+    """The output of the plain RMSNorm ``norm`` as one kernel."""
     weight: Any = norm.weight
     epsilon: Any = norm.variance_epsilon
     return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)

@@ -221,8 +221,9 @@ class Windows(Calibration):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         ranks.log(
-            f"{len(ids)} windows, of each {need.length} tokens the first {need.given} of the text "
-            f"and the rest by the model{need.how} ({time.monotonic() - began:.0f} s)"
+            f"{len(ids)} window{'s' * (len(ids) != 1)}, of each {need.length} tokens the first "
+            f"{need.given} of the text and the rest by the model{need.how} "
+            f"({time.monotonic() - began:.0f} s)"
         )
         return pieces.reshape(ids.shape)
 

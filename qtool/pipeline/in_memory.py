@@ -33,11 +33,13 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             is on this machine.
 
     Raises:
-        QtoolError: it is no model of transformers, or a quantized one.
+        QtoolError: it is no model of transformers, or one that is quantized or has no weights.
     """
     require_model(model)
     if getattr(model, "hf_quantizer", None) is not None:
         raise QtoolError("the model in memory is quantized already: pass the original one")
+    if model.device.type == "meta" and not hasattr(model, "hf_device_map"):  # nor offloaded
+        raise QtoolError("the model in memory has no weights: it is on the device meta")
     with TemporaryDirectory(prefix="qtool-") as directory:
         source = Path(directory) / "source"
         model.save_pretrained(source)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qtool import plugins
+from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
@@ -30,6 +30,7 @@ from qtool.pipeline.recipe_fit.layer_rules import require_matches
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
+from qtool.schemes import SCHEMES
 from qtool.schemes.kv import KV_QUANTIZERS
 
 Kind = TypeVar("Kind", Transform, Rounding)
@@ -250,7 +251,7 @@ class Job(Architecture):
             for shapes in self._stored_outside_blocks()
         )
         blocks = {block: self.block_bytes(block) for block in self.distinct_blocks}
-        kept = sum(t.numel() * t.dtype.itemsize for t in self.unknown.values())
+        kept = sum(tensor.nbytes for tensor in self.unknown.values())
         return [first, *(blocks[block] for block in self.representatives), last + kept]
 
     def block_tensors(self, block: int) -> dict[str, Tensor]:
@@ -279,7 +280,7 @@ class Job(Architecture):
                 stored += self.packed_bytes(full, n, k)
                 del shapes[f"{name}.weight"]
         scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
-        stored += sum(t.numel() * t.dtype.itemsize for t in scales)
+        stored += sum(scale.nbytes for scale in scales)
         return stored + sum(
             prod(shape) * self.stored_dtype(self.full(block, name)).itemsize
             for name, shape in shapes.items()
@@ -311,6 +312,12 @@ def _require_all_fit(job: Job) -> None:
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
+    if rule.scheme not in SCHEMES and rule.scheme in recipes.built_in():
+        meant = "; ".join(
+            f"scheme: {of.scheme}, group_size: {of.group_size or 'channel'}"
+            for of in recipes.load(rule.scheme).layers
+        )
+        raise QtoolError(f"a layer rule has {rule.scheme}, a recipe, for its scheme: say {meant}")
     scale_dtype = dtype_name(dtype)
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
     return LinearFormat(

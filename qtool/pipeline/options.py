@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from qtool import recipes
-from qtool.errors import QtoolError, require_count, require_known, require_path, suggest
+from qtool.errors import (
+    QtoolError,
+    require_count,
+    require_known,
+    require_path,
+    require_text,
+    suggest,
+)
 from qtool.io.source import plain_config
 from qtool.models.architecture import DTYPES
 from qtool.recipes import Recipe
@@ -66,11 +73,13 @@ class RecipeOverrides:
                 "w4a4 comes in two granularities: write w4a4-g128 or w4a4-mix, or name the GPU"
                 " with --target (a100, l40s, h200, ...), which chooses one"
             )
-        chosen = _recipe(scheme, recipe or ("paper" if calibrated else "fast"))
+        if recipe is None:
+            recipe = "paper" if calibrated else "fast"
+        chosen = _recipe(scheme, recipe)
         if reason:
             chosen = replace(chosen, reason=reason)
         if self.group_size is not None:
-            chosen = chosen.with_group_size(_group_size(self.group_size))
+            chosen = chosen.with_group_size(group_size("--group-size", self.group_size))
         if self.layout is not None:
             chosen = chosen.with_layout(self.layout)
         if self.max_8bit_blocks is not None:
@@ -81,9 +90,11 @@ class RecipeOverrides:
             chosen = replace(chosen, windows=self.windows)
         if self.kv is not None:
             chosen = replace(chosen, kv=self.kv)
-            if require_kv(self.kv) is KV4 and chosen.variant in ("paper", "best"):
+            if self.kv == KV4.name and chosen.variant in ("paper", "best"):
                 chosen = chosen.for_kv4()
-        if chosen.kv is None and all(rule.scheme is None for rule in chosen.layers):
+        if chosen.kv is not None:
+            require_kv(chosen.kv)
+        elif all(rule.scheme is None for rule in chosen.layers):
             raise QtoolError(
                 f"{chosen.scheme}: nothing would be quantized: no layer rule has a scheme, and "
                 "there is no kv"
@@ -125,12 +136,14 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
-        if self.dtype is not None and self.dtype not in DTYPES:
+        if self.dtype is not None and require_text("--dtype", self.dtype) not in DTYPES:
             raise QtoolError(f"--dtype {self.dtype!r}: {suggest(self.dtype, DTYPES)}")
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
                 f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"
             )
+        if self.adapter is not None:
+            require_path("--adapter", self.adapter)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "QuantizeOptions":
@@ -208,9 +221,14 @@ def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] 
     return recipes.load(scheme, str(require_path("recipe", recipe)))
 
 
-def _group_size(value: int | str) -> int | None:
+def group_size(name: str, value: int | str) -> int | None:
+    """The input channels of a group; None for the whole channel.
+
+    Raises:
+        QtoolError: a value that is none; naming it.
+    """
     if value == WHOLE_CHANNEL:
         return None
     if str(value).isdecimal() and int(value) > 0:
         return int(value)
-    raise QtoolError(f"--group-size {value!r}: a number of input channels or 'channel' is expected")
+    raise QtoolError(f"{name} {value!r}: a number of input channels or 'channel' is expected")

@@ -101,7 +101,7 @@ def quantize(
     with closing(output):
         record = RunRecord(out, output.identity, where, continued=output.continued)
         with recording(PhaseTimer(where)) as phases:
-            calibration = _prepare(output, specs, job, calibration)
+            calibration = _prepare(output, source, specs, job, calibration)
             record.write()
             tokens = calibration.tokens if job.needs_data else ()
             Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
@@ -111,12 +111,17 @@ def quantize(
 
 
 def _prepare(
-    output: Output, specs: Sequence[Mapping[str, Tensor]], job: Job, calibration: Calibration
+    output: Output,
+    source: Checkpoint,
+    specs: Sequence[Mapping[str, Tensor]],
+    job: Job,
+    calibration: Calibration,
 ) -> Calibration:
     """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
         if ranks.rank() == 0:
-            _require_space(output, specs)
+            copied = sum(path.stat().st_size for path in source.side_files().values())
+            _require_space(output, output.missing_bytes(specs) + copied)
         if not job.needs_data:
             return calibration
         with phase("windows"):
@@ -200,9 +205,7 @@ def _identity(
     }
 
 
-def _require_space(output: Output, specs: Sequence[Mapping[str, Tensor]]) -> None:
-    missing = [spec for shard, spec in enumerate(specs, 1) if shard not in output.records]
-    need = sum(t.numel() * t.dtype.itemsize for spec in missing for t in spec.values())
+def _require_space(output: Output, need: int) -> None:
     free = shutil.disk_usage(output.partial).free
     if need > free:
         raise QtoolError(

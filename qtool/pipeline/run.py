@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.distributed import ranks
 from qtool.errors import require_path
 from qtool.io.adapter import Adapter
+from qtool.io.output import require_new
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.job import Job
@@ -40,7 +41,8 @@ def run(
     Args:
         text: the calibration text, as :func:`qtool.pipeline.calibration_windows.calibration` takes
             it; by default ``wikitext2``, and of the demo its own.
-        export_format: what it cannot express is refused before any work.
+        export_format: what it cannot express is refused before any work, and so is a directory
+            that its export would have, beside ``out``.
 
     Raises:
         QtoolError: anything wrong with the input.
@@ -62,6 +64,8 @@ def run(
 
         untied = {"tie_word_embeddings": False} if job.unties else {}
         exported_formats(targets.get(export_format), job.format, source.config | untied)
+        if not options.resume:
+            require_new(out.with_name(f"{out.name}-{export_format}"))
     calibration = None
     if job.needs_data:
         given = default_text(directory) if text is None else text

@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from tempfile import TemporaryFile
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data.mix import CalibrationMix
-from qtool.errors import QtoolError, require_positive
+from qtool.errors import QtoolError, first_line, require_positive, suggest
 from qtool.format import LinearFormat
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
@@ -29,11 +30,16 @@ from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import calibration
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import QuantizeOptions, group_size
+from qtool.pipeline.planning.memory import HOST_SHARE
 from qtool.pipeline.quantize import job_of
 from qtool.pipeline.run import default_text
+from qtool.pipeline.streaming.activations import available_host_bytes
+from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
-from qtool.recipes.schema import LayerRule
+from qtool.recipes.schema import GIVEN, LayerRule
+from qtool.runtime.device import require_device
 from qtool.runtime.load import load
 
 SIXTEEN = "none"
@@ -89,21 +95,28 @@ class Sensitivity:
         return [(p, ", ".join(points[p])) for p in sorted(points, key=lambda point: point.bits)]
 
 
-def rules_of(choices: Sequence[str]) -> dict[str, LayerRule]:
-    """The layer rule of each choice: ``w4a16``, ``w4a16:64`` (a group size), or ``none``: 16 bit.
+def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
+    """The recipe of each choice, None for ``none``: 16 bit.
+
+    A choice is ``w4a16``, or has a group size: ``w4a16:64``, ``w4a16:channel``.
 
     Raises:
         QtoolError: fewer than two, none that quantizes, an unknown scheme, or one whose recipe
             mixes schemes.
     """
-    found = {}
+    found: dict[str, Recipe | None] = {}
     for choice in choices:
         scheme, _, size = choice.partition(":")
-        layers = (LayerRule(".*", None),) if scheme == SIXTEEN else recipes.load(scheme).layers
-        if len(layers) > 1 or not (size or "1").isdecimal():
+        found[choice] = None
+        if scheme == SIXTEEN:
+            continue
+        recipe = recipes.load(scheme)
+        if len(recipe.layers) > 1:
             raise QtoolError(f"--choices {choice}: one scheme is expected, as w4a16 or w4a16:64")
-        found[choice] = replace(layers[0], group_size=int(size)) if size else layers[0]
-    if len(found) < 2 or not any(rule.scheme for rule in found.values()):
+        if size:
+            recipe = recipe.with_group_size(group_size(f"--choices {choice}: group size", size))
+        found[choice] = recipe
+    if len(found) < 2 or not any(found.values()):
         raise QtoolError(f"--choices {', '.join(choices)}: two or more are expected")
     return found
 
@@ -112,8 +125,9 @@ class Probe:
     """A model in float, windows (batches ``[B, S]``), and what the model makes of them."""
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
-        self.model, self.windows = model, [ids.to(model.device) for ids in windows]
-        self.expected = list(map(self._log_probabilities, self.windows))
+        self.model = model
+        self.windows = [window for ids in windows for window in ids.split(1)]
+        self.expected = [self._log_probabilities(ids).cpu() for ids in self.windows]
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
         """KL in nats a token with the linears of these full names rounded to nearest.
@@ -127,15 +141,16 @@ class Probe:
                 if linear_format is not None:
                     stack.enter_context(rounded(self.model.get_submodule(name), linear_format))
             for ids, expected in zip(self.windows, self.expected, strict=True):
-                lost = expected - self._log_probabilities(ids)
-                total += float((expected.exp() * lost).sum(dtype=torch.float64))
+                found = self._log_probabilities(ids)
+                given = expected.to(found.device)
+                total += float((given.exp() * (given - found)).sum(dtype=torch.float64))
         if not isfinite(total):
             raise QtoolError("the model's output on the calibration windows has NaN or Inf")
         return total / sum(ids.numel() for ids in self.windows)
 
     @torch.no_grad()
     def _log_probabilities(self, ids: Tensor) -> Tensor:
-        logits: Tensor = text_model(self.model)(ids, use_cache=False).logits
+        logits: Tensor = text_model(self.model)(ids.to(self.model.device), use_cache=False).logits
         return logits.log_softmax(-1, dtype=torch.float32)
 
 
@@ -190,17 +205,21 @@ def sensitivity(
 
     Args:
         windows: batches ``[B, S]`` on which the divergence is measured.
-        choices: what :func:`rules_of` takes.
+        choices: what :func:`recipes_of` takes.
         budget_bits: most stored bits a weight, over all that may be quantized.
 
     Raises:
         QtoolError: a budget below the smallest choice, or linears that the model holds joined.
     """
-    rules = rules_of(choices)
+    found = recipes_of(choices)
     jobs = {
-        choice: Job.of(job.config, replace(job.recipe, layers=(rule,)), job.source_dtype)
-        for choice, rule in rules.items()
-        if rule.scheme
+        choice: Job.of(
+            job.config,
+            replace(own, transforms=job.recipe.transforms, rounding=job.recipe.rounding),
+            job.source_dtype,
+        )
+        for choice, own in found.items()
+        if own
     }
 
     def formats(of: Mapping[Group, str]) -> dict[str, LinearFormat | None]:
@@ -220,7 +239,7 @@ def sensitivity(
         )
 
     groups = _groups(job, model)
-    stored = {group: {choice: bits_of(group, choice) for choice in rules} for group in groups}
+    stored = {group: {choice: bits_of(group, choice) for choice in found} for group in groups}
     weights = sum(prod(job.linears(block)[name]) for block, names in groups for name in names)
     least = sum(min(bits.values()) for bits in stored.values()) / weights
     if budget_bits < least:
@@ -230,7 +249,7 @@ def sensitivity(
     for number, (group, bits) in enumerate(stored.items(), 1):
         options[group] = [
             Option(choice, bits[choice], probe.divergence(formats({group: choice})))
-            for choice in rules
+            for choice in found
         ]
         if progress:
             progress(number, len(groups), {})
@@ -248,7 +267,7 @@ def sensitivity(
         curve[i] = point(path[i], measure=True)
     uniform = {
         choice: point({group: of[i] for group, of in options.items()}, measure=True)
-        for i, choice in enumerate(rules)
+        for i, choice in enumerate(found)
     }
     recipe = replace(
         job.recipe,
@@ -270,13 +289,10 @@ def write_recipe(
     choices: Sequence[str],
     budget_bits: float,
     out: Path,
+    options: QuantizeOptions,
     *,
     recipe: str,
     text: "CalibrationMix | None",
-    data_dir: Path | None,
-    samples: int | None,
-    seqlen: int,
-    seed: int,
     device: str,
     progress: Progress | None = None,
 ) -> Sensitivity:
@@ -296,20 +312,51 @@ def write_recipe(
             raise QtoolError(f"{path} exists already; choose another --out or remove it")
     if facts_file == out or not out.parent.is_dir():
         raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
-    rules = rules_of(choices)
-    scheme = next(choice.partition(":")[0] for choice, rule in rules.items() if rule.scheme)
+    try:
+        TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise QtoolError(f"--out {out}: cannot be written there: {error.strerror}") from error
+    if recipe not in recipes.VARIANTS:
+        raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
+    require_device(device)
+    first = next(filter(None, recipes_of(choices).values()))
     source = Checkpoint(directory)
-    job, plain = (job_of(source, recipes.load(scheme, name)) for name in (recipe, "fast"))
-    given = default_text(directory) if text is None else text
-    cut: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed}
-    windows = calibration(source, plain, given, data_dir=data_dir, device=device, **cut).drawn
-    model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
-    found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
+    job = job_of(source, replace(recipes.load(first.scheme, recipe), layers=first.layers))
+    windows = calibration(
+        source,
+        replace(job, recipe=replace(job.recipe, windows=GIVEN)),
+        default_text(directory) if text is None else text,
+        data_dir=options.data_dir,
+        samples=options.samples,
+        seqlen=options.seqlen,
+        seed=options.seed,
+        device=device,
+    ).drawn
+    _require_memory(job, windows.tokens)
+    try:
+        model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
+        found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise QtoolError(
+            f"{device} ran out of memory ({first_line(error)}) for the model and what it makes of "
+            "one window: free memory, or pass a smaller --seqlen"
+        ) from error
     facts = {"calibration": windows.facts, **asdict(found)}
     del facts["recipe"]
     write_json(facts_file, facts)
     write_text(out, recipes.as_yaml(found.recipe))
     return found
+
+
+def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
+    """Refuse windows for which the model's log-probabilities, float32, are too many to keep."""
+    need = 4 * job.namespace.vocab_size * sum(ids.numel() for ids in windows)
+    if need > (free := HOST_SHARE * available_host_bytes()):
+        raise QtoolError(
+            f"what the model says of {sum(map(len, windows))} windows takes {bytes_text(need)} of "
+            f"host memory, where {bytes_text(free)} are free for it: pass smaller --samples or "
+            "--seqlen"
+        )
 
 
 def _groups(job: Job, model: PreTrainedModel) -> list[Group]:

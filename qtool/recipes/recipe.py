@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, first_line, require_text, suggest
 from qtool.recipes import added
 from qtool.recipes.schema import (
     CONTINUED,
@@ -104,6 +104,7 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
             "neither a scheme nor a recipe file is given: pass --scheme, one of "
             f"{', '.join(files)}, or --recipe FILE"
         )
+    require_text("--scheme", scheme)
     data = read(files[scheme]) if scheme in files else added.find(scheme)
     if data is None:
         raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *added.ADDED])}")
@@ -277,12 +278,27 @@ def _require_known(data: Any, keys: frozenset[str], where: str) -> None:
             raise QtoolError(f"{where}: unknown key {key!r}; {suggest(str(key), keys)}")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a mapping has each key once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = []
+        for key, _ in node.value:
+            if key.value in found:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key {key.value!r} is there twice")
+            found.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        data = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, OSError) as error:
-        raise QtoolError(f"{path.name}: not valid YAML ({str(error).splitlines()[0]})") from error
+        data = yaml.load(path.read_bytes(), _Loader)
+    except RecursionError as error:
+        raise QtoolError(f"{path.name}: nested too deeply for a recipe") from error
+    except (yaml.YAMLError, OSError, ValueError) as error:  # a ValueError: a date that is none
+        raise QtoolError(f"{path.name}: not valid YAML ({first_line(error)})") from error
     if not isinstance(data, dict):
         raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")
     return data

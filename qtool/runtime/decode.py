@@ -31,6 +31,7 @@ from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
 from qtool.models.parts import Heads
+from qtool.models.skeleton import is_rms_norm, rms_norm
 from qtool.runtime import range_attention_triton
 from qtool.runtime.merge import norms_taken_along
 
@@ -269,15 +270,14 @@ def one_kernel_norms(model: nn.Module) -> None:
     model's own arithmetic stays.
     """
     for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+        if is_rms_norm(norm):
             norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return type(norm).forward(norm, hidden)
-    weight = norm.weight
-    return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+    return rms_norm(norm, hidden)
 
 
 def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:

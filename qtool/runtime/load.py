@@ -8,17 +8,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
 from qtool.io.source import Checkpoint, plain_config, read_config, resolve
 from qtool.io.source_names import as_on_disk
-from qtool.models.auto import auto_class, float_config
+from qtool.models.auto import auto_class, config_of, float_config
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.device import require_device
@@ -152,7 +151,7 @@ def _from_pretrained(
             "output_loading_info": True,
         }
         if source is None:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            config = config_of(path)
             found = auto_class(config).from_pretrained(path, trust_remote_code=False, **options)
         else:
             tensors = {name: source.read(name) for name in source.entries}
@@ -171,8 +170,7 @@ def _of_tensors(config: Any, tensors: Mapping[str, Tensor], options: dict[str, A
 
 
 def _unloadable(path: str | Path, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{path}: transformers cannot load it ({reason})"
+    return f"{path}: transformers cannot load it ({in_one_line(error)})"
 
 
 def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
@@ -198,9 +196,10 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a damaged file: tokenizers raises Exception itself
-        reason = (str(error).splitlines() or [""])[0]
+        if (directory / "config.json").is_file():
+            config_of(directory)  # what is wrong with it explains it better
         raise QtoolError(
-            f"{directory}: no usable tokenizer ({type(error).__name__}: {reason})"
+            f"{directory}: no usable tokenizer ({type(error).__name__}: {in_one_line(error)})"
         ) from error
 
 

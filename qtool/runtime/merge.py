@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool.models import family_of
+from qtool.models.skeleton import is_rms_norm
 from qtool.runtime.linear import QuantLinear
 
 _NORMS_TAKEN: ContextVar[bool] = ContextVar("_NORMS_TAKEN", default=False)
@@ -150,8 +151,7 @@ def merge_linears(model: PreTrainedModel) -> None:
 def _is_plain_norm(norm: nn.Module, linear: QuantLinear) -> bool:
     """Whether ``norm`` is ``x / rms(x) * weight``, as the kernels that quantize compute it."""
     kernel = linear.kernel(linear.get_buffer("qweight").device, torch.bfloat16)
-    plain = type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon")
-    return plain and kernel is not None and kernel.prepare is not None
+    return is_rms_norm(norm) and kernel is not None and kernel.prepare is not None
 
 
 def _mergeable(parts: Sequence[QuantLinear]) -> bool:

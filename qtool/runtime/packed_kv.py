@@ -11,13 +11,14 @@ Legend: B batch, H kv heads, T tokens, D head dimension.
 
 import math
 from collections.abc import Callable
+from os.path import commonpath
 
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError
 from qtool.models import Family, Heads
-from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed
+from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, require_kv
 
 SCALES = ("k_scale", "v_scale")
 OFFSET, IMPORTANCE = "k_offset", "k_importance"
@@ -36,22 +37,23 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
     """
     if kv is None:
         return {}
-    if kv not in KV_QUANTIZERS:
-        raise QtoolError(f"unknown KV-cache quantizer {kv!r}: {suggest(kv, KV_QUANTIZERS)}")
+    quantizer = require_kv(kv)
     if reason := family.refuses.get("kv"):
         raise QtoolError(f"{kv}: a {family.name} model cannot have a quantized KV cache: {reason}")
-    if KV_QUANTIZERS[kv].bits == 4 and heads.dim % 2:
+    if quantizer.bits == 4 and heads.dim % 2:
         raise QtoolError(
             f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte"
         )
     each = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
-    return {f"{attention_name(family)}.{name}": each for name in STORED.get(KV_QUANTIZERS[kv], ())}
+    return {f"{attention_name(family)}.{name}": each for name in STORED.get(quantizer, ())}
 
 
 def attention_name(family: Family) -> str:
     """The name within a block of the module that holds the attention linears."""
-    assert family.attention is not None
-    return family.attention.k.rpartition(".")[0]
+    attention = family.attention
+    assert attention is not None
+    linears = (attention.q, attention.k, attention.v)
+    return commonpath(name.replace(".", "/") for name in linears).replace("/", ".")
 
 
 def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:

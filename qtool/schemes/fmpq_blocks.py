@@ -29,13 +29,6 @@ class BlockPlan:
     permutation: Tensor
     eight_bit: Tensor
 
-    @property
-    def permuted(self) -> bool:
-        """Whether any channel moves."""
-        return not torch.equal(
-            self.permutation, torch.arange(len(self.permutation), device=self.permutation.device)
-        )
-
 
 def plan_blocks(
     amax: Tensor,

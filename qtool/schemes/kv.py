@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_text, suggest
 from qtool.schemes.base import stored_scale
 
 Packed = dict[str, Tensor]
@@ -268,6 +268,6 @@ def require_kv(name: str) -> type[KVQuantizer]:
     Raises:
         QtoolError: an unknown one.
     """
-    if name not in KV_QUANTIZERS:
+    if require_text("--kv", name) not in KV_QUANTIZERS:
         raise QtoolError(f"unknown --kv {name!r}: {suggest(name, KV_QUANTIZERS)}")
     return KV_QUANTIZERS[name]

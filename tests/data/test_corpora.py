@@ -122,6 +122,8 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
         ),
         ("a.jsonl", '["a"]\n', "line 1 has a list"),
         ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
+        ("a.jsonl", '{"text": "a", "id": ' + "1" * 5000 + "}", "line 1 cannot be read: .*digits"),
+        ("a.jsonl", "[" * 100_000, "line 1 cannot be read: maximum recursion depth"),
         ("a.parquet", "PAR0", "not a parquet file"),
         ("a.json.gz", "plain", "cannot be read"),
     ],
@@ -132,6 +134,13 @@ def test_bad_files(tmp_path, file, content, message):
         write(path, content)
     with pytest.raises(QtoolError, match=message):
         corpora.load(str(path), split="train")
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    """What cuts strings of UTF-16, as JavaScript has them, leaves such halves in JSON."""
+    path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n')
+    corpus = corpora.load(str(path), split="test")
+    assert corpus.text == "a\ufffd\n\n\U0001f600" and len(corpus.sha256) == 64
 
 
 def test_bad_parquet_column_and_directory(tmp_path):

@@ -72,6 +72,8 @@ def test_one_part_is_recorded_as_it_always_was() -> None:
         ("c4:2,pile", None, "1 of 2 parts have a number of windows"),
         ("c4:2,pile:2", 5, "--samples 5: the parts of the calibration data have 4 windows"),
         ("c4:2", 5, "--samples 5: the parts of the calibration data have 2 windows"),
+        ("c4:1", 5, "--samples 5: the parts of the calibration data have 1 window together"),
+        ("c4", 0, "--samples 0: the calibration data has 1 part$"),
         ("c4,pile,demo", 2, "--samples 2: the calibration data has 3 parts"),
         ("c4:2,wikitex:2", None, "unknown corpus 'wikitex'"),
         ("c4:2,pile:many", None, "unknown corpus 'pile:many'"),

@@ -122,6 +122,13 @@ def test_other_windows_are_not_compared(results, model, tokenizer, data_dir, opt
         compare(other, results)
 
 
+def test_token_ids_of_another_tokenizer_are_not_compared(results):
+    task = results["c4"]
+    other = dataclasses.replace(task, details=task.details | {"token_ids": "0"})
+    with pytest.raises(QtoolError, match="c4 cannot be compared: token_ids is 0"):
+        compare(Results([other]), results)
+
+
 def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
     (data_dir / "c4.txt").write_text(TEXT.upper())
     other = evaluate(["c4"], model, tokenizer, data_dir=data_dir, seqlen=20)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import qtool
 from qtool.cli import cli
 from qtool.errors import QtoolError
 from qtool.eval import saved
@@ -68,6 +69,21 @@ def test_a_baseline_that_is_not_there_costs_no_evaluation(
     for baseline in ("nowhere", str(nothing)):
         with pytest.raises(QtoolError, match=baseline):
             evaluate_checkpoints(["demo"], str(demo_like), baseline, **OPTIONS)
+
+
+def test_a_text_of_the_calibration_is_said(
+    demo_like: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text("The captain was not at all able to endure it. " * 30)
+    how: dict[str, Any] = {"calibration": f"{text}:2,demo:2", "recipe": "paper", "seqlen": 32}
+    done = qtool.quantize(demo_like, "w8a8", out=tmp_path / "out", **how)
+    caplog.clear()
+    evaluate_checkpoints([str(text), "demo"], done.directory, demo_like, **OPTIONS)
+    assert [line for line in caplog.messages if "calibrated on" in line] == [
+        f"{text} is a text that {done.directory} was calibrated on: of other text its perplexity "
+        "may be higher"
+    ]
 
 
 def test_answers_are_kept_apart_and_find_their_baseline(demo_like: Path) -> None:

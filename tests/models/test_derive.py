@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from qtool.errors import QtoolError
-from qtool.models import Family, family_of
+from qtool.models import Family, Heads, family_of
 from qtool.models.derived import _derived, derive
 from qtool.models.parts import LinearGroup
+from qtool.runtime.packed_kv import kv_tensors
 from tests.conftest import VARIANTS, MakeModel
 from tests.models.tiny import tiny_config
 
@@ -104,6 +105,12 @@ def test_a_quantized_cache_is_refused_where_the_decoder_lacks_the_blocks(model_t
     """Their ``get_decoder()`` gives the head, the whole model, or what holds the blocks' owner."""
     family = family_of(tiny_config(model_type).to_dict())
     assert family.refuses["kv"].endswith("decoder does not hold its blocks")
+
+
+def test_a_quantized_cache_is_refused_where_there_is_none() -> None:
+    config = tiny_config("openai-gpt").to_dict()
+    with pytest.raises(QtoolError, match=r"kv4-channel: .*its attention takes no KV cache"):
+        kv_tensors("kv4-channel", family_of(config), Heads(4, 4, 32))
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "granitemoehybrid"])

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
-from qtool.models import FAMILIES, family_of
+from qtool.models import FAMILIES, Heads, family_of
 from qtool.models.families.llama import LLAMA
 from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
@@ -169,3 +169,9 @@ def test_groups_that_do_not_divide_leave_a_few_linears_in_16_bit() -> None:
     config["hidden_size_per_layer_input"], config["intermediate_size"] = 128, 192
     with pytest.raises(QtoolError, match=r"mlp.down_proj: w4a16: 192 input channels are not"):
         Job.of(config, recipes.load("w4a16"))
+
+
+def test_opt_has_the_heads_of_its_hidden_size(make_model: MakeModel) -> None:
+    """transformers reads no other sizes of them, whatever a conversion has left in config.json."""
+    config = config_of(make_model("opt"), num_key_value_heads=2, head_dim=64)
+    assert Heads.of(family_of(config).settings(config)) == Heads(4, 4, 32)

@@ -1,5 +1,6 @@
 """A scheme for each layer, chosen by what it costs the model's output."""
 
+import errno
 import json
 import shutil
 from math import prod
@@ -17,7 +18,7 @@ from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
-from qtool.pipeline.sensitivity import Group, Option, Probe, allocations, rules_of
+from qtool.pipeline.sensitivity import Group, Option, Probe, allocations, recipes_of
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -128,13 +129,35 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_choice_fits_by_its_own_group_size(
+    first: int, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """160 channels are not divisible by w4a16's own groups of 128."""
+    model, choices = make_model(hidden_size=160, intermediate_size=320), ["w4a16:32", "w8a8"]
+    choices = choices[first:] + choices[:first]
+    found = qtool.sensitivity(model, choices, 7.0, tmp_path / "mixed.yaml", **GIVEN)
+    assert {rule.scheme for rule in found.recipe.layers} <= {"w4a16", "w8a8"}
+
+
+def test_a_directory_that_takes_no_file_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("qtool.pipeline.sensitivity.TemporaryFile", refuse)
+    with pytest.raises(QtoolError, match="cannot be written there: Read-only file system"):
+        qtool.sensitivity(tmp_path / "no-model", CHOICES, 6.0, tmp_path / "a.yaml", **GIVEN)
+
+
 @pytest.mark.parametrize(
     ("choices", "budget", "message"),
     [
         (["w4a16:32"], 6.0, "--choices w4a16:32: two or more"),
         (["w4a16:32", "w9"], 6.0, "unknown scheme 'w9'"),
-        (["w4a16:x", "w8a8"], 6.0, "--choices w4a16:x: one scheme"),
-        (["w4a16:²", "w8a8"], 6.0, "--choices w4a16:²: one scheme"),
+        (["w4a16:x", "w8a8"], 6.0, "--choices w4a16:x: group size 'x': a number"),
+        (["w4a16:²", "w8a8"], 6.0, "--choices w4a16:²: group size '²': a number"),
         (["none", "none:64"], 6.0, "--choices none, none:64: two or more"),
         (["w4a4-mix", "w8a8"], 6.0, "--choices w4a4-mix: one scheme"),
         (["w4a16:32", "w8a8"], 4.0, r"--budget-bits 4.0: at least 5.000 are needed"),
@@ -182,4 +205,4 @@ def test_a_model_whose_output_is_not_finite_is_refused(make_model: MakeModel) ->
 
 
 def test_sixteen_bits_are_a_choice() -> None:
-    assert rules_of(["none", "w4a16:64"])["none"].scheme is None
+    assert recipes_of(["none", "w4a16:64"])["none"] is None

@@ -99,6 +99,8 @@ class BlockAttention:
             return dict.fromkeys(LOOK_INTO_CACHE, reason)
         if self._beside_recurrence(attention):
             return dict.fromkeys(LOOK_INTO_CACHE, "its blocks keep a recurrent state in the cache")
+        if not attention.cache:
+            return dict.fromkeys(LOOK_INTO_CACHE, "its attention takes no KV cache")
         refused = {}
         if not self._in_decoder():
             refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
@@ -149,7 +151,8 @@ class BlockAttention:
     def _cache_argument(self) -> str:
         block = self.block.model.modules[self.block.prefix[:-1]]
         known = inspect.signature(type(block).forward).parameters
-        return next((name for name in CACHES if name in known), CACHES[0])
+        others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        return next((name for name in CACHES if name in known), CACHES[0] if others else "")
 
     def _turns_halves(self, pairs: torch.Tensor | None) -> bool:
         """Whether RoPE turns channels i and i + R / 2 of the R it turns in a head."""

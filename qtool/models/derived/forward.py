@@ -312,7 +312,7 @@ def _hooks(
             recorder.muted -= 1
             x = norm_inputs.pop()
             facts, result = recorder.of(x), out[0] if isinstance(out, tuple) else out
-            recorder.trace.norms.append(NormCall(name, facts, result.shape[-1]))
+            recorder.trace.norms.append(NormCall(name, facts))
             inner = () if STREAM in facts else tuple(facts)
             recorder.produce(name, result, *inner)
         elif isinstance(module, nn.Embedding):

@@ -31,7 +31,6 @@ class NormCall:
 
     name: str
     facts: Facts
-    width: int
 
 
 @dataclass
