@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_text, suggest
 from qtool.eval import saved
 from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import TaskKeywords, load_tasks
@@ -69,7 +69,7 @@ def evaluate_checkpoints(
             have; a format with ``kv`` or ``save``; an engine with what it does not do.
     """
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and require_text("--dtype", dtype) not in DTYPES:
         raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     store = directory_of(model)
     if compare:

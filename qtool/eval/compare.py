@@ -98,9 +98,10 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
     other = {"samples": base.samples} | {key: base.details.get(key) for key in SAME}
     for key, value in mine.items():
         if value != other[key] and None not in (value, other[key]):
+            why = "; the two models' tokenizers differ" if key == "token_ids" else ""
             raise QtoolError(
                 f"{result.task} cannot be compared: {key} is {value}, "
-                f"the baseline's is {other[key]}"
+                f"the baseline's is {other[key]}{why}"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import qtool
 from qtool import recipes
 from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.exchange.export import export
@@ -380,3 +381,13 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
         r"gptq: 14 of 14 linears exact; 0\.\d MB, 1\.0\d times the native checkpoint", summary
     )
     assert Checkpoint(tmp_path / "q-gptq").config["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_a_directory_that_an_export_would_have_is_seen_before_the_work(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    (tmp_path / "out-gptq").mkdir()
+    (tmp_path / "out-gptq" / "letter.txt").write_text("kept")
+    with pytest.raises(QtoolError, match="out-gptq exists already"):
+        qtool.quantize(make_model(), "w4a16", out=tmp_path / "out", export_format="gptq")
+    assert {path.name for path in tmp_path.glob("out*")} == {"out-gptq"}

@@ -213,3 +213,24 @@ def test_a_gpu_chooses_the_granularity() -> None:
 def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
     (step,) = RecipeOverrides(max_8bit_blocks=1).recipe("w4ax-fmpq").transforms
     assert step.name == "gather-outliers" and step.options["max_8bit_blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("layers: [{match: .*, scheme: w8a8}]\nkv: kv-4", "'kv-4': .*kv4"),
+        ("layers: [{match: .*, scheme: w8a8}]\nlayers: []", "line 2: the key 'layers' is there"),
+        ("a: " + 2000 * "[", "own.yaml: nested too deeply"),
+        ("layers: [{match: .*, scheme: w4a4-g128}]", "say scheme: w4a4, group_size: 128"),
+    ],
+)
+def test_what_no_recipe_says(content: str, message: str, tmp_path: Path) -> None:
+    (file := tmp_path / "own.yaml").write_text(content)
+    with pytest.raises(QtoolError, match=message):
+        Job.of(CONFIG, RecipeOverrides().recipe(None, str(file)))
+
+
+@pytest.mark.parametrize("recipe", ["", {}])
+def test_an_empty_recipe_is_none(recipe: object) -> None:
+    with pytest.raises(QtoolError):
+        RecipeOverrides().recipe("w8a8", recipe)  # type: ignore[arg-type]
