@@ -114,8 +114,8 @@ def first_sentences(error: Exception, work: str) -> str:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(work, "")
     if len(line) <= 200:
         return line
-    sentence, found, _ = line[:200].rpartition(". ")
-    return f"{sentence}." if found else f"{line[:200].rpartition(' ')[0]} ..."
+    sentence, found, _ = line[:196].rpartition(". ")
+    return f"{sentence}." if found else f"{line[:196].rpartition(' ')[0]} ..."
 
 
 def row_of(model_type: str, steps: list[str]) -> dict[str, Any]:

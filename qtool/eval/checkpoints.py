@@ -96,8 +96,9 @@ def evaluate_checkpoints(
         loaded_tasks = load_tasks(
             tasks, load_tokenizer(directory), deterministic=deterministic, **options
         )
+        calibrated_on = _calibrated_on(directory)
         for task in loaded_tasks:
-            if task.facts["sha256"] in _calibrated_on(directory):
+            if task.facts["sha256"] in calibrated_on:
                 ranks.log(
                     f"{task.name} is a text that {name} was calibrated on: of other text its "
                     "perplexity may be higher"

@@ -230,7 +230,7 @@ def test_what_no_recipe_says(content: str, message: str, tmp_path: Path) -> None
         Job.of(CONFIG, RecipeOverrides().recipe(None, str(file)))
 
 
-@pytest.mark.parametrize("recipe", ["", {}])
-def test_an_empty_recipe_is_none(recipe: object) -> None:
-    with pytest.raises(QtoolError):
+@pytest.mark.parametrize(("recipe", "message"), [("", "it names no file"), ({}, "layers")])
+def test_an_empty_recipe_is_none(recipe: object, message: str) -> None:
+    with pytest.raises(QtoolError, match=message):
         RecipeOverrides().recipe("w8a8", recipe)  # type: ignore[arg-type]
