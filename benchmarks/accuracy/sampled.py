@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qtool.io.source import Checkpoint, resolve
+from qtool.models.cache_argument import CACHE
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
@@ -40,7 +41,7 @@ def sample(
     start = (model.config.bos_token_id or 0) if first is None else first
     tokens = [torch.full((windows, 1), start, device=model.device)]
     while len(tokens) < length:
-        logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(tokens[-1], **{CACHE: cache}, use_cache=True).logits[:, -1].float()
         if first is not None:
             logits[:, first] = -torch.inf
         tokens.append(torch.multinomial(logits.softmax(-1), 1, generator=random))

@@ -34,6 +34,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from qtool.models.cache_argument import CACHE
+
 CONTEXT = 512
 BATCH = 32
 BLANK_LINE = "\n\n"
@@ -88,8 +90,8 @@ def sample(
     tokens = [torch.full((windows, 1), first)]
     surprisal, cache, redraws = [], None, 0
     for _ in range(length - 1):
-        output = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=tokens[-1], **{CACHE: cache}, use_cache=True)
+        cache = getattr(output, CACHE)
         log_p = output.logits[:, -1].log_softmax(-1)
         drawn, redrawn = draw(log_p.exp(), tokens[-1][:, 0].tolist(), next_to, random)
         redraws += redrawn

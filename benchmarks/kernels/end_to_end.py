@@ -31,6 +31,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from qtool.models.cache_argument import CACHE
 from qtool.runtime import kv_attention, kv_cache
 from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.load import load, load_tokenizer
@@ -80,9 +81,9 @@ def decode(directory: Path) -> tuple[float, float, int, str]:
 
     def distance() -> float:
         cache, parts = QuantCache.of(model), []
-        parts.append(model(batch[:, :PROMPT], past_key_values=cache).logits[:, -1:])
+        parts.append(model(batch[:, :PROMPT], **{CACHE: cache}).logits[:, -1:])
         for at in range(PROMPT, batch.shape[1]):
-            parts.append(model(batch[:, at : at + 1], past_key_values=cache).logits)
+            parts.append(model(batch[:, at : at + 1], **{CACHE: cache}).logits)
         return float((torch.cat(parts, 1).float() - whole).norm() / whole.norm())
 
     with mock.patch.object(kv_attention, "_packed", wraps=kv_attention._packed) as calls:

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qtool.bench.stored import store
 from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.models.cache_argument import CACHE
 from qtool.runtime import decode, load
 from qtool.runtime.decode import DecodeGraphs, Step
 from qtool.runtime.dispatch import KERNELS
@@ -294,9 +295,9 @@ def distances(run: Run, model: Any, batch: int) -> dict[str, float]:
         cache: Any = StaticCache(config=model.config, max_cache_len=length + 8)
         if name == "dynamic":
             cache = DynamicCache(config=model.config)
-        parts = [model(ids[:, : run.prompt], past_key_values=cache, logits_to_keep=1).logits]
+        parts = [model(ids[:, : run.prompt], **{CACHE: cache}, logits_to_keep=1).logits]
         for at in range(run.prompt, length - 1):
-            given: dict[str, Any] = {"past_key_values": cache}
+            given: dict[str, Any] = {CACHE: cache}
             if name == "static":
                 shown = torch.arange(length + 8, device=run.device) <= at
                 given["attention_mask"] = shown.expand(batch, 1, 1, -1).clone()

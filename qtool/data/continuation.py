@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from qtool.errors import QtoolError
+from qtool.models.cache_argument import CACHE
 from qtool.runtime.decode import StaticTokens, graph_cache
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 #: not cuDNN's, which makes a plan for each length of a cache: 60 ms a token on an H200, and not the
 #: same each time
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-#: most models' argument for keys and values of earlier tokens
-CACHE = "past_key_values"
 
 
 class Journal(Protocol):
@@ -124,9 +121,9 @@ class _Part:
             return {"input_ids": given, self.state: self.cache}
         return self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             given,
-            past_key_values=self.cache,
             attention_mask=given.new_ones(len(given), self.drawn),
             position_ids=torch.arange(self.drawn, device=given.device).expand(len(given), -1),
+            **{CACHE: self.cache},
         )
 
     def draw(self, random: torch.Generator) -> None:

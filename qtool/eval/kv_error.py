@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qtool.models.auto import text_model
+from qtool.models.cache_argument import CACHE
 from qtool.runtime.kv_cache import QuantCache
 
 
@@ -37,7 +38,7 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
         ]
         for layer, total in zip(cache.layers, sums, strict=True):
             layer.update = _measured(layer.update, total)  # type: ignore[method-assign]
-        text(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
+        text(input_ids=window[None].to(model.device), use_cache=True, **{CACHE: cache})
     return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
 
 

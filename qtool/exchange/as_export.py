@@ -29,6 +29,7 @@ from qtool.exchange.target import TOKEN_INT8, Target
 from qtool.format import native_format
 from qtool.io.source import read_config
 from qtool.models import family_of
+from qtool.models.cache_argument import CACHE
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
@@ -173,4 +174,4 @@ def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def _round_cache(
     scales: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return args, kwargs | {"past_key_values": _Fp8Cache(kwargs.get("past_key_values"), scales)}
+    return args, kwargs | {CACHE: _Fp8Cache(kwargs.get(CACHE), scales)}

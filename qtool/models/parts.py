@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from qtool.models.cache_argument import CACHE
+
 
 class Fold(Enum):
     """How a per-channel factor on a group's input may be folded into what produces it."""
@@ -72,7 +74,7 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     rotary: bool = True
-    cache: str = "past_key_values"
+    cache: str = CACHE
 
 
 @dataclass(frozen=True)

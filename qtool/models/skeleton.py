@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.models.auto import auto_class, refusal
+from qtool.models.cache_argument import CACHE
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
@@ -82,9 +83,7 @@ def release(module: nn.Module) -> None:
 
 
 #: block arguments that belong to generation, not to a calibration forward
-CACHE_ARGUMENTS = frozenset(
-    {"past_key_values", "layer_past", "past_key_value", "use_cache", "cache_position"}
-)
+CACHE_ARGUMENTS = frozenset({CACHE, "layer_past", "past_key_value", "use_cache", "cache_position"})
 
 
 class _LastBlock(Exception):

@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from qtool.models import family_of
+from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
 from qtool.models.skeleton import is_rms_norm, rms_norm
 from qtool.runtime import range_attention_triton
@@ -42,7 +43,8 @@ INPUTS = ("input_ids", "position_ids", "attention_mask")
 #: what makes ``generate`` need another cache, or bring one
 OWN_CACHE = (
     "cache_implementation",
-    "past_key_values",
+    OLDER,
+    CACHE,
     "assistant_model",
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
@@ -228,7 +230,8 @@ def graph_decoding(model: PreTrainedModel) -> bool:
 
     @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
+        kwargs = with_cache_renamed(kwargs)
+        cache: Any = kwargs.get(CACHE)
         if type(cache) is not StaticCache or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
         if not cache.is_initialized:
@@ -285,7 +288,7 @@ def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
 
     The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
     """
-    padding, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    padding, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
     if type(cache) is StaticCache and not cache.is_initialized:
         keep_tokens(cache, window)
     layers = getattr(cache, "layers", None)
@@ -366,7 +369,7 @@ class Step:
             kinds = {"full_attention": mask, "sliding_attention": sliding}
             inputs = inputs | {"attention_mask": kinds}
         with norms_taken_along():
-            out = forward(**inputs, **settings, past_key_values=cache)
+            out = forward(**inputs, **settings, **{CACHE: cache})
         holes = ~are_ranges(mask)[:, None, None]
         out.logits = out.logits.masked_fill(holes, math.nan)
         return out
@@ -384,7 +387,7 @@ class Step:
         for name, tensor in self.inputs.items():
             tensor.copy_(kwargs[name])
         self.graph.replay()
-        return self.output(logits=self.logits.clone(), past_key_values=cache)
+        return self.output(logits=self.logits.clone(), **{CACHE: cache})
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
@@ -415,9 +418,7 @@ def _has_graphs(device: torch.device) -> bool:
 
 def _settings(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The arguments that are no inputs, as they are."""
-    return tuple(
-        (name, value) for name, value in kwargs.items() if name not in (*INPUTS, "past_key_values")
-    )
+    return tuple((name, value) for name, value in kwargs.items() if name not in (*INPUTS, CACHE))
 
 
 AttentionInterface.register(NAME, attend)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
+from qtool.models.cache_argument import CACHE, with_cache_renamed
 from qtool.runtime import kv_attention
 from qtool.runtime.kv_attention import kernel_reads
 from qtool.runtime.packed_kv import (
@@ -215,9 +216,10 @@ def _supply(
 ) -> tuple[tuple[Any, ...], Any]:
     """Give a forward a quantized cache where it has none, and an empty cache quantized layers."""
     named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
-    cache = named.get("past_key_values")
+    named = with_cache_renamed(named)
+    cache = named.get(CACHE)
     if cache is None:
-        named["past_key_values"] = QuantCache(layers=_layers(decoder))
+        named[CACHE] = QuantCache(layers=_layers(decoder))
     elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
         cache.layers = _layers(decoder)
     elif not all(isinstance(layer, QuantCacheLayer) for layer in cache.layers):
@@ -230,8 +232,8 @@ def _supply(
 
 def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Drop the cache that :func:`_supply` supplied where ``use_cache`` is off."""
-    if kwargs.get("use_cache") is False and hasattr(output, "past_key_values"):
-        output.past_key_values = None
+    if kwargs.get("use_cache") is False and hasattr(output, CACHE):
+        setattr(output, CACHE, None)
 
 
 def _layers(decoder: nn.Module) -> list[Any]:

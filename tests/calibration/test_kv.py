@@ -15,6 +15,7 @@ from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import Heads, family_of
 from qtool.models.auto import auto_class
+from qtool.models.cache_argument import CACHE
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.packed_kv import attention_name, kv_tensors
 from qtool.schemes.kv import KV4
@@ -73,7 +74,7 @@ def seen_as_cached(model: PreTrainedModel, kv: str | None) -> None:
 def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrainedModel) -> None:
     _, stored = propagated(any_model, "kv8")
     cache = DynamicCache()
-    any_model.get_decoder()(TOKENS, past_key_values=cache)
+    any_model.get_decoder()(TOKENS, **{CACHE: cache})
     family, heads = family_of(any_model.config.model_type), Heads.of(any_model.config)
     attention = attention_name(family)
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
@@ -110,7 +111,7 @@ def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel
     with pytest.raises(ZeroDivisionError), quantized_kv(block, "kv4-channel", {}):
         # 16 tokens do not fill a group: all are in 16 bits
         assert torch.equal(run(block, batches[0]), before)
-        assert not torch.equal(run(block, batches[0], past_key_values=own), before)
+        assert not torch.equal(run(block, batches[0], **block.with_cache(own)), before)
         raise ZeroDivisionError
     assert torch.equal(run(block, batches[0]), before)
     with quantized_kv(block, None, {}):

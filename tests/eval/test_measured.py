@@ -8,6 +8,7 @@ from qtool import recipes
 from qtool.eval.channel_range import channel_amax, outlier, role, worst
 from qtool.eval.kv_error import kv_errors
 from qtool.io.source import Checkpoint
+from qtool.models.cache_argument import CACHE
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.load import load
@@ -62,7 +63,7 @@ def test_kv_errors_are_relative(quantized):
     model, cache = load(quantized[1]), DynamicCache()
     first = kv_errors(model, windows)[0]
     with torch.no_grad():
-        load(quantized[0])(windows, past_key_values=cache)
+        load(quantized[0])(windows, **{CACHE: cache})
     quantizers = QuantCache.of(model).layers[0].quantizers
     exact = cache.layers[0].keys, cache.layers[0].values
     for found, x, quantizer in zip((first.keys, first.values), exact, quantizers, strict=True):

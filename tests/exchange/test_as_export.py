@@ -17,6 +17,7 @@ from qtool.exchange.export import export
 from qtool.exchange.target import SIXTEEN_BIT, TOKEN_INT8
 from qtool.exchange.targets import TARGETS
 from qtool.io.source import DEMO, Checkpoint
+from qtool.models.cache_argument import CACHE, OLDER
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -123,6 +124,8 @@ def test_in_another_dtype_than_the_files(
 def test_the_cache_is_the_exports(
     variant: str, dequantize: bool, kv: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
+    if kv == "kv8" and not dequantize and CACHE != OLDER:
+        pytest.skip("compressed-tensors 0.20 looks for the cache under its older name alone")
     native = quantized(make_model(variant, dtype=torch.bfloat16), "w4a16", 32, kv)
     out = export(native, "compressed-tensors", tmp_path / "out").directory
     assert_equal(native, "compressed-tensors", out, dequantize=dequantize, dtype=torch.bfloat16)

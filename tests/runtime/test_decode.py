@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from qtool.models.cache_argument import CACHE
 from qtool.runtime import decode, range_attention_triton
 from qtool.runtime.decode import (
     Step,
@@ -192,7 +193,7 @@ def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> Non
     model = model_of(LlamaConfig)
 
     def written() -> Tensor:
-        given = {"past_key_values": DynamicCache(config=model.config)} if "cache" in how else how
+        given = {CACHE: DynamicCache(config=model.config)} if "cache" in how else how
         settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
         rows = slice(1, 2) if "prompt_lookup_num_tokens" in how else slice(2)
         mask = PADDED[rows]
@@ -273,12 +274,12 @@ def test_a_hole_in_the_mask_of_a_recorded_step_is_not_overlooked(recorded: list[
     graph_decoding(model)
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
-        model(PROMPTS, past_key_values=cache)
+        model(PROMPTS, **{CACHE: cache})
         for number in range(3):
             mask = (torch.arange(16) < 8 + number).expand(2, 1, 1, 16).clone()
             mask[1, 0, 0, 3] = number < 2
             ids = {"input_ids": PROMPTS[:, :1], "attention_mask": mask}
-            logits = model(**ids, past_key_values=cache).logits
+            logits = model(**ids, **{CACHE: cache}).logits
             assert logits.isnan().all(-1).flatten().tolist() == [False, number == 2]
 
 
@@ -332,9 +333,9 @@ def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
     with torch.no_grad():
         for step in (model.forward, forward):
             cache = StaticCache(config=model.config, max_cache_len=12)
-            model(PROMPTS % 64, past_key_values=cache)
+            model(PROMPTS % 64, **{CACHE: cache})
             given = {"attention_mask": mask, "position_ids": torch.full((2, 1), 7)}
-            out = step(input_ids=PROMPTS[:, :1] % 64, past_key_values=cache, **given)
+            out = step(input_ids=PROMPTS[:, :1] % 64, **{CACHE: cache}, **given)
             logits.append(out.logits)
     assert torch.equal(*logits)
 

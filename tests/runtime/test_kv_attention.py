@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from qtool.models.cache_argument import CACHE
 from qtool.runtime import kv_attention, kv_cache
 from qtool.runtime.kv_attention import attend
 from qtool.runtime.kv_cache import QuantCache, quantize_kv
@@ -72,7 +73,7 @@ def decode(
     for part in tokens.split(cuts, 1):
         seen += part.shape[1]
         shown = None if mask is None else mask[:, :seen]
-        parts.append(model(part, past_key_values=cache, attention_mask=shown).logits)
+        parts.append(model(part, **{CACHE: cache}, attention_mask=shown).logits)
     return torch.cat(parts, 1).float()
 
 
@@ -123,8 +124,8 @@ def test_what_the_kernel_has_not_is_read_dequantized(packed_calls: mock.Mock) ->
     bias = torch.zeros(2, 1, 1, 21, dtype=torch.bfloat16)
     bias[..., 0] = -1e9
     cache = QuantCache.of(model)
-    model(ids(20), past_key_values=cache)
-    model(ids(1), past_key_values=cache, attention_mask=bias)
+    model(ids(20), **{CACHE: cache})
+    model(ids(1), **{CACHE: cache}, attention_mask=bias)
     assert not packed_calls.called and cache.get_seq_length() == 21
 
 

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from qtool.models.cache_argument import CACHE
 from qtool.models.derived.facts import Fact, Facts, Kind, channelwise, rows_of
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.recorded_block import RecordedBlock
@@ -13,9 +14,9 @@ from qtool.models.derived.trace import AttentionCall
 from qtool.models.parts import Attention, Fold, LinearGroup
 
 #: names that a block's argument for the KV cache has
-CACHES = ("past_key_values", "layer_past", "past_key_value")
-#: the name of it where a recurrent layer keeps its state there
-STATES = "cache_params"
+CACHES = (CACHE, "layer_past", "past_key_value")
+#: the names of it where a recurrent layer keeps its state there: until transformers 5.23, and since
+STATES = {"cache_params", "cache"}
 #: the methods that put a cache of their own into a block
 LOOK_INTO_CACHE = ("smooth-attention", "value-basis", "kv")
 
@@ -117,7 +118,7 @@ class BlockAttention:
         """Whether the block has a recurrent layer beside its attention, as Falcon-H1's."""
         block = self.block.model.modules[self.block.prefix[:-1]]
         return any(
-            STATES in inspect.signature(type(module).forward).parameters
+            not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
             for name, module in block.named_children()
             if name != attention.q.partition(".")[0]
         )

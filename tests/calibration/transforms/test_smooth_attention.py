@@ -17,6 +17,7 @@ from qtool.calibration.transforms.smooth_attention import (
     least_score_error,
     observe_keys,
 )
+from qtool.models.cache_argument import CACHE
 from tests.calibration.conftest import attended
 
 
@@ -53,7 +54,7 @@ def test_key_outliers_vanish_and_four_bit_keys_recover(llama, blocks, alphas, st
 def test_keys_are_seen_after_rope(llama, blocks):
     block, batches = blocks(llama)[0]
     observer, seen = KeyObserver(), []
-    run(block, batches[0], past_key_values=observer)
+    run(block, batches[0], **{CACHE: observer})
     observe(block, batches[:1], {"self_attn.k_proj": seen.append})
     raw = torch.nn.functional.linear(
         seen[0], block.weight("self_attn.k_proj"), block.bias("self_attn.k_proj")

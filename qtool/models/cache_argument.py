@@ -1,0 +1,17 @@
+"""What transformers' models call their KV cache: an argument, and a field of what they return."""
+
+from dataclasses import fields
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+OLDER = "past_key_values"
+#: transformers renamed it with 5.24, and takes the older name too until 5.40
+CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} else OLDER
+
+
+def with_cache_renamed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` of a model, with the cache under the name that its forward has."""
+    if OLDER not in arguments:
+        return arguments
+    return {CACHE if name == OLDER else name: given for name, given in arguments.items()}
