@@ -82,19 +82,22 @@ class Clip(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        inputs = collect(
-            block, batches, [g.linears[0] for g in block.family.groups], self.tokens, self.seed
-        )
+        # of a permuted group only what is quantized reads its input in the new order
+        first = {
+            name: next(
+                other for other in block.family.group_of(name).linears if other in block.schemes
+            )
+            for name in block.schemes
+        }
+        inputs = collect(block, batches, dict.fromkeys(first.values()), self.tokens, self.seed)
 
         def searched(names: Sequence[str]) -> Sequence[tuple[tuple[Ratio, Ratio], Tensor]]:
             scheme, weight = block.schemes[names[0]], stacked_weights(block, names)
-            x = padded([inputs[block.family.group_of(name).linears[0]].sample for name in names])
+            x = padded([inputs[first[name]].sample for name in names])
             params = scheme.fit_range(*scheme.range(weight[0], finite=True))
             return search(scheme, weight, scheme.fake_activation(x, params), self.ratios)
 
-        judged = [
-            name for name in block.schemes if block.family.group_of(name).linears[0] in inputs
-        ]
+        judged = [name for name in block.schemes if first[name] in inputs]
         turns = [
             names
             for same in alike(block, judged)

@@ -240,8 +240,9 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
         permute_outputs(block, group.source, rows.flatten())
         permute_inputs(block, group, order)
     else:
-        for name in group.linears:
-            block.permute(name, order)
+        for name in group.linears:  # what stays in 16 bits stores no order
+            if name in block.schemes:
+                block.permute(name, order)
 
 
 def _kind(group: LinearGroup) -> str:

@@ -15,6 +15,7 @@ from qtool.calibration.rounding.block_precision import (
 )
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.transforms import reorder
+from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
@@ -123,6 +124,26 @@ def test_outliers_share_one_block(wide, blocks, transformed, logits):
         assert block.schemes[name].eight_bit.sum() == 1
         assert salience(block, batches, name)[:128].amax() == salience(block, batches, name).amax()
     assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
+
+
+@torch.no_grad()
+def test_what_stays_in_16_bits_keeps_its_order(wide, blocks):
+    """No order is stored for it; the others are clipped for their input in the new one."""
+    scatter_outliers(wide)
+    kept, clips = "self_attn.q_proj", []
+    for quantized in (True, False):
+        block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+        weight, before = block.weight(kept).clone(), run(block, batches[0])
+        if not quantized:
+            del block.schemes[kept]
+        GatherOutliers().apply(block, batches)
+        assert torch.equal(block.weight(kept), weight) is not quantized
+        assert (kept in block.permutations) is quantized
+        torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
+        Clip(sequences=0).apply(block, batches)
+        clips.append(block.clips["self_attn.k_proj"])
+    for together, alone in zip(*clips, strict=True):
+        assert torch.equal(together, alone)
 
 
 def test_no_eight_bit_block_allowed(wide, blocks):
