@@ -104,6 +104,15 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
     ).all()
 
 
+@pytest.mark.parametrize("model_type", ["cohere", "glm4", "ernie4_5"])
+def test_kv4_weighs_no_channel_where_rope_turns_neighbours(model_type: str) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    _, (found, *_) = propagated(auto_class(config).from_config(config).eval(), "kv4")
+    assert (found["self_attn.k_importance"] == 1).all()
+    assert found["self_attn.k_offset"].abs().max() > 0
+
+
 def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:
     block, batches = blocks(llama)[0]
     before = run(block, batches[0])

@@ -82,7 +82,8 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         if norm is not None and shared_norm(block):
             queries = norm(queries)
         if attention.rotary:
-            queries = apply_rope(queries, to_device(batch.kwargs[block.index], block.device))
+            arguments = to_device(batch.kwargs[block.index], block.device)
+            queries = apply_rope(queries, arguments, rotary_dim(block))
         by_head = (
             queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
         )  # [Hkv, T, D]
@@ -91,13 +92,18 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     return Queries((torch.stack(moments).sum(0) / tokens).float())
 
 
-def apply_rope(queries: Tensor, arguments: dict[str, object]) -> Tensor:
-    """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``."""
+def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> Tensor:
+    """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``.
+
+    RoPE turns ``rotated`` channels of a head, i and i + ``rotated`` / 2 together.
+    """
     angles = arguments.get("position_embeddings")
     if angles is None or arguments.get("alibi") is not None:
         return queries
     # [B or 1, S, 1, R]
     cosine, sine = (part.float()[:, :, None] for part in angles)  # type: ignore[attr-defined]
+    if 2 * cosine.shape[-1] == rotated:  # GPT-OSS's: an angle of each pair once
+        cosine, sine = torch.cat([cosine, cosine], -1), torch.cat([sine, sine], -1)
     turning, rest = queries.split([cosine.shape[-1], queries.shape[-1] - cosine.shape[-1]], -1)
     first, second = turning.chunk(2, -1)
     return torch.cat([turning * cosine + torch.cat([-second, first], -1) * sine, rest], -1)

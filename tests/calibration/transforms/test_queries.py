@@ -1,8 +1,9 @@
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
 
 from qtool.calibration.transforms.key_transform import KeyTransform
-from qtool.calibration.transforms.queries import LEAST, Queries, observe_queries
+from qtool.calibration.transforms.queries import LEAST, Queries, apply_rope, observe_queries
 from tests.calibration.conftest import attended
 
 
@@ -23,6 +24,17 @@ def test_queries_are_looked_at_as_they_meet_the_keys(any_model, blocks):
     torch.testing.assert_close(
         importance, power / power.mean(1, keepdim=True), rtol=1e-3, atol=LEAST
     )
+
+
+def test_an_angle_may_stand_once_for_its_pair():
+    """GPT-OSS hands its blocks half as many angles as others."""
+    queries, angles = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 4)
+    given = angles.cos(), angles.sin()
+    expected, _ = apply_rotary_pos_emb(queries, queries, *given, unsqueeze_dim=2)
+    for twice in (1, 2):
+        tensors = tuple(part.repeat(1, 1, twice) for part in given)
+        turned = apply_rope(queries, {"position_embeddings": tensors}, 8)
+        torch.testing.assert_close(turned, expected)
 
 
 @pytest.mark.parametrize("rotary", (0, 8, 16))
