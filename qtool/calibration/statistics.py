@@ -16,6 +16,7 @@ from qtool.calibration.batch import Batch, Batches
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import by_place, observe
 from qtool.distributed import ranks
+from qtool.models.experts import expert_place
 
 #: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
 LEAST_TOKENS = 16
@@ -110,11 +111,19 @@ def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _positions(total: int, tokens: int, seed: int) -> Tensor:
-    """The sampled positions of ``total`` tokens, drawn once for all blocks."""
-    return (
-        torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:tokens].sort().values
-    )
+def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
+    """The sampled positions of ``total`` tokens, drawn once for all blocks.
+
+    Of an expert, whose tokens are numbered as they come and may be a few of all, the first
+    :data:`LEAST_TOKENS` too, and of those after them so many between n and 2.7 n.
+    """
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[torch.randperm(total, generator=random)[:tokens]] = True
+    if routed and tokens:
+        numbers = torch.arange(1, total + 1)
+        chosen |= torch.rand(total, generator=random) * numbers < LEAST_TOKENS
+    return chosen.nonzero().flatten()
 
 
 def collect(
@@ -122,14 +131,17 @@ def collect(
 ) -> dict[str, Inputs]:
     """The inputs of ``linears`` in one run of ``block``, sampled at ``tokens`` random positions.
 
-    The positions are the same for all linears.
+    The positions are the same for all linears; an expert, which sees a share of the tokens, has
+    that share of the sample and a few more (:func:`_positions`).
 
     A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
     """
     sizes = [count * length for count, length in batch_shapes(batches)]
-    total, positions = sum(sizes), _positions(sum(sizes), tokens, seed)
+    total, collectors = sum(sizes), {}
     places = by_place(block, linears)
-    collectors = {place: _Collector(names, positions) for place, names in places.items()}
+    for place, of_place in places.items():
+        an_experts = expert_place(block.module, next(iter(of_place.values()))) is not None
+        collectors[place] = _Collector(of_place, _positions(total, tokens, seed, an_experts))
     names = [name for of_place in places.values() for name in of_place.values()]
     routed = any(
         group.routed for group in block.family.groups
@@ -191,7 +203,10 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
 def own_subset(
     batches: Sequence[Batch], sequences: float = inf, tokens: float = inf
 ) -> list[Batch]:
-    """This rank's share of the first batches that hold so many sequences, or so many tokens."""
+    """This rank's share of the first batches that hold so many sequences, or so many tokens.
+
+    Batches are taken whole.
+    """
     count = held = seen = 0
     for size, length in batch_shapes(batches):
         if held >= sequences or seen >= tokens:
@@ -201,9 +216,13 @@ def own_subset(
 
 
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """The first batches that hold ``sequences`` sequences, for objectives that run the whole block.
+    """The first ``sequences`` sequences, for objectives that run the whole block.
 
     All ranks get all of them: the candidates of a search are what is shared out.
     """
-    own = own_subset(batches, sequences)
-    return own if ranks.size() == 1 else ranks.all_gather_batches([batch.plain() for batch in own])
+    found = own_subset(batches, sequences)
+    if ranks.size() > 1:
+        found = ranks.all_gather_batches([batch.plain() for batch in found])
+    if found and (extra := sum(batch.shape[0] for batch in found) - sequences) > 0:
+        found[-1] = found[-1].part(slice(found[-1].shape[0] - extra))
+    return found

@@ -1,10 +1,19 @@
 """The largest inputs over all batches, and who has seen enough to be judged by them."""
 
+import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from qtool.calibration.statistics import LEAST_TOKENS, _Collector, saw_enough
+from qtool.calibration.batch import Batch, BlockArguments
+from qtool.calibration.statistics import (
+    LEAST_TOKENS,
+    _Collector,
+    _positions,
+    saw_enough,
+    subset,
+)
 
 
 def test_the_largest_of_all_batches_and_the_sampled_positions() -> None:
@@ -35,6 +44,24 @@ def test_experts_observed_as_one_keep_what_each_would_keep_alone() -> None:
         ((its_amax, its_sample, its_kept),) = collector.collected()
         assert torch.equal(amax, its_amax) and torch.equal(sample, its_sample)
         assert [n for n in kept if n] == [n for n in its_kept if n]
+
+
+@pytest.mark.parametrize("seen", [LEAST_TOKENS, 100, 5000])
+def test_an_expert_that_saw_few_tokens_is_judged_by_enough_of_them(seen: int) -> None:
+    """The sample of all tokens would have its share of them: a few, or none."""
+    total, tokens = 100_000, 200
+    positions = _positions(total, tokens, 0, True)
+    assert torch.equal(positions, positions.unique())
+    assert LEAST_TOKENS <= int((positions < seen).sum()) <= 2 * LEAST_TOKENS * math.log(seen)
+    every = _positions(total, tokens, 0, False)
+    assert len(every) == tokens and torch.isin(every, positions).all()
+    assert len(_positions(total, 0, 0, True)) == 0
+
+
+def test_sequences_are_counted_not_batches() -> None:
+    batches = [Batch(torch.randn(3, 2, 4), BlockArguments([], [])) for _ in range(3)]
+    assert [batch.shape[0] for batch in subset(batches, 4)] == [3, 1]
+    assert [batch.shape[0] for batch in subset(batches, 20)] == [3, 3, 3]
 
 
 def test_few_tokens_are_not_enough_and_said() -> None:
