@@ -21,6 +21,25 @@ if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of 
 HIDDEN = "hidden"
 
 
+@dataclass(frozen=True)
+class BlockArguments:
+    """All blocks' arguments beside the hidden states.
+
+    ``rows``: the same structure, with the rows of a sequence for each tensor; 0 where all
+    sequences share it.
+    """
+
+    values: Sequence[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
+
+    def __getitem__(self, block: int) -> dict[str, Any]:
+        return self.values[block]
+
+    def part(self, sequences: slice, size: int) -> "BlockArguments":
+        """Those of some of ``size`` sequences."""
+        return BlockArguments(_cut(self.values, self.rows, sequences, size), self.rows)
+
+
 @dataclass
 class Batch:
     """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks.
@@ -31,7 +50,7 @@ class Batch:
     """
 
     hidden: Tensor
-    kwargs: Sequence[dict[str, Any]]
+    kwargs: BlockArguments
     passed: dict[str, Tensor] = field(default_factory=dict)
     more: Tensor | None = None
     axis: int = 0
@@ -55,7 +74,8 @@ class Batch:
     def part(self, sequences: slice) -> "Batch":
         """Some of the sequences."""
         size, _ = self.shape
-        kwargs, passed = (_sequences(v, sequences, size) for v in (self.kwargs, self.passed))
+        kwargs = self.kwargs.part(sequences, size)
+        passed = {name: tensor[sequences] for name, tensor in self.passed.items()}
         more = None if self.more is None else self.more[sequences]
         hidden = self.hidden[(slice(None),) * self.axis + (sequences,)]
         return Batch(hidden, kwargs, passed, more, self.axis)
@@ -98,17 +118,25 @@ class Batches(list[Batch]):
         self.shapes = list(shapes)
 
 
-def _sequences(value: Any, part: slice, size: int) -> Any:
-    """``value`` with the tensors in it cut to some sequences.
+def rows_of_a_sequence(one: Any, two: Any) -> Any:
+    """The rows of each tensor in an argument, given for one sequence and for two."""
+    if isinstance(one, Tensor):
+        return len(one) if one.dim() and len(two) == 2 * len(one) else 0
+    if isinstance(one, (tuple, list)):
+        return [rows_of_a_sequence(*both) for both in zip(one, two, strict=True)]
+    if isinstance(one, dict):
+        return {key: rows_of_a_sequence(one[key], two[key]) for key in one}
+    return 0
 
-    A tensor is cut if it has one entry for each of ``size`` sequences.
-    """
+
+def _cut(value: Any, rows: Any, part: slice, size: int) -> Any:
+    """``value`` with the tensors in it cut to some of ``size`` sequences of so many rows each."""
     if isinstance(value, Tensor):
-        return value[part] if value.dim() and len(value) == size else value
+        return value.unflatten(0, (size, rows))[part].flatten(0, 1) if rows else value
     if isinstance(value, (tuple, list)):
-        return type(value)(_sequences(v, part, size) for v in value)
+        return type(value)(_cut(v, r, part, size) for v, r in zip(value, rows, strict=True))
     if isinstance(value, dict):
-        return {k: _sequences(v, part, size) for k, v in value.items()}
+        return {key: _cut(v, rows[key], part, size) for key, v in value.items()}
     return value
 
 
@@ -128,7 +156,7 @@ def first_inputs(
     model: "PreTrainedModel",
     family: Family,
     tokens: Sequence[Tensor],
-    keep: Callable[[Tensor, Sequence[dict[str, Any]]], Batch] = Batch,
+    keep: Callable[[Tensor, BlockArguments], Batch] = Batch,
 ) -> list[Batch]:
     """The inputs of block 0 and the other arguments of all blocks, for each ``tokens [B, S]``.
 
@@ -136,9 +164,11 @@ def first_inputs(
     batch of both.
     """
     batches = []
+    one, two = (block_arguments(model, family, tokens[0][:1].repeat(n, 1))[1] for n in (1, 2))
+    rows = rows_of_a_sequence(one, two)
     for ids in tokens:
         hidden, kwargs = block_arguments(model, family, ids)
-        batch = keep(hidden, kwargs)
+        batch = keep(hidden, BlockArguments(kwargs, rows))
         batch.axis = 0 if hidden.shape[:2] == ids.shape else 1
         batches.append(batch)
     return batches

@@ -14,9 +14,11 @@ from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import family_of
+from qtool.models.auto import auto_class
 from qtool.models.skeleton import fill, skeleton
 from qtool.schemes import get
 from tests.conftest import SMALL
+from tests.models.tiny import tiny_config
 
 
 @pytest.fixture
@@ -50,6 +52,19 @@ def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> N
     limit(block, 1)
     assert torch.allclose(run(block, batch), whole, atol=1e-6)
     assert block.notes["batches halved for lack of memory"] == 3
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "llama"])
+@torch.no_grad()
+def test_parts_get_their_own_arguments(model_type: str) -> None:
+    """Bloom's ALiBi has a row for each head of each sequence, MPT's for each head: here also 4."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model, family = auto_class(config).from_config(config).eval(), family_of(config)
+    (batch,) = first_inputs(model, family, [torch.randint(0, 61, (4, 16))])
+    block = Block(0, model.get_submodule(family.blocks)[0], family, config, {})
+    parts = [run(block, batch.part(slice(i, i + 2))) for i in (0, 2)]
+    torch.testing.assert_close(torch.cat(parts), run(block, batch), rtol=1e-5, atol=1e-5)
 
 
 def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:

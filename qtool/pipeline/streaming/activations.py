@@ -7,15 +7,14 @@ in full before the first byte is used, and dropped from memory after each use.
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.batch import HIDDEN, Batch
+from qtool.calibration.batch import HIDDEN, Batch, BlockArguments
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
@@ -112,9 +111,7 @@ class Activations:
         self.place, self.dtype, self.directory, self.room = place, dtype, directory, room
         self.count = 0
 
-    def batch(
-        self, tensors: Mapping[str, Tensor], kwargs: Sequence[dict[str, Any]], axis: int = 0
-    ) -> Batch:
+    def batch(self, tensors: Mapping[str, Tensor], kwargs: BlockArguments, axis: int = 0) -> Batch:
         """A batch of hidden states ``[B, S, H]`` and what else is passed on, moved to its place.
 
         Raises:

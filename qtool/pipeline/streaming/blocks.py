@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.alike import packed_in_turn
-from qtool.calibration.batch import HIDDEN, Batch, Batches, first_inputs
+from qtool.calibration.batch import HIDDEN, Batch, Batches, BlockArguments, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
@@ -149,7 +149,7 @@ class BuiltBlocks:
         ]
         numbers = count()
 
-        def batch(hidden: Tensor, kwargs: Sequence[dict[str, Any]]) -> Batch:
+        def batch(hidden: Tensor, kwargs: BlockArguments) -> Batch:
             stored = self._kept("quantized", next(numbers)) if self.kept else {HIDDEN: hidden}
             return activations.batch(stored, kwargs)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.batch import Batch, BlockArguments, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
@@ -183,12 +183,35 @@ def test_a_seed_repeats_to_the_bit(block: tuple[Block, list]) -> None:
 
 @pytest.mark.parametrize(("size", "expected"), [(1, [1] * 5), (2, [2, 1, 2]), (8, [3, 2])])
 def test_an_iteration_has_so_many_sequences(size: int, expected: list[int]) -> None:
-    batches = [Batch(torch.randn(count, 4, 2), [{"mask": torch.ones(count)}]) for count in (3, 2)]
-    found = [part for part in iterations(batches, size) if part]
+    """Of an argument with several rows a sequence, as ALiBi's ``[B H, 1, S]``, too."""
+
+    def batch(count: int) -> Batch:
+        arguments = {"mask": torch.ones(count), "alibi": torch.arange(2 * count)}
+        rows = {"mask": 1, "alibi": 2}
+        return Batch(torch.randn(count, 4, 2), BlockArguments([arguments], [rows]))
+
+    batches = [batch(3), batch(2)]
+    found = [part for part in iterations(batches, size, 5) if part]
     assert [part.shape[0] for part in found] == expected
     assert all(len(part.kwargs[0]["mask"]) == part.shape[0] for part in found)
+    alibi = torch.cat([part.kwargs[0]["alibi"] for part in found])
+    assert torch.equal(alibi, torch.cat([torch.arange(6), torch.arange(4)]))
     hidden = [torch.cat([part.hidden for part in parts]) for parts in (found, batches)]
     assert torch.equal(*hidden)
+
+
+def test_a_large_residual_stream_slows_no_learning(block: tuple[Block, list]) -> None:
+    """The loss and its gradients are the smaller, and Adam steps as far."""
+    own, batches = copy.deepcopy(block)
+    for batch in batches:
+        batch.hidden *= 1000
+    _, (before, *after), _ = distilled((own, batches))
+    assert before < 1e-6 and min(after) < 0.85 * before
+
+
+def test_a_block_that_stays_in_16_bits_learns_nothing(block: tuple[Block, list]) -> None:
+    own, batches = block
+    assert Distill().round(replace(own, schemes={}), batches) == {}
 
 
 def test_a_single_batch_is_enough(block: tuple[Block, list]) -> None:
@@ -310,7 +333,7 @@ def test_zero_points_are_learned_and_never_for_the_worse(
         own.weight(linear).sub_(0.02)  # one bound is farther than the other
     expected, (before,), _ = distilled((own, batches), start=start, epochs=0)
     found, curve, _ = distilled(
-        (own, batches), start=start, epochs=8, weight_lr=0.02, scale_lr=3e-3
+        (own, batches), start=start, epochs=8, weight_lr=0.02, scale_lr=1e-2
     )
     assert min(curve) <= curve[0] == before
     (integer,) = {"zero", "offset"} & set(expected["mlp.up_proj"].params)

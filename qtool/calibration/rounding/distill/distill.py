@@ -34,7 +34,7 @@ from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.calibration.statistics import own_subset
+from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 
@@ -101,11 +101,13 @@ class Distill(Rounding):
         return STARTS[self.start]().compares
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
+        if not block.schemes:
+            return {}
         few, reference = own_subset(batches, self.samples), block.reference
-        used = shown = iterations(few, self.batch)
+        used = shown = iterations(few, self.batch, self.samples)
         if reference:
             floats = [reference.batches.get(id(batch), batch) for batch in few]
-            shown = iterations(floats, self.batch)
+            shown = iterations(floats, self.batch, self.samples)
         targets = [None if b is None else run(block, b, **block.full_kv) for b in shown]
         sizes = self.sizes(targets)
         student = self.student(block, batches)
@@ -132,6 +134,10 @@ class Distill(Rounding):
             with torch.no_grad():
                 return sum(ranks.all_gather(sum(float(loss_of(i)) for i in judged))) / len(judged)
 
+        # Adam heeds no factor of its gradients as long as they are large beside its epsilon, and
+        # float16 can hold them
+        tokens = self.batch * batch_shapes(batches)[0][1]
+        gradient_scale = tokens * block.config.hidden_size
         optimizer = self.optimizer(linears)
         learned = [p for group in optimizer.param_groups for p in group["params"]]
         steps, last = max(1, self.epochs * len(taught)), 0.0 if self.decay else 1.0
@@ -141,7 +147,7 @@ class Distill(Rounding):
         for _ in range(self.epochs):
             for i in torch.randperm(len(taught), generator=random).tolist():
                 optimizer.zero_grad()
-                loss_of(taught[i]).backward()  # type: ignore[no-untyped-call]
+                (loss_of(taught[i]) * gradient_scale).backward()
                 for parameter in learned:
                     if (
                         parameter.grad is None
@@ -234,19 +240,21 @@ class Distill(Rounding):
         fused = any(
             linear.steps.is_cuda for linear in linears.values()
         )  # a pass over the weights instead of ten
-        return torch.optim.Adam(groups, betas=(0.9, 0.999), fused=fused or None)
+        return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)
 
 
-def iterations(batches: Sequence[Batch], size: int) -> list[Batch | None]:
+def iterations(batches: Sequence[Batch], size: int, samples: int) -> list[Batch | None]:
     """This rank's sequences of each iteration, in order; None where one has fewer than ranks.
 
-    An iteration has ``size`` sequences, the last ones of a batch fewer.
+    An iteration has ``size`` sequences, the last ones of a batch fewer; all have ``samples``.
     """
     own: list[Batch | None] = []
     for batch in ranks.lockstep(batches):
         for whole in filter(None, ranks.all_gather(batch and batch.plain())):
-            for first in range(0, whole.shape[0], size):
-                part = whole.part(slice(first, first + size))
+            wanted = min(whole.shape[0], samples)
+            samples -= wanted
+            for first in range(0, wanted, size):
+                part = whole.part(slice(first, min(first + size, wanted)))
                 rows = ranks.local_rows(part.shape[0])
                 own.append(part.part(rows) if rows.start < rows.stop else None)
     return own
