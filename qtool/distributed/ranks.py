@@ -56,6 +56,11 @@ def size() -> int:
     return _world.size
 
 
+def local_size() -> int:
+    """The number of processes on this machine, as the launcher says it; all, if it does not."""
+    return min(_world.size, int(os.environ.get("LOCAL_WORLD_SIZE", _world.size)))
+
+
 def log(line: str) -> None:
     """Log a line for the user, once for all ranks."""
     if _world.rank == 0:

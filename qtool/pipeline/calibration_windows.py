@@ -7,7 +7,6 @@ directory, so that a resumed run reads them.
 
 import gc
 import hashlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -29,6 +28,7 @@ from qtool.io.output import Output
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
+from qtool.pipeline.free_memory import gpu_memory, host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import (
     BATCH_TOKENS,
@@ -40,7 +40,6 @@ from qtool.pipeline.planning.memory import (
 )
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.rounded_model import load_rounded
-from qtool.pipeline.streaming.activations import available_host_bytes, gpu_memory
 from qtool.pipeline.units import bytes_text
 from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
@@ -191,7 +190,7 @@ class Windows(Calibration):
         """
         whole, free = _memory(self.device)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
-        if not need.fits(free, HOST_SHARE * available_host_bytes()):
+        if not need.fits(free, HOST_SHARE * host_memory()[1]):
             raise QtoolError(
                 "the recipe has windows: continued, and to continue calibration windows takes the "
                 f"whole model{need.how}, {bytes_text(need.bytes)} with its cache, where "
@@ -277,5 +276,5 @@ def _memory(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         whole, free = gpu_memory(device)
         return whole, DEVICE_SHARE * free
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return whole, HOST_SHARE * available_host_bytes()
+    whole, free = host_memory()
+    return whole, HOST_SHARE * free

@@ -29,12 +29,12 @@ from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import calibration
+from qtool.pipeline.free_memory import host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions, group_size
 from qtool.pipeline.planning.memory import HOST_SHARE
 from qtool.pipeline.quantize import job_of
 from qtool.pipeline.run import default_text
-from qtool.pipeline.streaming.activations import available_host_bytes
 from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
@@ -351,7 +351,7 @@ def write_recipe(
 def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
     """Refuse windows for which the model's log-probabilities, float32, are too many to keep."""
     need = 4 * job.namespace.vocab_size * sum(ids.numel() for ids in windows)
-    if need > (free := HOST_SHARE * available_host_bytes()):
+    if need > (free := HOST_SHARE * host_memory()[1]):
         raise QtoolError(
             f"what the model says of {sum(map(len, windows))} windows takes {bytes_text(need)} of "
             f"host memory, where {bytes_text(free)} are free for it: pass smaller --samples or "

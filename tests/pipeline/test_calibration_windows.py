@@ -81,7 +81,7 @@ def test_the_command_line_has_the_last_word(recipe: str, windows: str) -> None:
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 30_000_000)
+    monkeypatch.setattr(calibration_text, "host_memory", lambda: (64e9, 30_000_000))
 
 
 SMOOTHED = {
@@ -124,7 +124,7 @@ def test_free_memory_decides_nothing(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the model does not fit whole, its windows cannot be had: never other ones instead."""
-    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
+    monkeypatch.setattr(calibration_text, "host_memory", lambda: (64e9, 100_000))
     with pytest.raises(QtoolError, match=r"takes the whole model, .* kB .*--windows given"):
         run(make_model(), tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
@@ -307,7 +307,7 @@ def test_the_rounded_model_continues_as_its_checkpoint_does(
 
 @pytest.mark.usefixtures("rounds")
 def test_a_rounded_model_that_does_not_fit_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_text, "available_host_bytes", lambda: 100_000)
+    monkeypatch.setattr(calibration_text, "host_memory", lambda: (64e9, 100_000))
     with pytest.raises(QtoolError, match=r"whole model, rounded to w4a16, .* with its cache"):
         cut("best")
 

@@ -20,7 +20,7 @@ from qtool.pipeline.planning.work import block_shape
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 #: of the free memory that a run may plan with, on the device and on the host, which others use too
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
-#: tokens of a batch
+#: tokens of a batch; a longer window is one by itself
 BATCH_TOKENS = 4096
 #: tokens of a window that is continued in pieces, each by itself, and of a piece, at least: eight
 #: pieces take an eighth of a window's steps, over an eighth of its keys and values
@@ -69,7 +69,7 @@ def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch
     widest = max(map(sum, shape.linears.values()))
     experts = [name for name in shape.linears if shape.family.group_of(name).routed]
     paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
-    batch = int(BATCH_TOKENS * 3 * max(widest, paired)) * itemsize
+    batch = int(max(BATCH_TOKENS, window) * 3 * max(widest, paired)) * itemsize
     held = max(method.held_bytes(shape) for method in job.methods)
     return parameters * computing + batch + job.block_bytes(block) + held
 

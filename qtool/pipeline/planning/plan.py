@@ -16,6 +16,7 @@ import torch
 from qtool.errors import QtoolError, require_count
 from qtool.exchange.exportable import formats_that_take
 from qtool.models.architecture import dtype_name
+from qtool.pipeline import free_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
@@ -148,7 +149,7 @@ def plan(
     if not job.needs_data:
         took = source / PLAIN_WEIGHTS_PER_SECOND
         return Plan(**sizes, host_bytes=plain_host_bytes(job), seconds=took)
-    host = activations.available_host_bytes() if host_memory is None else host_memory
+    host = free_memory.host_memory()[1] if host_memory is None else host_memory
     free = device_memory if where.type == "cuda" else host
     window = job.window(seqlen)
     return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus))

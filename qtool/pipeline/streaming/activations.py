@@ -17,6 +17,7 @@ from torch import Tensor
 from qtool.calibration.batch import HIDDEN, Batch, BlockArguments
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.pipeline.free_memory import gpu_memory, host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import (
     DEVICE_SHARE,
@@ -38,9 +39,10 @@ PLACES = {
 def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple[str, float]:
     """The place for the activations of ``tokens``, in windows of ``window``, on this machine.
 
-    Beside it are the bytes that the device has for them.
+    Ranks on one machine share its memory evenly. Beside the place are the bytes that the device has
+    for them.
     """
-    host_free = available_host_bytes()
+    host_free = host_memory()[1] / ranks.local_size()
     device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
     room = device_room(job, tokens, window, device, device_free)
     return choose(job, tokens, window, device, device_free, host_free), room
@@ -51,25 +53,6 @@ def device_room(
 ) -> float:
     """Bytes of ``device`` that a block's memory leaves to activations."""
     return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, window, device))
-
-
-def gpu_memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of a GPU that this process may have: in all, and now.
-
-    ``torch.cuda.set_per_process_memory_fraction`` may have left it a part.
-    """
-    free, whole = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device.index) * whole
-    return share, min(free, share - torch.cuda.memory_reserved(device))
-
-
-def available_host_bytes() -> int:
-    """Memory that processes may still have, as the kernel estimates it."""
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:

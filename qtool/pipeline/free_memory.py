@@ -1,0 +1,63 @@
+"""The memory that this process may have, of a GPU and of the host: in all, and now."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+ROOT = Path("/")
+#: of control groups, of version 2 and 1, by how a process names its own: their folder, the files of
+#: the limit and of what is in use, and what counts of files are called after
+CGROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
+
+def gpu_memory(device: torch.device) -> tuple[float, float]:
+    """Bytes of a GPU that this process may have: in all, and now.
+
+    ``torch.cuda.set_per_process_memory_fraction`` may have left it a part.
+    """
+    free, whole = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device.index) * whole
+    return share, min(free, share - torch.cuda.memory_reserved(device))
+
+
+def host_memory() -> tuple[float, float]:
+    """Bytes of the host, or of the container, that processes may have: in all, and now.
+
+    The latter is the kernel's estimate, which takes for free what it holds of files.
+    """
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        facts = _facts(ROOT / "proc/meminfo")
+        free = facts["MemAvailable:"] * 1024
+    except (OSError, KeyError, ValueError):
+        free = whole // 2
+    wholes, free_now = zip((whole, free), *_container_memory(), strict=True)
+    return min(wholes), min(free_now)
+
+
+def _container_memory() -> Iterator[tuple[int, int]]:
+    """What :func:`host_memory` is by each limit of a control group (``/proc/meminfo`` has none)."""
+    with suppress(OSError):
+        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in CGROUPS:
+                continue
+            folder, limit, used, files = CGROUPS[controllers]
+            group = ROOT / folder / path.lstrip("/")
+            for place in (group, *group.parents):  # those above it limit it too
+                with suppress(OSError, KeyError, ValueError):  # no such file, or no limit: "max"
+                    whole = int((place / limit).read_text())
+                    facts = _facts(place / "memory.stat")
+                    cached = facts[f"{files}inactive_file"] + facts[f"{files}active_file"]
+                    yield whole, whole - int((place / used).read_text()) + cached
+
+
+def _facts(path: Path) -> dict[str, int]:
+    """The lines ``name number`` of a file of the kernel's."""
+    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
