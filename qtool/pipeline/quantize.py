@@ -20,6 +20,7 @@ from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
+from qtool.models import family_of
 from qtool.models.architecture import DTYPES, dtype_name
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Progress, Shards
@@ -157,10 +158,11 @@ def job_of(
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:
-    """The dtype of the stored weights: the embedding's."""
-    dtype = next(iter(source.entries.values())).dtype
-    embeddings = [e.dtype for name, e in source.entries.items() if "embed" in name]
-    return embeddings[0] if embeddings else dtype
+    """The dtype of the stored weights: the embedding's, or the first one's if none is found."""
+    entries, family = source.entries, family_of(source.config)
+    own = f"{family.embedding}.weight"
+    names = (own, family.disk_name(own), own.partition(".")[2], next(iter(entries)))
+    return next(entries[name].dtype for name in names if name in entries)
 
 
 def require_apart(out: Path, source: Path) -> None:

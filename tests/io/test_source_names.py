@@ -17,6 +17,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize, source_dtype
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
 
@@ -80,3 +81,23 @@ def test_names_without_the_prefix(variant: str, make_model: MakeModel, tmp_path:
         {"format": "pt"},
     )
     assert weights(run(bare, "out")) == weights(run(full, "expected"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding"),
+    [
+        ("llama", "model.embed_tokens"),
+        ("llama", "embed_tokens"),
+        ("internvl", "language_model.model.embed_tokens"),
+    ],
+)
+def test_the_dtype_is_the_embeddings(kind: str, embedding: str, tmp_path: Path) -> None:
+    """Not that of the tensors before it, and of other embeddings among them."""
+    model = save_tiny(kind, tmp_path / "model")
+    held = load_file(model / "model.safetensors")
+    name = f"{embedding}.weight"
+    if name not in held:
+        held = {name.removeprefix("model."): t for name, t in held.items()}
+    held |= {name: held[name].bfloat16(), "a.patch_embedding.weight": torch.ones(3)}
+    save_file(held, model / "model.safetensors", {"format": "pt"})
+    assert source_dtype(Checkpoint(model)) == torch.bfloat16
