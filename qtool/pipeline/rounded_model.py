@@ -49,5 +49,8 @@ def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
             pieces[name].append(rows.cpu())
     config: Any = float_config(source.directory)
     config.quantization_config = job.format.to_dict()
-    tensors = {name: torch.cat(pieces.pop(name)) for name in list(pieces)}
+    tensors = {
+        name: own[0] if len(own := pieces.pop(name)) == 1 else torch.cat(own)
+        for name in list(pieces)
+    }
     return load_tensors(config, tensors, device)

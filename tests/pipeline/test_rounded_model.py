@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.data.continuation import continued
@@ -18,8 +19,12 @@ from tests.conftest import MakeModel
 
 @pytest.mark.parametrize("variant", ["llama", "llama-tied", "mixtral"])
 def test_it_is_the_rounded_checkpoint(variant: str, make_model: MakeModel, tmp_path: Path) -> None:
-    source = Checkpoint(make_model(variant))
-    quantize(source, recipes.load(ROUNDED_SCHEME), tmp_path / "rounded")
+    """A tensor without dimensions, which its loader ignores, is no obstacle."""
+    model = make_model(variant)
+    path = model / "model.safetensors"
+    save_file(load_file(path) | {"unknown": torch.tensor(1.0)}, path, {"format": "pt"})
+    source = Checkpoint(model)
+    quantize(source, recipes.load(ROUNDED_SCHEME), tmp_path / "rounded", keep_unknown=True)
     found = load_rounded(source, torch.device("cpu"))
     expected = load(tmp_path / "rounded")
     tensors = expected.state_dict()
