@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.units import bytes_text, duration
 
-#: rounding that notes an error of each linear: what of, and the note's key
+#: rounding that notes an error of each linear: what of, and the note's key. GPTQ rounds linears
+#: that saw few tokens to nearest, which notes theirs
 NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
 
 
@@ -26,7 +27,7 @@ class Quantized:
         source_bytes, nbytes: of the tensors in the files of both.
         seconds: of the run, its resumptions included; None where nothing recorded them.
         error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
-        errors: relative error of each linear, by full name.
+        errors: relative error of each linear where one of that kind was noted, by full name.
         imported: codes were repacked, nothing was quantized.
         adapter: directory of one that was merged into the source, which thus is no baseline.
     """
@@ -77,11 +78,8 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
     """The result in ``directory``, made from ``source``, which the caller called ``name``."""
     made = Checkpoint(directory)
     record = json.loads((directory / "qtool.json").read_text())
-    what, errors = "", {}
+    what, noted = noted_errors(record.get("blocks", ()))
     blocks = family_of(made.config).blocks
-    for block, notes in enumerate(record.get("blocks", ())):
-        for of, linear, error in noted_errors(notes):
-            what, errors[f"{blocks}.{block}.{linear}"] = of, error
     return Quantized(
         directory,
         name,
@@ -89,22 +87,33 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
         made.nbytes,
         read_run(directory, record.get("job", {})).get("seconds"),
         what,
-        errors,
+        {f"{blocks}.{block}.{linear}": error for (block, linear), error in noted.items()},
         "imported from" in record,
         None if source.adapter is None else str(source.adapter.directory),
     )
 
 
-def noted_errors(notes: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """``weight`` or ``output``, linear and error, of all errors in the notes of a block."""
+def noted_errors(
+    blocks: Sequence[Mapping[str, Any]],
+) -> tuple[str, dict[tuple[int, str], float]]:
+    """Errors in the notes of ``blocks``, by block and linear, and what they are of.
+
+    That is ``output`` where any is noted, else ``weight``; nothing where none is.
+    """
     for method, (what, key) in NOTED.items():
-        for linear, note in notes.get(method, {}).items():
-            if key in note:
-                yield what, linear, note[key]
+        errors = {
+            (block, linear): note[key]
+            for block, notes in enumerate(blocks)
+            for linear, note in notes.get(method, {}).items()
+            if key in note
+        }
+        if errors:
+            return what, errors
+    return "", {}
 
 
 def shard_facts(notes: Mapping[str, Any]) -> str:
     """A progress line on a shard: peak memory of this process, the block's largest error."""
-    errors = [error for _, _, error in noted_errors(notes)]
+    errors = noted_errors([notes])[1].values()
     worst = f", largest error {max(errors):.4f}" if errors else ""
     return f"peak {bytes_text(peak_host_bytes())}{worst}"
