@@ -60,12 +60,19 @@ def test_a_shell_completes_names(
     assert {line.partition(",")[2] for line in capsys.readouterr().out.split()} == expected
 
 
-def test_what_is_not_used_is_said(make_model: MakeModel, tmp_path: Path) -> None:
-    asked = ["--recipe", "fast", "--calib", "nofile.txt", "--samples", 3, "--seqlen", 99]
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--calib nofile.txt, --samples 3, --seqlen 99",
+        "--windows continued, --seed 5, --data-dir d, --activations disk",
+    ],
+)
+def test_what_is_not_used_is_said(given: str, make_model: MakeModel, tmp_path: Path) -> None:
+    asked = ["--recipe", "fast", "--keep-unknown", *given.replace(",", "").split()]
     done = run("quantize", make_model(), "--scheme", "w8a8", "--out", tmp_path / "out", *asked)
     assert done.exit_code == 0
-    said = "recipe w8a8/fast looks at no activations: --calib nofile.txt, --samples 3, --seqlen 99"
-    assert f"{said} not used" in done.stderr
+    said = f"recipe w8a8/fast looks at no activations: {given} not used"
+    assert [line for line in done.stderr.splitlines() if "not used" in line] == [said]
 
 
 def test_windows_above_the_context_are_said(tmp_path: Path) -> None:

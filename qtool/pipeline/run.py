@@ -1,5 +1,7 @@
 """One run by names: find the model, fit the recipe, cut the text, carry out the job."""
 
+from collections.abc import Collection
+from dataclasses import fields
 from os import PathLike, fspath
 from os.path import abspath
 from pathlib import Path
@@ -12,13 +14,16 @@ from qtool.io.output import require_new
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.job import Job
-from qtool.pipeline.options import SEQLEN, QuantizeOptions
+from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
 if TYPE_CHECKING:
     from qtool.pipeline.quantize import Calibration
+
+#: options that only a recipe which looks at activations uses
+CALIBRATING = ("windows", "samples", "seqlen", "seed", "data_dir", "activations")
 
 
 @torch_defaults()
@@ -54,10 +59,16 @@ def run(
     adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
     source = Checkpoint(directory, adapter)
     if options.repacks(source.config, recipe, text):
+        _log_unused(
+            options, (*CALIBRATING, "keep_unknown"), "a quantized model is repacked as it is"
+        )
         return repack(model, out, options.layout, progress=progress)
     job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
-    for note in (*job.notes, *_unused(job, options, text)):
+    for note in job.notes:
         ranks.log(note)
+    if not job.needs_data:
+        reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
+        _log_unused(options, CALIBRATING, reason, text)
     if export_format is not None:
         from qtool.exchange import targets
         from qtool.exchange.exportable import exported_formats
@@ -131,16 +142,19 @@ def default_text(directory: Path) -> str:
     return "demo" if directory == DEMO else "wikitext2"
 
 
-def _unused(job: Job, options: QuantizeOptions, text: Any) -> list[str]:
-    """A sentence for each given option that the run will not use, or only in part."""
+def _log_unused(
+    options: QuantizeOptions, names: Collection[str], reason: str, text: Any = None
+) -> None:
+    """Say which of the options ``names``, and that the calibration ``text``, are not used."""
     named = f"--calib {text}" if isinstance(text, str | Path) else "the calibration data"
     given = [named] if text is not None else []
-    given += [f"--samples {options.samples}"] if options.samples is not None else []
-    given += [f"--seqlen {options.seqlen}"] if options.seqlen != SEQLEN else []
-    name = f"recipe {job.recipe.scheme}/{job.recipe.variant}"
-    if not job.needs_data:
-        return [f"{name} looks at no activations: {', '.join(given)} not used"] if given else []
-    return []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in names and value != field.default:
+            option = f"--{field.name.replace('_', '-')}"
+            given.append(option if value is True else f"{option} {value}")
+    if given:
+        ranks.log(f"{reason}: {', '.join(given)} not used")
 
 
 def _calibration(

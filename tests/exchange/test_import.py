@@ -287,6 +287,13 @@ def test_plan_and_quantize_refuse_by_the_same_sentence(gptq: Path, options: Any)
     assert said == outcome(lambda: qtool.quantize(gptq, **options, out=gptq / "../made"))
 
 
+def test_what_repacking_does_not_use_is_said(gptq: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unused: Any = {"samples": 3, "seed": 5, "activations": "disk", "keep_unknown": True}
+    qtool.quantize(gptq, "w4a16", layout="row-major", resume=True, **unused, out=gptq / "../made")
+    said = "repacked as it is: --samples 3, --seed 5, --activations disk, --keep-unknown not used"
+    assert f"a quantized model is {said}" in caplog.messages
+
+
 @pytest.mark.parametrize("damage", ["zero point", "shape", "lost"])
 def test_plan_refuses_what_only_the_files_show(gptq: Path, damage: str) -> None:
     up = "model.layers.0.mlp.up_proj"
