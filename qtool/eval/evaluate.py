@@ -117,22 +117,6 @@ def load_tasks(
     return found
 
 
-def task_names(data_dir: str | Path | None = None) -> dict[str, list[str]]:
-    """The names that :func:`load_tasks` knows, by kind: ``perplexity``, ``local`` and ``lm-eval``.
-
-    ``local`` tasks need no network: ``demo_choice`` and the files in ``data_dir``. Reading
-    lm-eval's index takes seconds.
-    """
-    from qtool.eval import zero_shot
-
-    local = zero_shot.available_tasks(data_dir)
-    return {
-        "perplexity": list(corpora.SOURCES),
-        "local": local,
-        "lm-eval": zero_shot.lm_eval_tasks(),
-    }
-
-
 def _perplexity(
     corpus: corpora.Corpus,
     model: Model,

@@ -52,13 +52,11 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
 
 
 def all_tasks(data_dir: str | Path | None = None) -> list[str]:
-    """The names that :func:`load` knows, those that need no network first."""
-    return list(dict.fromkeys([*available_tasks(data_dir), *lm_eval_tasks()]))
+    """The names that :func:`load` knows, those that need no network first.
 
-
-def lm_eval_tasks() -> list[str]:
-    """The tasks, groups and tags of lm-eval, whose data comes from the hub or its cache."""
-    return list(_index().all_tasks)
+    The others are lm-eval's tasks, groups and tags, whose data comes from the hub or its cache.
+    """
+    return list(dict.fromkeys([*available_tasks(data_dir), *_index().all_tasks]))
 
 
 def load(

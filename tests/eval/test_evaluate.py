@@ -11,7 +11,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.eval.compare import compare, table
-from qtool.eval.evaluate import evaluate, task_names
+from qtool.eval.evaluate import evaluate
 from qtool.eval.results import Metric, Results, TaskResult, from_json
 
 from .conftest import make_model
@@ -165,10 +165,3 @@ def test_a_misspelt_last_name_stops_before_any_work(tokenizer, data_dir):
         evaluate(["c4", "min"], None, tokenizer, data_dir=data_dir)
     with pytest.raises(QtoolError, match=r"absent.txt does not exist"):
         evaluate(["c4", "absent.txt"], None, tokenizer, data_dir=data_dir)
-
-
-def test_the_names_of_all_tasks(data_dir):
-    names = task_names(data_dir)
-    assert set(names) == {"perplexity", "local", "lm-eval"}
-    assert "c4" in names["perplexity"] and names["local"] == ["demo_choice", "mine"]
-    assert {"piqa", "hellaswag", "mmlu"} <= set(names["lm-eval"])

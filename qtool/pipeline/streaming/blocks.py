@@ -66,9 +66,6 @@ class StreamedBlocks:
             elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
                 yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
-    def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Do nothing: no later block depends on what was stored."""
-
     def close(self) -> None:
         """Do nothing: no thread is open."""
 
