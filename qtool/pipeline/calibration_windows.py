@@ -80,9 +80,10 @@ def calibration(
 
 
 class Windows(Calibration):
-    """Calibration windows, drawn when a run starts or when they are first needed.
+    """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
 
     Attributes:
+        tokens: none: :attr:`drawn` has them.
         facts: what the user chose, by which an unfinished run is recognized; those of
             :attr:`drawn` and :meth:`for_run` say what was found too.
     """
@@ -105,10 +106,6 @@ class Windows(Calibration):
             facts=facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
             | {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
         )
-
-    @property
-    def tokens(self) -> Sequence[Tensor]:
-        return self.drawn.tokens
 
     @cached_property
     def drawn(self) -> Calibration:

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,17 @@ from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe
 
 
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Calibration tokens and where they come from.
 
-    Args:
+    Attributes:
         tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
             are the same.
     """
 
-    def __init__(
-        self, tokens: Sequence[Tensor] = (), facts: Mapping[str, Any] | None = None
-    ) -> None:
-        self._tokens, self.facts = tokens, dict(facts or {})
-
-    @property
-    def tokens(self) -> Sequence[Tensor]:
-        """Batches ``[B, S]``."""
-        return self._tokens
+    tokens: Sequence[Tensor] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def for_run(self, output: Output) -> "Calibration":
         """The calibration of the run in ``output``, with all facts for its provenance."""
