@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool import plugins, recipes
 from qtool.errors import QtoolError
-from qtool.recipes import added
+from qtool.recipes.recipe import ADDED
 
 if TYPE_CHECKING:
     from qtool.calibration.method import Rounding, Transform
@@ -60,7 +60,7 @@ def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None
         recipes.parse(data, scheme, variant)
     if scheme in recipes.built_in():
         raise QtoolError(f"the recipe {scheme!r} is built in; choose another name")
-    plugins.add(added.ADDED, scheme, data, "recipe")
+    plugins.add(ADDED, scheme, data, "recipe")
 
 
 def register_layout(layout: "Layout") -> None:

@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.exchange.targets import TARGETS
 from qtool.layouts import LAYOUTS, DigitLayout
 from qtool.models import FAMILIES, family_of
-from qtool.recipes import added
+from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.w8a8 import SmoothQuant
@@ -36,7 +36,7 @@ def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is gone after it, and no plugin is loaded before it."""
     tables: tuple[dict[Any, Any], ...] = (
         *(SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS),
-        added.ADDED,
+        ADDED,
     )
     before, families = [dict(table) for table in tables], list(FAMILIES)
     monkeypatch.setattr(plugins, "_loaded", False)

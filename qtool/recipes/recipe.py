@@ -31,8 +31,8 @@ from typing import Any
 
 import yaml
 
+from qtool import plugins
 from qtool.errors import QtoolError, first_line, require_text, suggest
-from qtool.recipes import added
 from qtool.recipes.schema import (
     CONTINUED,
     GIVEN,
@@ -51,14 +51,17 @@ VARIANT_KEYS = frozenset(
 KEYS = VARIANT_KEYS | {"scheme", "about", "variants"}
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
 DEPARTURE_KEYS = frozenset({"what", "effect"})
+#: recipes that other packages bring with their schemes: content of a file, by the scheme's name
+ADDED: dict[str, Mapping[str, Any]] = {}
 
 
 def overview() -> list[tuple[str, str, str]]:
     """All schemes that have a recipe: name, the recipe's variants, description."""
+    plugins.load()
     data = {name: read(path) for name, path in built_in().items()}
     return [
         (name, " ".join(found.get("variants", ())), found.get("about", ""))
-        for name, found in {**data, **added.everything()}.items()
+        for name, found in {**data, **ADDED}.items()
     ]
 
 
@@ -105,9 +108,11 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
             f"{', '.join(files)}, or --recipe FILE"
         )
     require_text("--scheme", scheme)
-    data = read(files[scheme]) if scheme in files else added.find(scheme)
+    if scheme not in files:
+        plugins.load()
+    data = read(files[scheme]) if scheme in files else ADDED.get(scheme)
     if data is None:
-        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *added.ADDED])}")
+        raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *ADDED])}")
     return parse(data, scheme, recipe or "fast" if "variants" in data else None)
 
 

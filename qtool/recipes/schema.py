@@ -3,6 +3,7 @@
 :mod:`qtool.recipes.recipe` reads one from YAML.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,10 @@ class Recipe:
     def step(self, name: str) -> Step | None:
         """The transform ``name``, if the recipe has it."""
         return next((step for step in self.transforms if step.name == name), None)
+
+    def rule_of(self, name: str) -> LayerRule | None:
+        """The rule of the linear of this full name: the first that matches."""
+        return next((rule for rule in self.layers if re.search(rule.match, name)), None)
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
         """The recipe with all quantized layers at ``group_size`` (None: the whole channel)."""

@@ -5,7 +5,6 @@ Where they are more than a few, a misfit is an error: another group size is anot
 which a user chooses.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -30,7 +29,8 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     misfits = {
         name: (rule.group_size, shape[1])
         for name, shape in shapes.items()
-        if (rule := _rule(recipe, name)) and rule.group_size and shape[1] % rule.group_size
+        if (rule := recipe.rule_of(name)) and rule.scheme
+        if rule.group_size and shape[1] % rule.group_size
     }
     weights = sum(prod(shapes[name]) for name in misfits)
     if not misfits or weights > FEW * sum(map(prod, shapes.values())):
@@ -44,8 +44,3 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     )
     adaptations = (*recipe.adaptations, *sentences)
     return replace(recipe, layers=(kept, *recipe.layers), adaptations=adaptations)
-
-
-def _rule(recipe: Recipe, name: str) -> LayerRule | None:
-    rule = next((rule for rule in recipe.layers if re.search(rule.match, name)), None)
-    return rule if rule and rule.scheme else None

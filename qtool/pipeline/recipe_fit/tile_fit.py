@@ -30,7 +30,7 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     own = {rule.layout for rule in recipes.load(recipe.scheme, recipe.variant).layers}
     misfits: dict[LayerRule, dict[str, None]] = {}
     for name, shape in shapes.items():
-        rule = next((rule for rule in recipe.layers if re.search(rule.match, name)), None)
+        rule = recipe.rule_of(name)
         if rule and rule.scheme and rule.layout in own and not _fits(rule, *shape):
             misfits.setdefault(rule, {})[role_pattern(name)] = None
     if not misfits:
