@@ -49,10 +49,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """A granularity for a GPU, the ratio that decided, and the reason in a sentence."""
+    """A granularity for a GPU, and the reason in a sentence, with the ratio that decided."""
 
     choice: str
-    ratio: float
     reason: str
 
 
@@ -146,9 +145,9 @@ def choose_w4a4(target: Gpu) -> Choice:
     )
     if target.rho <= GROUP_RATIO:
         reason = f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma"
-        return Choice("g128", target.rho, reason + advice)
+        return Choice("g128", reason + advice)
     reason = f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel"
-    return Choice("mix", target.rho, reason + advice)
+    return Choice("mix", reason + advice)
 
 
 def choose_qoq(target: Gpu) -> Choice:
@@ -158,11 +157,9 @@ def choose_qoq(target: Gpu) -> Choice:
     if ratio <= GROUP_RATIO:
         return Choice(
             "w4a8-qoq-g128",
-            ratio,
             f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe",
         )
     return Choice(
         "w4a8-qoq",
-        ratio,
         f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe",
     )

@@ -48,9 +48,14 @@ def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -
     return paths * tokens * each
 
 
+def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:
+    """The dtype of forwards: the model's own 16-bit one on CUDA; None is float32."""
+    return job.dtype if device.type == "cuda" and job.dtype.itemsize == 2 else None
+
+
 def compute_bytes(job: Job, device: torch.device) -> int:
-    """Bytes of one number in a forward: the model's 16 bits on CUDA, float32 elsewhere."""
-    return 2 if device.type == "cuda" and job.dtype.itemsize == 2 else 4
+    """Bytes of one number in a forward."""
+    return (compute_dtype(job, device) or torch.float32).itemsize
 
 
 def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:

@@ -74,11 +74,6 @@ def choose(
     return "both" if room else "host"
 
 
-def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:
-    """The dtype of forwards: the model's own 16-bit one on CUDA; None is float32."""
-    return job.dtype if device.type == "cuda" and job.dtype.itemsize == 2 else None
-
-
 class Activations:
     """Makes batches that live in one place.
 

@@ -34,7 +34,8 @@ from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
 from qtool.models.skeleton import release
 from qtool.pipeline.job import Job
-from qtool.pipeline.streaming.activations import Activations, compute_dtype
+from qtool.pipeline.planning.memory import compute_dtype
+from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.packed_kv import NEUTRAL

@@ -31,10 +31,10 @@ from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
+from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
-    compute_dtype,
     described,
     place_for,
 )
