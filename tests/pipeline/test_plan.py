@@ -25,8 +25,10 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
+from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
 from qtool.calibration.transforms import clip, smooth
+from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -93,6 +95,8 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     source = make_model("llama")
     model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("llama")
     model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().zero_()
     batches = first_inputs(model, family, list(torch.zeros(3, 24, dtype=torch.long).split(1)))
     block = Block(0, model.get_submodule(family.blocks)[0], family, model.config, {})  # type: ignore[index]
     job = Job.of(json.loads((source / "config.json").read_text()), GPTQ)
@@ -121,6 +125,13 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     writers = sum(prod(shape.linears[name]) for name in ("self_attn.o_proj", "mlp.down_proj"))
     assert Gptq().work(shape).hessian_flops == 2 * gptq.hessian_flops + 2 * 72 * writers
     assert Gptq(stream=0).work(shape).hessian_flops == 2 * gptq.hessian_flops
+    learned = Rotate(learn_steps=1)  # of the first sequences alone
+    assert (
+        counted(lambda: learned.learn([block], batches))
+        == learned.work(shape).forward_flops - shape.attention_flops()
+    )
+    few, many = (block_shape(job, 0, n, 24) for n in (LEARNING_SEQUENCES, LEARNING_SEQUENCES + 1))
+    assert learned.work(many).forward_flops == few.forward_flops()
 
 
 def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> None:

@@ -28,7 +28,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import propagate
-from qtool.calibration.method import Norm, Transform
+from qtool.calibration.method import LEARNING_SEQUENCES, Norm, Transform
 from qtool.calibration.transforms import value_heads
 from qtool.calibration.transforms.hadamard import Hadamard, rotation
 from qtool.calibration.transforms.learned_rotation import (
@@ -137,8 +137,10 @@ class Rotate(Transform):
         work = Work()
         if self._learned_bytes(block):
             steps = self.learn_steps / block.config.num_hidden_layers
+            seen = replace(block, samples=min(block.samples, LEARNING_SEQUENCES))
             work += Work(
                 read_bytes=block.weights * block.itemsize,
+                forward_flops=seen.forward_flops(),
                 search_flops=steps * step_flops(block.config.hidden_size),
                 search_tries=steps * STEP_TRIES,
             )
