@@ -243,6 +243,23 @@ def test_nan_and_inf(value: float, name: str, refused, make_model: MakeModel) ->
     refused(name, model)
 
 
+def test_values_that_a_transform_cannot_scale(
+    refused,  # type: ignore[no-untyped-def]
+    make_model: MakeModel,
+    tmp_path: Path,
+) -> None:
+    """A norm's weight is folded into them."""
+    model, recipe = make_model(), tmp_path / "recipe.yaml"
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(model / "model.safetensors")[name]
+    weight[3, 5] = 3e38
+    rewrite(model, name, weight)
+    rewrite(model, "model.layers.1.post_attention_layernorm.weight", torch.full((128,), 2.0))
+    layers = "layers: [{match: .*, scheme: w8a8}]"
+    recipe.write_text(f"{layers}\ntransforms: [norm-fusion]\nrounding: rtn\n")
+    refused(f"{name}: its values are too large", model, "--recipe", recipe, scheme="w8a8")
+
+
 def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
     refused(
         "mlp.down_proj: w4a8-lqq: 352 input channels are not divisible by group size 64 (sizes "

@@ -10,6 +10,7 @@ float32.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -26,8 +27,9 @@ from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
+from qtool.errors import QtoolError
 from qtool.format import LinearFormat
-from qtool.io.finite import all_finite, finite
+from qtool.io.finite import all_finite, finite, only_finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
@@ -197,7 +199,11 @@ class BuiltBlocks:
             if prefix + n in spec
         }
         constants = kv_constants(block, job.format.kv, self.batches)
-        with quantized_kv(block, job.format.kv, constants), phase("rounding"):
+        with (
+            quantized_kv(block, job.format.kv, constants),
+            phase("rounding"),
+            _naming(block, prefix),
+        ):
             rounded = job.rounding.round(block, self.batches)
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
@@ -232,7 +238,7 @@ class BuiltBlocks:
                 inputs = self.references if self.compares else self.batches
                 add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
         for transform in job.transforms:
-            with phase("search"):
+            with phase("search"), _naming(block, job.full(index, "")):
                 transform.apply(block, self.batches)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
@@ -368,6 +374,24 @@ class BuiltBlocks:
         all_finite({prefix + name: weight for name, weight in there.items() if not weight.is_meta})
         fill(module, {n: as_computed(w, dtype) for n, w in there.items()}, self.device)
         return module
+
+
+@contextmanager
+def _naming(block: Block, prefix: str) -> Iterator[None]:
+    """Let an error name the weight that is not finite, where there is one.
+
+    ``prefix``: of the names within the block.
+    """
+    try:
+        yield
+    except QtoolError as error:
+        for name in block.schemes:
+            if not only_finite(block.weight(name)):
+                raise QtoolError(
+                    f"{prefix}{name}.weight: its values are too large: the transforms make NaN or "
+                    "Inf of them"
+                ) from error
+        raise
 
 
 def _together(
