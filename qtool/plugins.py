@@ -7,8 +7,8 @@ them without touching qtool by an entry point in its ``pyproject.toml``::
     own-scheme = "own_scheme:register"
 
 ``own_scheme.register()`` then calls :func:`qtool.register_scheme` and its like. Entry points are
-loaded once, the first time that a name is looked up which qtool does not have, or that all names
-are listed.
+loaded once, the first time that anything is looked up by name, so that what lists a whole table
+(the formats that take a model, the kernels of a scheme) lists theirs too.
 """
 
 from collections.abc import MutableMapping
@@ -51,9 +51,8 @@ def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
     Raises:
         QtoolError: an unknown ``kind`` (``scheme``, ``layout``, ...), with a suggestion.
     """
+    load()
     if require_text(kind, name) not in table:
-        load()
-    if name not in table:
         raise QtoolError(f"unknown {kind} {name!r}: {suggest(name, table)}")
     return table[name]
 

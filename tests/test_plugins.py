@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.w8a8 import SmoothQuant
+from qtool.serving.preflight import require_servable
 from tests.conftest import MakeModel
 
 OWN = Path(__file__).parents[1] / "examples" / "own_scheme"
@@ -93,6 +94,32 @@ def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
     with pytest.raises(QtoolError, match=r"plugin 'broken' .* No module named 'broken'"):
         recipes.load("w2a2")
+
+
+def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_model: MakeModel
+) -> None:
+    """No name is looked up that qtool does not have."""
+    made = qtool.quantize(make_model(), "w4a16", layout="row-major", out=tmp_path / "out")
+    out = made.directory
+
+    def register() -> None:
+        qtool.register_kernel("w4a16", "row-major", dataclasses.replace(W8A8, name="mine"))
+        qtool.register_export(type(TARGETS["gptq"])("gptq-of-mine", "gptq", "the same again"))
+
+    class Entry:
+        name, value = "mine", "mine:register"
+
+        def load(self) -> Callable[[], None]:
+            return register
+
+    with pytest.raises(QtoolError, match=r"w4a16 in layout row-major.* it has no kernel"):
+        require_servable(out, 1, (9, 0))
+    monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    require_servable(out, 1, (9, 0))
+    with pytest.raises(QtoolError, match=r"formats that can: .*gptq-of-mine"):
+        qtool.export(out, "qserve")
 
 
 class Eight(SmoothQuant):

@@ -62,5 +62,5 @@ class PowerOfTwo(Scheme):
 
 
 def register() -> None:
-    """What the entry point names: qtool calls it when it meets a name it does not know."""
+    """What the entry point names: qtool calls it once, before it looks anything up."""
     qtool.register_scheme(PowerOfTwo)
