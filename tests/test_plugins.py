@@ -122,6 +122,15 @@ def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
         qtool.export(out, "qserve")
 
 
+def test_a_registered_recipe_without_variants() -> None:
+    layers = [{"match": ".*", "scheme": "w8a8"}]
+    qtool.register_recipe("mine", {"layers": layers, "rounding": "gptq"})
+    for default in (qtool.plan("demo", "mine"), qtool.plan("demo", "mine", calibration="demo")):
+        assert default.job.recipe.rounding.name == "gptq"
+    with pytest.raises(QtoolError, match="'mine' has no variants: leave --recipe best out"):
+        qtool.plan("demo", "mine", recipe="best")
+
+
 class Eight(SmoothQuant):
     """Eight bits again."""
 

@@ -74,8 +74,9 @@ class RecipeOverrides:
                 " with --target (a100, l40s, h200, ...), which chooses one"
             )
         if recipe is None:
-            recipe = "paper" if calibrated else "fast"
-        chosen = _recipe(scheme, recipe)
+            chosen = recipes.load(scheme, default="paper" if calibrated else "fast")
+        else:
+            chosen = _recipe(scheme, recipe)
         if reason:
             chosen = replace(chosen, reason=reason)
         if self.group_size is not None:

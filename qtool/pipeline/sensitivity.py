@@ -321,7 +321,8 @@ def write_recipe(
     require_device(device)
     first = next(filter(None, recipes_of(choices).values()))
     source = Checkpoint(directory)
-    job = job_of(source, replace(recipes.load(first.scheme, recipe), layers=first.layers))
+    variant = recipe if first.built_in else None  # a registered recipe may be one alone
+    job = job_of(source, replace(recipes.load(first.scheme, variant), layers=first.layers))
     windows = calibration(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),

@@ -20,7 +20,7 @@ A recipe is a YAML mapping::
 
 A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}``, each with its own
 ``transforms``, ``rounding`` and ``departures``, in place of the last three keys; one with its own
-``layers`` does not take the recipe's. So has one that a plugin registers; a file of one's own is
+``layers`` does not take the recipe's. So may one that a plugin registers; a file of one's own is
 one recipe.
 """
 
@@ -80,17 +80,17 @@ def built_in() -> dict[str, Path]:
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
 
-def load(scheme: str | None, recipe: str | None = None) -> Recipe:
+def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast") -> Recipe:
     """The recipe of ``scheme``.
 
     Args:
         scheme: of a built-in recipe; None if ``recipe`` is a file, which names its own.
-        recipe: a variant, ``fast`` (the default), ``paper`` or ``best``, or the path of a YAML
-            file.
+        recipe: a variant, ``fast``, ``paper`` or ``best``, or the path of a YAML file. None:
+            ``default``, or the recipe itself where it has no variants, as a registered one may.
 
     Raises:
         QtoolError: an unknown scheme, variant or key (with a suggestion), a value of the wrong
-            kind, or a file that is a recipe of another scheme.
+            kind, a variant where there is none, or a file that is a recipe of another scheme.
     """
     if recipe is not None and recipe not in VARIANTS:
         path = Path(recipe).expanduser()
@@ -113,7 +113,11 @@ def load(scheme: str | None, recipe: str | None = None) -> Recipe:
     data = read(files[scheme]) if scheme in files else ADDED.get(scheme)
     if data is None:
         raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *ADDED])}")
-    return parse(data, scheme, recipe or "fast" if "variants" in data else None)
+    if "variants" in data:
+        return parse(data, scheme, recipe or default)
+    if recipe is not None:
+        raise QtoolError(f"the recipe {scheme!r} has no variants: leave --recipe {recipe} out")
+    return parse(data, scheme)
 
 
 def _require_scheme(recipe: Recipe, named: bool, scheme: str, file: str) -> None:
