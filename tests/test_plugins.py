@@ -122,6 +122,23 @@ def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
         qtool.export(out, "qserve")
 
 
+def test_a_rounding_without_data_or_transforms_runs(make_model: MakeModel, tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Zero(RoundToNearest):
+        name = "zero"
+
+        def round(self, block, batches):  # type: ignore[no-untyped-def]
+            found = super().round(block, batches)
+            for rounded in found.values():
+                rounded.codes.zero_()
+            return found
+
+    qtool.register_method(Zero)
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "zero"}
+    out = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    assert not qtool.load(out).model.layers[0].mlp.up_proj.dequantize().any()
+
+
 def test_a_registered_recipe_without_variants() -> None:
     layers = [{"match": ".*", "scheme": "w8a8"}]
     qtool.register_recipe("mine", {"layers": layers, "rounding": "gptq"})

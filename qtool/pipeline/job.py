@@ -16,6 +16,7 @@ from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
+from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError
 from qtool.exchange.sources import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
@@ -180,11 +181,12 @@ class Job(Architecture):
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are rounded one by one, without transforms or data.
+        """Whether weights are rounded to nearest one by one, without transforms or data.
 
         Such weights can be streamed.
         """
-        return not self.transforms and not self.needs_data
+        nearest = type(self.rounding) is RoundToNearest  # another package's may need no data either
+        return nearest and not self.transforms and not self.needs_data
 
     @property
     def unties(self) -> bool:
