@@ -64,14 +64,16 @@ class Kernel:
     """A GEMM on a packed weight, its activation quantization included.
 
     Attributes:
-        name, precision: for reports.
+        name: for reports.
+        precision: of its products and sums, likewise.
         capabilities: of the GPUs it runs on, ``(major, minor)``.
         multiply: gives ``[M, N]`` of ``out_dtype`` by the ops, for any tensors, traced ones too.
         prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
             call's ``x`` stands for its dtype and device. None: only the ops do it.
         experts: gives ``[P, N]`` for the experts of a mixture in one launch, by the ops. None: it
             multiplies one expert at a time.
-        n, k: what N and K must be multiples of.
+        n: what N must be a multiple of.
+        k: likewise K.
         dtypes: of x that it takes; all of :data:`ANY` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
         tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64

@@ -20,6 +20,8 @@ from click.testing import CliRunner
 
 import qtool
 from qtool import recipes
+from qtool.calibration import ROUNDINGS
+from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
 from qtool.format import CheckpointFormat
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, name_of
@@ -155,6 +157,8 @@ def test_python_blocks(
     code = code.replace(", samples=32", "")
     code = code.replace('recipe="best"', 'recipe="best", samples=2, seqlen=16')
     namespace: dict[str, Any] = {}
+    monkeypatch.setitem(ROUNDINGS, "nearest", RoundToNearest)  # a page registers one, until then
+    del ROUNDINGS["nearest"]
     exec(code, namespace)
     assert namespace["qtool"] is qtool
 
