@@ -58,8 +58,8 @@ def load_as_export(
     It needs the memory of the 16-bit model and runs none of qtool's kernels.
 
     Args:
-        device, dtype: as in :func:`qtool.load`; transformers' load of the export must have the same
-            dtype.
+        device: as in :func:`qtool.load`.
+        dtype: likewise; transformers' load of the export must have the same.
         dequantize: as transformers loads it with ``dequantize=True``. Weights with zero points it
             loads only so.
 
