@@ -1,10 +1,10 @@
-"""Hidden states with the same bits on all devices, for models with quantized activations.
+"""Hidden states with the same bits on all devices.
 
 Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary gets
 another code, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two
 orders of a sum. With ``deterministic`` the decoder runs float operations that every device rounds
 alike (:mod:`qtool.runtime.deterministic`) around integer kernels that do so anyway. The head, which
-follows the last code, is computed as always, and so is a model whose activations have 16 bits.
+follows the last code, is computed as always.
 
 Without it a model runs as it is served: the kernels of the device and the model's own dtype.
 """
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from qtool.eval.engine import Engine, Model
 from qtool.kernels.order import groups_in_order
 from qtool.runtime.deterministic import deterministic_arithmetic
-from qtool.runtime.huggingface import quantized_linears
 
 
 def arithmetic(model: Model, deterministic: bool) -> AbstractContextManager[None]:
@@ -30,14 +29,7 @@ def arithmetic(model: Model, deterministic: bool) -> AbstractContextManager[None
 
 @contextmanager
 def deterministic_decoder(model: PreTrainedModel) -> Iterator[None]:
-    """Make ``model``'s decoder give the same hidden states on a CPU and on a GPU.
-
-    A model without quantized activations runs as it is.
-    """
-    linears = quantized_linears(model).values()
-    if all(linear.format.scheme_object.activation.bits == 16 for linear in linears):
-        yield
-        return
+    """Make ``model``'s decoder give the same hidden states on a CPU and on a GPU."""
     decoder: Any = model.get_decoder()
     forward, own = decoder.forward, "forward" in vars(decoder)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.format import LinearFormat
 from qtool.runtime.deterministic import bit_exact
@@ -45,6 +46,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.format = in_features, out_features, format
+        self.reads_floats = format.scheme_object.activation.bits == 16
         self.stored_names = []
         for name, spec in format.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))
@@ -88,6 +90,8 @@ class QuantLinear(nn.Module):
         return self._kernels[key]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reads_floats and not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+            return self.plain(x)  # a kernel's sums would be one device's own
         if self.merged is not None and self.merged.serves(self, x):
             return self.merged.product(self, x)
         return self.product(x)
@@ -97,7 +101,7 @@ class QuantLinear(nn.Module):
         if x.is_cuda and (prepared := self.prepared(x, x.dtype)):
             return prepared(x)
         kernel = self.kernel(x.device, x.dtype)
-        if kernel is None and self.format.scheme_object.activation.bits == 16:
+        if kernel is None and self.reads_floats:
             return self.plain(x)
         rows = x.reshape(-1, self.in_features)  # [M, K]
         y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
