@@ -102,8 +102,13 @@ def _data_set(given: Any) -> Documents:
     if isinstance(names, dict):
         raise QtoolError(f"calibration data: pass one split of the data set: {', '.join(names)}")
     column = next((name for name in text_files.COLUMNS if name in (names or ())), None)
-    if column is None or not hasattr(given, "__len__"):
-        found = f"the columns {', '.join(names)}" if names else "a stream"
+    if not hasattr(given, "__len__"):
+        raise QtoolError(
+            "calibration data: a data set is streamed; pass some of its rows, "
+            "datasets.Dataset.from_list(list(data.take(1000)))"
+        )
+    if column is None:
+        found = f"the columns {', '.join(names)}" if names else "no columns"
         raise QtoolError(
             "calibration data: a data set with a column text or messages is expected, found "
             f"{found}"

@@ -148,6 +148,12 @@ def job_of(
     others = {name: source.entry(name).dtype for name in kept}
     others = {name: other for name, other in others.items() if other != job.dtype}
     notes = tuple(source.notes)
+    matrices = [name for name, t in unknown.items() if t.dim() > 1 and t.is_floating_point()]
+    if matrices and job.transforms:
+        notes += (
+            f"{matrices[0]} and all else that no {job.family.name} model has is copied as it is; "
+            "the recipe's transforms change embedding, norms and head, and it does not follow them",
+        )
     return replace(job, other_dtypes=others, unknown=unknown, source_notes=notes)
 
 

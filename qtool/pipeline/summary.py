@@ -10,7 +10,7 @@ from typing import Any
 from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline.units import bytes_text, duration
+from qtool.pipeline.units import bytes_text, duration, times
 
 #: rounding that notes an error of each linear: what of, and the note's key. GPTQ rounds linears
 #: that saw few tokens to nearest, which notes theirs
@@ -53,7 +53,9 @@ class Quantized:
     def __str__(self) -> str:
         size = f"{self.directory}: {bytes_text(self.nbytes)}"
         if not self.imported:
-            size += f", {self.ratio:.2f} times smaller than {bytes_text(self.source_bytes)}"
+            size += (
+                f", {times(self.source_bytes, self.nbytes)} than {bytes_text(self.source_bytes)}"
+            )
         if self.seconds is not None:
             size += f", in {duration(self.seconds)}"
         if self.errors:

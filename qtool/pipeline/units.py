@@ -10,6 +10,12 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes / 1e3:.0f} kB"
 
 
+def times(before: float, after: float) -> str:
+    """``2.02 times smaller``, or ``larger``: what ``after`` is beside ``before``."""
+    word = "smaller" if after <= before else "larger"
+    return f"{max(before, after) / min(before, after):.2f} times {word}"
+
+
 def duration(seconds: float) -> str:
     """``95 s``, ``12 min``, ``3.5 h``."""
     if seconds < 120:

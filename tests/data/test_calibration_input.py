@@ -119,6 +119,10 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
         (torch.ones(4, dtype=torch.complex64), "torch.complex64 on cpu found"),
         ([[5]], r"shape \[1, 1\] .*at least 2 tokens"),
         (datasets.Dataset.from_dict({"body": ["a"]}), "found the columns body"),
+        (
+            datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(),
+            "pass some of its rows",
+        ),
         (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), "one split"),
         ("nofile.txt", "nofile.txt does not exist"),
         ("wikitex", "unknown corpus 'wikitex'"),

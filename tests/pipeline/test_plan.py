@@ -39,7 +39,7 @@ from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
 from qtool.pipeline.planning.plan import as_dict, as_text, plan
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
-from qtool.pipeline.units import bytes_text
+from qtool.pipeline.units import bytes_text, times
 from qtool.schemes import get
 from tests.conftest import VARIANTS, MakeModel
 
@@ -537,7 +537,11 @@ def test_a_run_on_the_cpu_is_planned() -> None:
 
 def test_small_sizes_are_not_said_to_be_zero(make_model: MakeModel) -> None:
     said = as_text(plan(Job.of(Checkpoint(make_model()).config, recipes.load("w4a16"))))
-    assert " 0.00 GB" not in said and "read 1.90 MB, write 539 kB (3.53x smaller)" in said
+    assert " 0.00 GB" not in said and "read 1.90 MB, write 539 kB (3.53 times smaller)" in said
+
+
+def test_what_grows_is_not_called_smaller() -> None:
+    assert (times(3.0, 2.0), times(2.0, 3.0)) == ("1.50 times smaller", "1.50 times larger")
 
 
 def test_sizes_that_no_model_has_are_refused_at_once() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import qtool
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
@@ -55,6 +56,20 @@ def test_every_tensor_is_there(recipe, make_model: MakeModel, tmp_path: Path) ->
     recorded = json.loads((made.directory / "qtool.json").read_text())
     assert sorted(recorded["unknown_tensors"]) == sorted([EXTRA, ROTARY])
     assert load(made.directory)(TOKENS).logits.isfinite().all()
+
+
+def test_what_nobody_knows_and_transforms_leave_behind_is_said(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block that predicts a second token reads an embedding that is rotated."""
+    model = make_model()
+    add(model, **{EXTRA: torch.ones(3, 3)})
+    rotated = STREAMED | {"transforms": ["norm-fusion", {"rotate": {"learn_steps": 0}}]}
+    for recipe, said in ((STREAMED, False), (rotated, True)):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            qtool.quantize(model, recipe=recipe, out=tmp_path / str(said), keep_unknown=True)
+        assert (f"{EXTRA} and all else that no Llama model has is copied" in caplog.text) is said
 
 
 def test_an_export_keeps_what_is_no_weight(make_model: MakeModel, tmp_path: Path) -> None:

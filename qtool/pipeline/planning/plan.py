@@ -21,7 +21,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
-from qtool.pipeline.units import bytes_text, duration
+from qtool.pipeline.units import bytes_text, duration, times
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.table import render
 
@@ -295,7 +295,6 @@ def as_text(planned: Plan) -> str:
     if planned.repacked:
         how = f"repacked from {planned.repacked}, code for code"
     reason = job.recipe.reason
-    ratio = planned.source_bytes / planned.output_bytes
     return "\n".join(
         [
             f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, {how}",
@@ -303,7 +302,8 @@ def as_text(planned: Plan) -> str:
             *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),
             f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "
-            f"({ratio:.2f}x smaller) in {len(planned.shard_bytes)} shards",
+            f"({times(planned.source_bytes, planned.output_bytes)}) in "
+            f"{len(planned.shard_bytes)} shards",
             *_costs(planned),
             _exports(job),
         ]
