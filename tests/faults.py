@@ -468,15 +468,33 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/distill/distill.py",
-            "for b in shown]",
-            "for b in used]",
+            "for b in teacher_batches]",
+            "for b in student_batches]",
             "tests/calibration/rounding/test_distill.py",
         ),
         (
             "qtool/calibration/rounding/distill/distill.py",
-            "whole.part(slice(first, first + size))",
-            "whole.part(slice(first, None))",
+            "whole.part(slice(first, min(first + size, wanted)))",
+            "whole.part(slice(first, wanted))",
             "tests/calibration/rounding/test_distill.py",
+        ),
+        (
+            "qtool/calibration/rounding/distill/distill.py",
+            "(loss_of(train[i]) * gradient_scale).backward()",
+            "loss_of(train[i]).backward()",
+            "tests/calibration/rounding/test_distill.py",
+        ),
+        (
+            "qtool/calibration/batch.py",
+            "len(two) == 2 * len(one)",
+            "len(one) == 1",
+            "tests/calibration/test_block.py",
+        ),
+        (
+            "qtool/calibration/statistics.py",
+            "if routed and tokens:",
+            "if False:",
+            "tests/calibration/test_statistics.py",
         ),
         (
             "qtool/calibration/batch.py",
@@ -563,6 +581,18 @@ FAULTS = [
             "tests/calibration/rounding/test_distill.py",
         ),
         # calibration: transforms
+        (
+            "qtool/calibration/transforms/reorder.py",
+            "            if name in block.schemes:\n                block.permute(name, order)",
+            "            block.permute(name, order)",
+            "tests/calibration/transforms/test_reorder.py",
+        ),
+        (
+            "qtool/calibration/kv/cache.py",
+            'seen is not None and "smooth-attention" not in block.family.refuses',
+            "seen is not None",
+            "tests/calibration/test_kv.py",
+        ),
         (
             "qtool/calibration/transforms/smooth.py",
             "outputs += target.shape[0] * target.shape[2] // len(x)",

@@ -151,9 +151,8 @@ class Block:
         Its weight is taken to be finite.
         """
         clip, group_clip = self.clips.get(name, (1.0, 1.0))
-        scheme = self.schemes[name]
-        return scheme.fit_range(
-            *scheme.range(self.weight(name), finite=True), clip=clip, group_clip=group_clip
+        return self.schemes[name].fit(
+            self.weight(name), clip=clip, group_clip=group_clip, finite=True
         )
 
     @property

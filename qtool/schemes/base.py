@@ -150,18 +150,22 @@ class Scheme(ABC):
             require_finite(low, high, self.name)
         return low, high
 
-    def fit(self, weight: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0) -> Params:
+    def fit(
+        self, weight: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0, finite: bool = False
+    ) -> Params:
         """Parameters for ``weight [N, K]``.
 
         Args:
             clip: shrinks the range of the output channel (level 1), a number or ``[N]``.
             group_clip: shrinks the range of each group (level 2, or the only one), a number or
                 ``[N, G]``. A scheme with one level uses ``clip * group_clip``.
+            finite: the weight is known to be finite, which is not looked at then.
 
         Raises:
             QtoolError: for NaN or Inf weights, or K not divisible by the group size.
         """
-        return self.fit_range(*self.range(weight), clip=clip, group_clip=group_clip)
+        ranges = self.range(weight, finite=finite)
+        return self.fit_range(*ranges, clip=clip, group_clip=group_clip)
 
     @abstractmethod
     def fit_range(

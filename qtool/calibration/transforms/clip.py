@@ -94,7 +94,7 @@ class Clip(Transform):
         def searched(names: Sequence[str]) -> Sequence[tuple[tuple[Ratio, Ratio], Tensor]]:
             scheme, weight = block.schemes[names[0]], stacked_weights(block, names)
             x = padded([inputs[first[name]].sample for name in names])
-            params = scheme.fit_range(*scheme.range(weight[0], finite=True))
+            params = scheme.fit(weight[0], finite=True)
             return search(scheme, weight, scheme.fake_activation(x, params), self.ratios)
 
         judged = [name for name in block.schemes if first[name] in inputs]
@@ -250,9 +250,7 @@ def block_error(
     rounded = {}
     for name, (clip, group_clip) in clips.items():
         scheme, weight = block.schemes[name], block.weight(name)
-        params = scheme.fit_range(
-            *scheme.range(weight, finite=True), clip=clip, group_clip=group_clip
-        )
+        params = scheme.fit(weight, clip=clip, group_clip=group_clip, finite=True)
         rounded[name] = Rounded(scheme.quantize(weight, params), params)
     block.install(rounded)
     try:

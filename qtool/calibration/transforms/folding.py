@@ -1,9 +1,22 @@
 """Folds a factor on a group's input into its linears, and the inverse into what makes the input."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from qtool.calibration.block import Block
+from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Fold, Heads, LinearGroup
+
+#: groups of linears that a recipe may name, by how something folds into what makes their input
+GROUPS = tuple(fold.value for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT))
+
+
+def require_groups(method: str, groups: Iterable[str]) -> None:
+    """Refuse a group that ``method`` cannot be given."""
+    for group in groups:
+        if group not in GROUPS:
+            raise QtoolError(f"{method}: unknown group {group!r}; {suggest(group, GROUPS)}")
 
 
 def per_kv_head(amax: Tensor, heads: Heads) -> Tensor:

@@ -30,14 +30,12 @@ from qtool.calibration.rounding.block_precision import (
     output_errors,
 )
 from qtool.calibration.statistics import collect
-from qtool.calibration.transforms.folding import per_kv_head
-from qtool.errors import QtoolError, suggest
+from qtool.calibration.transforms.folding import per_kv_head, require_groups
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq import Fmpq
 from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, block_cap, by_magnitude, plan_blocks
 
-FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 LATER = {
     "rotate": "a rotation mixes the channels that were put in order",
     "smooth": "smoothing changes which channels are salient and folds in the original order",
@@ -61,9 +59,7 @@ class Reorder(Transform):
     after: ClassVar[dict[str, str]] = LATER
 
     def __post_init__(self) -> None:
-        for group in self.groups:
-            if group not in FOLDS:
-                raise QtoolError(f"reorder: unknown group {group!r}; {suggest(group, FOLDS)}")
+        require_groups(self.name, self.groups)
 
     def permutes(self, family: Family) -> tuple[str, ...]:
         return tuple(

@@ -35,15 +35,13 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
 from qtool.calibration.statistics import Inputs, collect, own_subset
-from qtool.calibration.transforms.folding import fold_factor, per_kv_head
+from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
 #: calibration tokens that are looked at: more change little
 SEEN = 1 << 16
-FOLDS = {fold.value: fold for fold in (Fold.NORM, Fold.HEADS, Fold.PRODUCT)}
 
 
 @dataclass(kw_only=True)
@@ -76,9 +74,7 @@ class Smooth(Transform):
     }
 
     def __post_init__(self) -> None:
-        for group in self.groups:
-            if group not in FOLDS:
-                raise QtoolError(f"smooth: unknown group {group!r}; {suggest(group, FOLDS)}")
+        require_groups(self.name, self.groups)
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -301,7 +297,7 @@ def output_error(
     if factor is not None:
         smoothed, scaled = x / factor[:, None], weight * factor[:, None]
     rows = scaled.flatten(0, 1)
-    params = scheme.fit_range(*scheme.range(rows, finite=True))
+    params = scheme.fit(rows, finite=True)
     rounded = scheme.fake_weight(rows, params).view_as(scaled)
     output = products(scheme.fake_activation(smoothed, params), rounded.mT)
     squares = (output - target).square_().flatten(1).sum(1, dtype=torch.float64)  # [S]

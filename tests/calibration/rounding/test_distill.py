@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -207,6 +208,20 @@ def test_a_large_residual_stream_slows_no_learning(block: tuple[Block, list]) ->
         batch.hidden *= 1000
     _, (before, *after), _ = distilled((own, batches))
     assert before < 1e-6 and min(after) < 0.85 * before
+
+
+def test_float16_holds_the_gradients(block: tuple[Block, list]) -> None:
+    """The mean over all tokens and channels would be below it."""
+    sizes: list[Tensor] = []
+    step = torch.optim.Adam.step
+
+    def seen(optimizer: torch.optim.Adam, *args: object) -> object:
+        sizes.append(optimizer.param_groups[0]["params"][0].grad.abs().median())
+        return step(optimizer, *args)
+
+    with mock.patch.object(torch.optim.Adam, "step", seen):
+        distilled(block)
+    assert min(sizes) > torch.finfo(torch.float16).tiny
 
 
 def test_a_block_that_stays_in_16_bits_learns_nothing(block: tuple[Block, list]) -> None:

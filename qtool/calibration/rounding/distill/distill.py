@@ -104,24 +104,22 @@ class Distill(Rounding):
         if not block.schemes:
             return {}
         few, reference = own_subset(batches, self.samples), block.reference
-        used = shown = iterations(few, self.batch, self.samples)
+        student_batches = teacher_batches = iterations(few, self.batch, self.samples)
         if reference:
             floats = [reference.batches.get(id(batch), batch) for batch in few]
-            shown = iterations(floats, self.batch, self.samples)
-        targets = [None if b is None else run(block, b, **block.full_kv) for b in shown]
+            teacher_batches = iterations(floats, self.batch, self.samples)
+        targets = [None if b is None else run(block, b, **block.full_kv) for b in teacher_batches]
         sizes = self.sizes(targets)
         student = self.student(block, batches)
+        block.notes.pop(self.start, None)  # of codes that are not written
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
-        held_out = (
-            max(1, round(len(used) * self.held_out)) if self.held_out and len(used) > 1 else 0
-        )
-        taught, judged = (
-            range(len(used) - held_out),
-            range(len(used) - held_out if held_out else 0, len(used)),
-        )
+        count = len(student_batches)
+        held_out = max(1, round(count * self.held_out)) if self.held_out and count > 1 else 0
+        train = range(count - held_out)
+        validation = range(count - held_out, count) if held_out else train
 
         def loss_of(i: int) -> Tensor:
-            batch, target = used[i], targets[i]
+            batch, target = student_batches[i], targets[i]
             if batch is None or target is None:
                 return torch.zeros((), device=block.device, requires_grad=True)
             # where the model's own dtype is float32; 16-bit modules are as fast without
@@ -130,9 +128,10 @@ class Distill(Rounding):
                 answer = forward(student, batch)
             return self.distance(answer.float(), target.to(answer.device).float()) / sizes[i]
 
-        def judge() -> float:
+        def validate() -> float:
             with torch.no_grad():
-                return sum(ranks.all_gather(sum(float(loss_of(i)) for i in judged))) / len(judged)
+                losses = ranks.all_gather(sum(float(loss_of(i)) for i in validation))
+                return sum(losses) / len(validation)
 
         # Adam heeds no factor of its gradients as long as they are large beside its epsilon, and
         # float16 can hold them
@@ -140,14 +139,14 @@ class Distill(Rounding):
         gradient_scale = tokens * block.config.hidden_size
         optimizer = self.optimizer(linears)
         learned = [p for group in optimizer.param_groups for p in group["params"]]
-        steps, last = max(1, self.epochs * len(taught)), 0.0 if self.decay else 1.0
+        steps, last = max(1, self.epochs * len(train)), 0.0 if self.decay else 1.0
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=steps)
         random = torch.Generator().manual_seed(self.seed + block.index)
-        curve, best = [judge()], {n: m.rounded() for n, m in linears.items()}
+        curve, best = [validate()], {n: m.rounded() for n, m in linears.items()}
         for _ in range(self.epochs):
-            for i in torch.randperm(len(taught), generator=random).tolist():
+            for i in torch.randperm(len(train), generator=random).tolist():
                 optimizer.zero_grad()
-                (loss_of(taught[i]) * gradient_scale).backward()
+                (loss_of(train[i]) * gradient_scale).backward()
                 for parameter in learned:
                     if (
                         parameter.grad is None
@@ -156,7 +155,7 @@ class Distill(Rounding):
                     ranks.all_reduce(parameter.grad)
                 optimizer.step()
                 schedule.step()
-            curve.append(judge())
+            curve.append(validate())
             if curve[-1] < min(curve[:-1]):
                 best = {n: m.rounded() for n, m in linears.items()}
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
@@ -165,11 +164,11 @@ class Distill(Rounding):
     def work(self, block: BlockShape) -> Work:
         """The work of the start, the targets, and iterations of three forwards each."""
         share = min(1.0, self.samples / block.samples)
-        once, taught = share * block.forward_flops(), self.epochs * (1 - self.held_out)
-        steps = taught * share * block.samples / self.batch
+        once, passes = share * block.forward_flops(), self.epochs * (1 - self.held_out)
+        steps = passes * share * block.samples / self.batch
         return STARTS[self.start]().work(block) + Work(
             forward_flops=once,
-            learning_flops=(3 * taught + self.epochs * self.held_out) * once,
+            learning_flops=(3 * passes + self.epochs * self.held_out) * once,
             rounding_weights=WEIGHT_PASSES * steps * block.weights,
         )
 
