@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, native_format
@@ -41,8 +40,7 @@ def require_servable(
     config = read_config(directory)
     if config.get("quantization_config", {}).get("quant_method") != QUANT_METHOD:
         return
-    text = AutoConfig.from_pretrained(directory).get_text_config()
-    linears = PackedLinears(text.to_dict(), native_format(config))
+    linears = PackedLinears(config, native_format(config))
     require_stored(Checkpoint(directory), linears)
     require_shares_and_kernels(linears, tensor_parallel, capability)
 

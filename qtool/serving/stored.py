@@ -18,7 +18,7 @@ class PackedLinears:
     speculative decoding): only the linears that the model's family names are.
 
     Args:
-        config: config.json of the language model, as a mapping.
+        config: config.json of the model, as a mapping; a multimodal model's whole one.
     """
 
     def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:

@@ -87,7 +87,8 @@ def verify_in_vllm(
     require_vllm(directory, tensor_parallel)
     checkpoint = Checkpoint(directory)
     native_format(checkpoint.config)
-    prompts = prompts or random_prompts(int(checkpoint.config["vocab_size"]))
+    settings = family_of(checkpoint.config).settings(checkpoint.config)
+    prompts = prompts or random_prompts(int(settings.vocab_size))
     ours = our_answer(directory, prompts, tokens)
     with TemporaryDirectory(prefix="qtool-") as folder:
         llm = engine(

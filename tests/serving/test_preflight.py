@@ -8,12 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+import qtool
 from qtool.errors import QtoolError
 from qtool.format import native_format
-from qtool.io.source import Checkpoint
+from qtool.io.source import Checkpoint, read_config
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
 from qtool.serving.stored import PackedLinears
+from tests.models.tiny import save_tiny
 from tests.serving.conftest import FORMATS, Native, rewritten
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -49,6 +52,20 @@ def test_shares_that_are_no_tiles_name_the_linear(native: Native) -> None:
         require_servable(native(), 1, (8, 0))
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3", "llava"])
+def test_the_text_model_of_a_wrapper_is_served(kind: str, tmp_path: Path) -> None:
+    """Under the wrapper's names, from config.json and from transformers' config, which vLLM has."""
+    directory = tmp_path / "native"
+    qtool.quantize(save_tiny(kind, tmp_path / "source"), "w4a8-lqq", recipe="fast", out=directory)
+    require_servable(directory, 1, HOPPER)
+    config = read_config(directory)
+    ours, theirs = (
+        list(PackedLinears(c, native_format(config)).names())
+        for c in (config, AutoConfig.from_pretrained(directory).to_dict())
+    )
+    assert ours == theirs and ours[0].startswith("model.language_model.layers.0.")
+
+
 def test_a_damaged_checkpoint_names_the_tensor(native: Native, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.s2"
     directory = rewritten(native(), tmp_path / "damaged", {}, drop=name)
@@ -69,8 +86,6 @@ def test_a_machine_without_a_gpu() -> None:
     reason="vLLM is installed",
 )
 def test_a_machine_without_vllm(native: Native) -> None:
-    import qtool
-
     directory = native()
     calls: list[Callable[[], object]] = [
         lambda: qtool.verify(directory, engine="vllm"),

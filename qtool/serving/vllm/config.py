@@ -69,8 +69,7 @@ class QtoolConfig(QuantizationConfig):
         The version goes into ``hf_config``: vLLM's compile cache is keyed by that, and by nothing
         else of a plugin.
         """
-        text = hf_config.get_text_config()
-        self.linears = PackedLinears(text.to_dict(), self.format)
+        self.linears = PackedLinears(hf_config.to_dict(), self.format)
         hf_config.quantization_config = {
             **hf_config.quantization_config,
             "qtool_version": __version__,
