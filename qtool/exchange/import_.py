@@ -30,6 +30,7 @@ from qtool.exchange.sources import describe
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.check_source import check_source
 from qtool.io.source import Checkpoint
+from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
@@ -86,6 +87,7 @@ class Import(Conversion):
 
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
         self.source, self.foreign = source, describe(source.config)
+        adopt(source, Architecture(source.config, family_of(source.config)))
         shapes = _linears(source, self.foreign)
         self.plain = _plain(source, self.foreign, shapes)
         self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
@@ -186,7 +188,7 @@ def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, 
     namespace, linears = model.settings(source.config), {}
     model.require_sizes(namespace)
     quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
-    for block in range(int(source.config["num_hidden_layers"])):
+    for block in range(namespace.num_hidden_layers):
         family = model.at(namespace, block)
         known = set(family.linears())
         for part, shape in family.block_shapes(namespace).items():
@@ -268,7 +270,7 @@ def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rul
     family = family_of(source.config)
     settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}
-    for block in range(int(source.config["num_hidden_layers"])):
+    for block in range(settings.num_hidden_layers):
         for linear in family.at(settings, block).linears():
             name = f"{family.blocks}.{block}.{linear}"
             kinds.setdefault(formats.get(name), []).append(name)

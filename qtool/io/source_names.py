@@ -38,6 +38,8 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     """
     family = model.family
     own_names = {d: o for o, d in family.disk_names.items()}
+    modules = {d.removesuffix(".weight"): o.removesuffix(".weight") for d, o in own_names.items()}
+    own_names = modules | own_names  # of packed linears too, which have no weight
     made = _made(source.entries, model) if family.rows_on_disk else {}
     if own_names:
         source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}

@@ -28,6 +28,7 @@ from qtool.report.build import weight_errors
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
 
@@ -80,6 +81,20 @@ def test_there_and_back(
     assert layouts(back) == {"row-major"}
     assert [row.problem for row in verify(back)] == [""] * 14
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "gptj", "mpt"])
+def test_there_and_back_under_other_names(kind: str, tmp_path: Path) -> None:
+    """A wrapper's, whose text model is called otherwise on disk, and configs of other keys."""
+    ours, foreign, back = (tmp_path / name for name in ("ours", "foreign", "back"))
+    source = save_tiny(kind, tmp_path / "source")
+    qtool.quantize(source, "w4a16", recipe="fast", dtype="float16", out=ours)
+    qtool.export(ours, "gptq", foreign)
+    qtool.import_(foreign, back, layout="marlin")
+    expected, found = tensors(ours), tensors(back)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
+    assert torch.equal(load(back)(input_ids=IDS).logits, load(ours)(input_ids=IDS).logits)
 
 
 def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_path: Path) -> None:
