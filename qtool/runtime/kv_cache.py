@@ -8,6 +8,8 @@ full; a forward over many tokens reads the full groups quantized, also for the q
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +23,7 @@ from qtool.models import Family, Heads, family_of
 from qtool.models.cache_argument import CACHE, with_cache_renamed
 from qtool.runtime import kv_attention
 from qtool.runtime.kv_attention import kernel_reads
+from qtool.runtime.linear import keep_dtypes
 from qtool.runtime.packed_kv import (
     NEUTRAL,
     SCALES,
@@ -180,12 +183,21 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
                     spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device
                 )
                 attention.register_buffer(attribute, neutral)
+        attention._apply = partial(_apply, attention)  # type: ignore[method-assign]
     if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
         decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
         decoder.kv_keep = decoder.register_forward_hook(_keep, with_kwargs=True)
     decoder.kv_quantizer = kv
+
+
+def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``attention._apply(fn)`` that moves what a checkpoint stores for the cache without a cast."""
+    stored = {n: b for n, b in attention.named_buffers(recurse=False) if n in (*SCALES, *NEUTRAL)}
+    type(attention)._apply(attention, fn, recurse)
+    keep_dtypes(attention, stored)
+    return attention
 
 
 def unquantize_kv(model: PreTrainedModel) -> None:

@@ -1,7 +1,8 @@
 """A linear layer that runs its packed weight: the bytes of the checkpoint are its only weight."""
 
+from collections.abc import Callable, Mapping
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,17 @@ from qtool.runtime.dispatch import Call, Kernel, kernel_for
 if TYPE_CHECKING:
     from qtool.kernels.hopper.prepared import PreparedLinear
     from qtool.runtime.merge import MergedLinears
+
+
+def keep_dtypes(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Undo a cast of buffers that hold what a checkpoint stores; they stay where they were moved.
+
+    Args:
+        stored: the buffers of ``module`` before it was cast, by name.
+    """
+    for name, tensor in stored.items():
+        if (moved := module.get_buffer(name)).dtype != tensor.dtype:
+            setattr(module, name, tensor.to(moved.device))
 
 
 Prepared = tuple["PreparedLinear | None", tuple[Tensor | None, ...]]
@@ -148,6 +160,12 @@ class QuantLinear(nn.Module):
     def _call(self, x: Tensor, out_dtype: torch.dtype) -> Call:
         how = (self.format, out_dtype, *(self.norm or (None, 0.0)))
         return Call(x, self.permutation, self.stored(), self.bias, *how)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        stored = self.stored()
+        super()._apply(fn, recurse)
+        keep_dtypes(self, stored)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own: what was prepared for these is not for it."""

@@ -265,3 +265,21 @@ def test_attention_that_has_no_parameters_left() -> None:
     )
     quantize_kv(model, "kv4")
     assert len([name for name, _ in model.named_buffers() if name.endswith("k_offset")]) == LAYERS
+
+
+@pytest.mark.parametrize("kv", ["kv8", "kv4"])
+def test_a_cast_leaves_what_is_stored_as_it_is(kv: str) -> None:
+    """Scales of packed linears and of the cache are the checkpoint's; biases and norms follow."""
+    model = make_model(None)
+    linears = LinearFormat("w4a8-qoq", None, "row-major", "float32")
+    replace_linears(model, CheckpointFormat("all", (Rule("mlp", linears),)))
+    quantize_kv(model, kv)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.1, 1.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stored = ("s1", "zero", "qweight", "k_scale", "v_scale", "k_offset", "k_importance")
+    for name, tensor in model.to(torch.bfloat16).state_dict().items():
+        kept = name.rpartition(".")[2] in stored
+        expected = before[name] if kept else before[name].bfloat16()
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
