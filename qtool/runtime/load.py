@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -155,7 +156,8 @@ def _from_pretrained(
             found = auto_class(config).from_pretrained(path, trust_remote_code=False, **options)
         else:
             tensors = {name: source.read(name) for name in source.entries}
-            found = _of_tensors(float_config(source.directory), tensors, options)
+            found = _of_tensors(float_config(path), tensors, options)
+            _as_from(path, found[0])
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains it better
         raise QtoolError(_unloadable(path, error)) from error
@@ -167,6 +169,13 @@ def _of_tensors(config: Any, tensors: Mapping[str, Tensor], options: dict[str, A
     with torch.device("meta"):
         kind: Any = type(auto_class(config).from_config(config))
     return kind.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
+
+
+def _as_from(path: Path, model: PreTrainedModel) -> None:
+    """Give ``model`` what transformers takes from a directory beside its tensors."""
+    model.name_or_path = model.config.name_or_path = str(path)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def _unloadable(path: str | Path, error: Exception) -> str:

@@ -43,6 +43,16 @@ def test_the_result_is_that_of_the_plain_model(case: str, tmp_path: Path) -> Non
     assert torch.equal(*same)
 
 
+def test_it_generates_as_the_plain_model(tmp_path: Path) -> None:
+    """As its generation_config.json says."""
+    for source in CASES["fp8"].make(tmp_path):
+        told = {"eos_token_id": [7, 8], "do_sample": True, "temperature": 0.5}
+        (source / "generation_config.json").write_text(json.dumps(told))
+        model = qtool.load(source)
+        assert {name: getattr(model.generation_config, name) for name in told} == told
+        assert model.name_or_path == model.config.name_or_path == str(source)
+
+
 @pytest.mark.parametrize("case", ["fp8-edges", "mxfp4-gpt-oss"])
 def test_a_calibrated_run_is_resumed_to_the_same_bytes(case: str, tmp_path: Path) -> None:
     published, plain = CASES[case].make(tmp_path)
