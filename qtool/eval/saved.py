@@ -7,6 +7,7 @@ continues where it was. A baseline's results are saved in the file of the model 
 with it; the baseline's own directory is never written. The model card shows the model's results.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -91,10 +92,15 @@ def read(directory: Path) -> list[SavedResult]:
 
 
 def save(directory: Path, saved: SavedResult) -> None:
-    """Add ``saved`` to the file, in place of an earlier one of the same model and facts."""
-    others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
-    write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, saved]]}))
-    _show(directory)
+    """Add ``saved`` to the file, in place of an earlier one of the same model and facts.
+
+    One process at a time does so.
+    """
+    with (directory / f"{FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
+        write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, saved]]}))
+        _show(directory)
 
 
 def _show(directory: Path) -> None:

@@ -320,13 +320,13 @@ def write(
 
 
 def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -> None:
-    """Write ``path`` through a temporary file that is renamed when it is whole.
+    """Write ``path`` through a temporary file of this process, renamed when it is whole.
 
     Args:
         sync: wait until the bytes are on the disk. Without it the file outlives the process, but
             not a loss of power.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with space_for(path), temporary.open("wb") as file:
             put(file)

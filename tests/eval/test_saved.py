@@ -4,6 +4,7 @@ mixed.
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.evaluate import LoadedTask, evaluate, load_tasks
 from qtool.eval.results import Metric, TaskResult
+from tests.forks import end, start
 
 TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
 ROW = {"query": "a", "choices": ["b", "c"], "gold": 0}
@@ -87,6 +89,20 @@ def test_an_interruption_keeps_what_is_finished(store):
     with pytest.raises(KeyboardInterrupt):
         saved.results(asked, "m", lambda: object(), store, CPU)
     assert saved.results(asked[:1], "m", refuse, store, CPU)["one"].samples == 9
+
+
+def test_processes_that_save_at_once_lose_nothing(store):
+    def save(model):
+        for number in range(50):
+            tasks = [TaskResult("t", "zero_shot", "f", 9, {"acc": Metric(0.5, 0.1, True)})]
+            saved.save(store, saved.SavedResult(model, {"number": number}, tasks))
+
+    folders = {model: store.with_name(model) for model in ("one", "two")}
+    processes = [start(partial(save, model), folder) for model, folder in folders.items()]
+    ended = [end(*one) for one in zip(processes, folders.values(), strict=True)]
+    assert [one.code for one in ended] == [0, 0], ended
+    found = {(one.model, one.facts["number"]) for one in saved.read(store)}
+    assert found == {(model, number) for model in folders for number in range(50)}
 
 
 def test_a_damaged_file_is_named(store):

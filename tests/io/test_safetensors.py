@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from qtool.errors import QtoolError
-from qtool.io.safetensors import DTYPES, read, read_header, write
+from qtool.io.safetensors import DTYPES, read, read_header, write, write_atomic, write_text
+from tests.forks import run
 
 KINDS = [dtype for name, dtype in DTYPES.items() if name != "F8_E4M3"]
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
@@ -49,6 +51,18 @@ def test_we_read_what_the_library_writes(spec, tmp_path_factory) -> None:  # typ
     entries = read_header(path)
     assert entries.keys() == tensors.keys()
     assert all(torch.equal(read(entries[name]), tensor) for name, tensor in tensors.items())
+
+
+def test_processes_that_write_one_file_do_not_share_a_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+
+    def put(file: Any) -> None:
+        ended = run(lambda: write_text(path, "the other's"), tmp_path / "other")
+        assert ended.code == 0, ended.stderr
+        file.write(b"mine")
+
+    write_atomic(path, put)
+    assert path.read_text() == "mine" and not list(tmp_path.glob("*.tmp"))
 
 
 def test_rows_and_pieces(tmp_path: Path) -> None:
