@@ -29,6 +29,8 @@ SIDE_FILES = (
     "vocab*",
     "merges.txt",
     "*.model",
+    "*.tiktoken",
+    "tekken.json",
     "generation_config.json",
     "chat_template*",
     "additional_chat_templates/*",

@@ -32,7 +32,7 @@ from qtool.schemes.kv import KV_QUANTIZERS
 UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 #: files of which each tokenizer has one
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load(

@@ -25,6 +25,8 @@ CARRIED = {
     "preprocessor_config.json": "{}",
     "processor_config.json": "{}",
     "tokenizer.model": "words",
+    "qwen.tiktoken": "words",
+    "tekken.json": "words",
 }
 LEFT = {
     "tokenizer_mine.py": "1 / 0",
