@@ -1,6 +1,7 @@
 """The commands that make a checkpoint again, from its provenance."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -15,15 +16,16 @@ RECIPE = "recipe.yaml"
 
 def commands(report: Report) -> list[str]:
     """Quantize, verify, evaluate, report."""
-    record, quantization, directory = report.provenance, report.quantization, report.directory
+    record, quantization = report.provenance, report.quantization
+    directory, source = shlex.quote(str(report.directory)), record.get("source", {})
     if report.imported:
         layouts = {rule["layout"] for rule in quantization["rules"] if rule["scheme"]}
         layout = f" --layout {layouts.pop()}" if len(layouts) == 1 else ""
-        source = record.get("source", {}).get("directory", "MODEL")
-        return [f"qtool import {source} --out {directory}{layout}", f"qtool verify {directory}"]
+        imported = f"qtool import {_model(source)} --out {directory}{layout}"
+        return [imported, f"qtool verify {directory}"]
     if not report.methods:
         return [f"qtool verify {directory}"]
-    base = report.baseline or record.get("source", {}).get("directory", "MODEL")
+    base = shlex.quote(report.baseline) if report.baseline else _model(source)
     quantize = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
     quantize += RECIPE if recipe_file(report) else record["recipe"]["variant"]
     if calibration := record.get("calibration"):
@@ -41,17 +43,28 @@ def commands(report: Report) -> list[str]:
         )
     if quantization.get("kv") and not recipe_file(report):
         quantize += f" --kv {quantization['kv']}"
+    if adapter := source.get("adapter"):
+        quantize += f" --adapter {_model(adapter)}"
+    if dtype := record.get("dtype"):
+        quantize += f" --dtype {dtype['stored']}"
+    if record.get("unknown_tensors"):
+        quantize += " --keep-unknown"
     if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
         quantize += f" --device {device}"
     return [
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",
-        *_evaluations(report, base),
+        *_evaluations(report, directory, base),
         f"qtool report {directory} --compare {base}",
     ]
 
 
-def _evaluations(report: Report, base: str) -> list[str]:
+def _model(record: Mapping[str, Any]) -> str:
+    """The hub id or else the directory that a source's or an adapter's ``record`` names, quoted."""
+    return shlex.quote(record.get("hub id") or record.get("directory", "MODEL"))
+
+
+def _evaluations(report: Report, directory: str, base: str) -> list[str]:
     """One command for the tasks that were evaluated with the same options."""
     by_options: dict[str, list[str]] = {}
     for fact in (q.facts for q in report.quality):
@@ -60,9 +73,9 @@ def _evaluations(report: Report, base: str) -> list[str]:
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
         tasks = by_options.setdefault(" ".join(options), [])
-        if fact["task"] not in tasks:
-            tasks.append(fact["task"])
-    common = f"--model {report.directory} --compare {base}"
+        if (task := shlex.quote(fact["task"])) not in tasks:
+            tasks.append(task)
+    common = f"--model {directory} --compare {base}"
     return [
         " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
         for options, tasks in (by_options or {"": ["wikitext2"]}).items()

@@ -254,6 +254,24 @@ def test_a_built_in_recipe_needs_no_file(base, tmp_path):
     assert report_commands.commands(found)[0] == command.replace(" --out", " --device cuda --out")
 
 
+def test_the_commands_say_all_that_was_asked(base, tmp_path):
+    out = quantize(
+        Checkpoint(base), recipes.load("w4a8-lqq", "fast"), tmp_path / "an out", dtype="float16"
+    )
+    found = collect(out, None, "cpu")
+    found.provenance["source"] |= {"hub id": "acme/Tiny", "adapter": {"directory": "my lora"}}
+    found.provenance["unknown_tensors"] = ["extra"]
+    assert report_commands.commands(found) == [
+        "qtool quantize acme/Tiny --scheme w4a8-lqq --recipe fast --adapter 'my lora'"
+        f" --dtype float16 --keep-unknown --out '{out}'",
+        f"qtool verify '{out}'",
+        f"qtool eval wikitext2 --model '{out}' --compare acme/Tiny --save",
+        f"qtool report '{out}' --compare acme/Tiny",
+    ]
+    found.provenance["imported from"] = {"format": "GPTQ"}
+    assert report_commands.commands(found)[0].startswith(f"qtool import acme/Tiny --out '{out}'")
+
+
 def test_weight_error_is_that_of_the_stored_weight(base, quantized):
     directory = quantized
     errors = weight_errors(Checkpoint(directory), Checkpoint(base))
