@@ -171,10 +171,7 @@ class Import(Conversion):
         foreign = self.source.config["quantization_config"]
         provenance = {
             "format_version": self.native.version,
-            "source": {
-                "directory": self.source.directory.name,
-                "fingerprint": self.source.fingerprint(),
-            },
+            "source": self.source.identity(),
             "scheme": self.native.scheme,
             "imported from": {"format": self.foreign.name, "config": foreign},
             "versions": {"qtool": qtool.__version__},

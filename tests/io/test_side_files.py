@@ -10,6 +10,7 @@ from qtool import recipes
 from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
 from qtool.exchange.export import export
+from qtool.exchange.import_ import import_checkpoint
 from qtool.io.model_card import results_in, with_results
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
@@ -87,6 +88,11 @@ def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> No
     foreign = export(out, "compressed-tensors", tmp_path / "foreign").directory
     assert front_of(foreign / "README.md")["base_model"] == "owner/a-name"
     assert "`vllm serve a-name-compressed-tensors`" in (foreign / "README.md").read_text()
+    snapshot = tmp_path / "models--other--a-gptq" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    foreign.rename(snapshot)
+    back = import_checkpoint(Checkpoint(snapshot), tmp_path / "back").directory
+    assert front_of(back / "README.md")["base_model"] == "other/a-gptq"
 
 
 def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_path: Path) -> None:
