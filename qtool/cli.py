@@ -41,7 +41,7 @@ from qtool.table import render
 #: what can be done after Ctrl-C, by command
 INTERRUPTED = {
     "quantize": "; finished shards are kept: the same command with --resume continues",
-    "export": "; finished shards are kept: the same command continues",
+    "export": "; finished shards are kept, but for GGUF: the same command continues",
     "import": "; finished shards are kept: the same command continues",
     "eval": "; with --save each finished task is kept",
 }

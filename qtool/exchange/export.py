@@ -4,7 +4,8 @@ What cannot be written exactly is noted, never quantized anew in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear
 is converted and read back as its loader would: the relative distance of the two weights is
-recorded, 0 where they are equal. A killed export continues where it was when it is run again.
+recorded, 0 where they are equal. A killed export continues where it was when it is run again; one
+to GGUF, which is one file, begins anew.
 """
 
 import json

@@ -44,6 +44,21 @@ def require_new(directory: Path) -> None:
         raise QtoolError(f"{directory} exists already; choose another --out or remove it")
 
 
+def lock(path: Path, directory: Path) -> IO[str]:
+    """Lock the file ``path`` until what is returned is closed: a run that works on ``directory``.
+
+    Raises:
+        QtoolError: another run works on it.
+    """
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise QtoolError(f"another run is working on {directory}") from None
+    return file
+
+
 class Output:
     """Shards ``1..n`` of one run, in ``OUT.partial`` until :meth:`finish`.
 
@@ -90,11 +105,7 @@ class Output:
                 f"{self.partial} holds an unfinished run; continue it with --resume or remove it"
             )
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
-        self.lock = (self.partial / RUN / LOCK).open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise QtoolError(f"another run is working on {self.partial}") from None
+        self.lock = lock(self.partial / RUN / LOCK, self.partial)
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
             unfinished.unlink()  # of a killed run
         self._record_or_check_job()

@@ -25,6 +25,7 @@ from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
 from qtool.exchange.targets import TARGETS
 from qtool.format import LinearFormat
+from qtool.io.output import LOCK, lock
 from qtool.io.source import Checkpoint
 from qtool.models import Heads
 from qtool.pipeline.planning.plan import as_text
@@ -356,9 +357,6 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
         TARGETS["gguf"].require_model({"model_type": kind})
     first_gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
     TARGETS["gguf"].require_model(first_gemma)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(QtoolError, match="exists already"):
-        export(ours, "gguf", tmp_path / "there")
 
 
 def test_without_the_package(
@@ -373,6 +371,28 @@ def test_without_the_package(
 
     monkeypatch.setattr(builtins, "__import__", absent)
     refused(native("w4a16", 32), tmp_path / "out", r"pip install 'qtool\[gguf\]'")
+
+
+def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path: Path) -> None:
+    ours = native("w4a16", 32)
+    full, link, busy = (tmp_path / name for name in ("full", "link", "busy"))
+    full.mkdir()
+    (full / "file").touch()
+    link.symlink_to(tmp_path / "nowhere")
+    partial = tmp_path / "busy.gguf.partial"
+    partial.mkdir()
+    with lock(partial / LOCK, partial):
+        for out, said in (
+            (full, "full exists already"),
+            (link, "link is a symbolic link"),
+            (busy, "another run is working on .*busy.gguf.partial"),
+        ):
+            with pytest.raises(QtoolError, match=said):
+                export(ours, "gguf", out)
+    assert (partial / LOCK).is_file()  # as a killed export leaves it
+    busy.mkdir()  # empty
+    found = {path.name for path in export(ours, "gguf", busy).directory.iterdir()}
+    assert FILE in found and LOCK not in found and not partial.exists()
 
 
 def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:

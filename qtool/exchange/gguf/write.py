@@ -28,6 +28,7 @@ from qtool.exchange.gguf.tokenizer import write_tokenizer
 from qtool.exchange.target import Formats
 from qtool.io.integrity import RECORD, recorded_hashes, require_file_intact
 from qtool.io.model_card import model_card
+from qtool.io.output import LOCK, lock, require_new
 from qtool.io.safetensors import space_for, write_json
 from qtool.io.source import BASE_CARD, CARD
 from qtool.models import Family, family_of
@@ -67,28 +68,29 @@ def write_gguf(
         The notes of the tensors.
 
     Raises:
-        QtoolError: ``out`` is there already, or the gguf package is not.
+        QtoolError: ``out`` cannot become a result, another export works on it, or the gguf package
+            is not there.
         CheckFailed: a damaged source, or a scale that float16 does not hold.
     """
     package = require_gguf()
-    if out.exists():
-        raise QtoolError(f"{out} exists already; choose another --out or remove it")
+    require_new(out)
     # not OUT.partial, which a killed run may have left and goes on from
     partial = out.with_name(f"{out.name}.gguf.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        with space_for(out / FILE):
-            notes = _write(package, partial / FILE, work, formats, progress)
-        for name, file in work.source.side_files().items():
-            if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
-                shutil.copyfile(file, partial / name)
-        card = model_card(facts, partial / BASE_CARD)
-        (partial / CARD).write_text(card, encoding="utf-8")
-        write_json(partial / RECORD, facts | {"blocks": [notes]})
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    with lock(partial / LOCK, partial):
+        try:
+            with space_for(out / FILE):
+                notes = _write(package, partial / FILE, work, formats, progress)
+            for name, file in work.source.side_files().items():
+                if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
+                    shutil.copyfile(file, partial / name)
+            card = model_card(facts, partial / BASE_CARD)
+            (partial / CARD).write_text(card, encoding="utf-8")
+            write_json(partial / RECORD, facts | {"blocks": [notes]})
+            (partial / LOCK).unlink()
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return notes
 
 
