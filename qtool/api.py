@@ -19,6 +19,7 @@ from qtool.errors import (
     QtoolError,
     require_known,
     require_names,
+    require_new_path,
     require_path,
     require_positive,
 )
@@ -169,12 +170,12 @@ def quantize(
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
             name = scheme or Path(chosen.scheme).stem
-            target = require_path("out", out) if out is not None else default_out(model, name)
+            target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
-            target = require_path("out", out) if out is not None else Path(work) / "quantized"
+            target = require_new_path("out", out) if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
             # the temporary directory is no source that anything could be compared with
             return replace(done, source="") if out is not None else load(target, device=own)
@@ -283,7 +284,7 @@ def sensitivity(
         directory_of(model),
         require_names("choices", choices),
         budget_bits,
-        require_path("out", out),
+        require_new_path("out", out),
         QuantizeOptions(samples=samples, seqlen=seqlen, seed=seed, data_dir=data_dir),
         recipe=recipe,
         text=calibration,
@@ -469,7 +470,7 @@ def export(
     from qtool.pipeline.run import default_out
 
     directory = _native(model)
-    target = default_out(model, format) if out is None else require_path("out", out)
+    target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
 
@@ -497,7 +498,7 @@ def import_(
     """
     from qtool.pipeline.run import repack
 
-    return repack(model, require_path("out", out), layout, progress=progress)
+    return repack(model, require_new_path("out", out), layout, progress=progress)
 
 
 def inspect(model: Name) -> list[Row]:
@@ -556,7 +557,7 @@ def write_report(
         directory,
         str(compare) if compare is not None else None,
         require_names("tasks", tasks),
-        out=require_path("out", out) if out is not None else None,
+        out=require_new_path("out", out) if out is not None else None,
         data_dir=require_path("data_dir", data_dir) if data_dir is not None else None,
         device=device,
     )

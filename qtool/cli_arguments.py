@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_new_path
 from qtool.recipes import VARIANTS
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -45,10 +45,10 @@ class NewPath(click.Path):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> Path:
-        path = Path(value).expanduser()
-        if path.name in ("", ".."):
-            self.fail(f"{str(value)!r} names nothing that could be made", param, ctx)
-        return path
+        try:
+            return require_new_path("path", value)
+        except QtoolError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Name(click.ParamType):

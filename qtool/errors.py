@@ -75,6 +75,18 @@ def require_path(name: str, value: object) -> Path:
     return Path(value).expanduser()
 
 
+def require_new_path(name: str, value: object) -> Path:
+    """:func:`require_path` of what will be made.
+
+    Raises:
+        QtoolError: it has no name of its own, such as ``.``; naming it.
+    """
+    path = require_path(name, value)
+    if path.name in ("", ".."):
+        raise QtoolError(f"{name} {str(value)!r}: it names nothing that could be made")
+    return path
+
+
 def require_text(name: str, value: object) -> str:
     """``value``, a text.
 

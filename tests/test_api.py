@@ -77,6 +77,20 @@ def test_a_number_is_no_path(name: str) -> None:
         qtool.quantize("demo", "w4a16", **options)
 
 
+@pytest.mark.parametrize("out", [".", "..", Path("/")])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda out: qtool.quantize("demo", "w4a16", out=out),
+        lambda out: qtool.import_("demo", out),
+        lambda out: qtool.sensitivity("demo", ["w4a16"], 5, out),
+    ],
+)
+def test_an_output_has_a_name(call: Callable[[Any], object], out: str | Path) -> None:
+    with pytest.raises(QtoolError, match=f"^out '{out}': it names nothing that could be made$"):
+        call(out)
+
+
 def test_dir_lists_what_can_be_called() -> None:
     assert set(qtool.__all__) <= set(dir(qtool))
     for name in qtool.__all__:
