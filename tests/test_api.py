@@ -181,6 +181,16 @@ def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) ->
     assert str(done).splitlines()[1] == f"next: qtool eval wikitext2 --model {done.directory}"
 
 
+def test_a_model_in_memory_has_the_tokenizer_of_its_own_directory(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has none here, also where it is called as qtool's demo is."""
+    make_model(name="demo")
+    monkeypatch.chdir(tmp_path)
+    done = qtool.quantize(AutoModelForCausalLM.from_pretrained("demo"), "w4a16", out="out")
+    assert not list(done.directory.glob("tokenizer*"))
+
+
 @pytest.mark.parametrize(
     "data", ["demo", Path("text.txt"), ["a text", "another"], [[1, 2], [3, 4]], torch.ones(2, 4)]
 )

@@ -50,10 +50,10 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    if not model.name_or_path:
+    if not (name := model.name_or_path):
         return None
     try:
         with hub.offline():
-            return load_tokenizer(model.name_or_path)
+            return load_tokenizer(Path(name) if Path(name).is_dir() else name)
     except QtoolError:
         return None
