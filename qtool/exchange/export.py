@@ -203,8 +203,11 @@ class _Export(Conversion):
             scales = [torch.empty(self.source.entry(n).shape, device=device) for n in names]
         else:
             scales = [self.source.read(n) for n in names]
+        assert self.family.attention is not None
+        key = self.family.attention.k.rpartition(".")[2]
+        disk = _published(self.family, f"{attention}.{key}")[0].rpartition(".")[0]
         for part, tensor in self.target.kv_tensors(*scales).items():
-            yield f"{attention}.{part}", tensor
+            yield f"{disk}.{part}", tensor
 
     def metadata(self) -> Metadata:
         named = {

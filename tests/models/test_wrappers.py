@@ -10,7 +10,7 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import auto_class, text_model
 from qtool.runtime.huggingface import quantized_linears
-from tests.models.proof import exported_right, quantize, quantized_right
+from tests.models.proof import exported_right, quantize, quantized_right, windows
 from tests.models.tiny import save_tiny, tiny_config
 
 
@@ -57,6 +57,20 @@ def test_an_export_names_what_is_in_16_bit_as_transformers_does(kind: str, tmp_p
     stored = {name.removesuffix(".weight") for name in Checkpoint(tmp_path / "exported").entries}
     towers = [name for name in stored if "vision" in name and name.endswith("out_proj")]
     assert towers and set(ignored).issuperset(towers)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3", "llava"])
+def test_scales_of_the_cache_are_named_as_the_linears_beside_them(
+    kind: str, tmp_path: Path
+) -> None:
+    source = save_tiny(kind, tmp_path / "source")
+    kv8 = {"kv": "kv8", "calibration": windows(source), "samples": 2, "seqlen": 16}
+    qtool.quantize(source, "w4a16", recipe="fast", out=tmp_path / "native", **kv8)
+    out = qtool.export(tmp_path / "native", "compressed-tensors", tmp_path / "out").directory
+    linears = {name for name in Checkpoint(out).entries if name.endswith(".k_proj.weight_packed")}
+    scales = {name for name in Checkpoint(out).entries if name.endswith(".self_attn.k_scale")}
+    assert scales == {name.replace("k_proj.weight_packed", "k_scale") for name in linears}
+    assert len(scales) == 2
 
 
 def test_a_wrapper_saved_as_its_text_model_is_that() -> None:
