@@ -184,14 +184,18 @@ def _resumed(output: Output) -> str:
 def _config(job: Job) -> dict[str, Any]:
     """The config.json of the result."""
     config = job.format.in_config(job.config)
-    if job.unties:
-        config["tie_word_embeddings"] = False
-        if isinstance(text := config.get("text_config"), dict):
-            config["text_config"] = {**text, "tie_word_embeddings": False}
+    changes: dict[str, Any] = {"tie_word_embeddings": False} if job.unties else {}
     if job.dtype != job.source_dtype:
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype_name(job.dtype)
-    return config
+        changes["dtype"] = dtype_name(job.dtype)
+    if changes and isinstance(text := config.get("text_config"), dict):  # towers stay as they are
+        config["text_config"] = _changed(text, changes)
+    return _changed(config, changes)
+
+
+def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with ``changes``; a dtype also replaces one under its old name."""
+    old = "torch_dtype" if "dtype" in changes else None
+    return {key: value for key, value in config.items() if key != old} | changes
 
 
 def _identity(

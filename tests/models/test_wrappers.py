@@ -1,5 +1,6 @@
 """Multimodal wrappers: the text model is quantized, towers and projectors are what they were."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,20 @@ def test_scales_of_the_cache_are_named_as_the_linears_beside_them(
     scales = {name for name in Checkpoint(out).entries if name.endswith(".self_attn.k_scale")}
     assert scales == {name.replace("k_proj.weight_packed", "k_scale") for name in linears}
     assert len(scales) == 2
+
+
+def test_another_dtype_is_that_of_the_text_model(tmp_path: Path) -> None:
+    """Towers are stored as they were."""
+    source = save_tiny("mistral3", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    for part in (config["text_config"], config["vision_config"]):
+        part["torch_dtype"] = part.pop("dtype", "float32")
+    (source / "config.json").write_text(json.dumps(config))
+    out = qtool.quantize(source, "w4a16", dtype="float16", out=tmp_path / "out").directory
+    found = json.loads((out / "config.json").read_text())
+    assert found["dtype"] == "float16" and found["vision_config"] == config["vision_config"]
+    assert found["text_config"]["dtype"] == "float16"
+    assert "torch_dtype" not in found["text_config"]
 
 
 def test_a_wrapper_saved_as_its_text_model_is_that() -> None:
