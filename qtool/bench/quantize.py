@@ -10,6 +10,7 @@ import torch
 
 from qtool.bench.ceilings import Ceilings, measure
 from qtool.errors import QtoolError
+from qtool.io.integrity import RECORD, read_record
 from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
@@ -180,6 +181,5 @@ def run(
     planned = plan(job, samples, seqlen, memory, device=torch.device(device).type)
     floors = ceilings.floors(work_of(job, samples, seqlen), planned.continuation)
     measured = Measured(record, ceilings, floors, reserved, planned)
-    provenance = out / "qtool.json"
-    write_json(provenance, json.loads(provenance.read_text()) | {"bench": measured.as_dict()})
+    write_json(out / RECORD, read_record(out) | {"bench": measured.as_dict()})
     return measured

@@ -1,6 +1,5 @@
 """Evaluate a checkpoint by its name, and the baseline beside it."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,7 @@ from qtool.eval.engine import Model, load_in_engine, require_engine
 from qtool.eval.evaluate import TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
-from qtool.io.integrity import RECORD
+from qtool.io.integrity import read_record
 from qtool.io.source import DEMO, read_config
 from qtool.models.architecture import DTYPES
 from qtool.pipeline.run import directory_of
@@ -126,8 +125,5 @@ def evaluate_checkpoints(
 
 def _calibrated_on(directory: Path) -> set[str]:
     """sha256 of the texts that the model in ``directory`` was calibrated on, as it records them."""
-    try:
-        found = json.loads((directory / RECORD).read_text())["calibration"]
-        return {part["sha256"] for part in found.get("parts", [found])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
+    found = read_record(directory).get("calibration", {})
+    return {part["sha256"] for part in found.get("parts", [found]) if "sha256" in part}

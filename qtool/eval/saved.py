@@ -23,6 +23,7 @@ from qtool.eval.compare import table
 from qtool.eval.engine import Model, engine_version
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, finite, from_json
+from qtool.io.integrity import recorded_hashes
 from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
@@ -47,12 +48,11 @@ def identity(directory: Path) -> str:
     Of a checkpoint that qtool wrote it is the hash of its files' recorded hashes; of any other
     model :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
     """
-    try:
-        recorded = json.loads((directory / "qtool.json").read_text())["shards"]
-        config = (directory / "config.json").read_bytes()
-    except (OSError, ValueError, KeyError, TypeError):
+    recorded, config = recorded_hashes(directory), directory / "config.json"
+    if not recorded or not config.is_file():
         return Checkpoint(directory).fingerprint()
-    return hashlib.sha256(config + json.dumps(recorded, sort_keys=True).encode()).hexdigest()
+    hashes = json.dumps(recorded, sort_keys=True).encode()
+    return hashlib.sha256(config.read_bytes() + hashes).hexdigest()
 
 
 def environment(

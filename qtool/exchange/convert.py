@@ -5,7 +5,6 @@ A conversion says which linear a tensor of the source belongs to and how it is c
 keeps a record, so that a killed conversion that is run again continues, to the same bytes.
 """
 
-import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor
 from qtool.errors import NoSpace, QtoolError
 from qtool.exchange.target import as_dtype
 from qtool.io.finite import finite
-from qtool.io.integrity import recorded_hashes, require_file_intact
+from qtool.io.integrity import read_record, recorded_hashes, require_file_intact
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import write_json
@@ -115,7 +114,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
                 shutil.rmtree(output.partial)  # refused for its content: nothing to continue
                 record.path.unlink(missing_ok=True)
                 raise
-    notes: list[Json] = json.loads((out / "qtool.json").read_text())["blocks"]
+    notes: list[Json] = read_record(out)["blocks"]
     return notes
 
 

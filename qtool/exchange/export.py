@@ -8,7 +8,6 @@ recorded, 0 where they are equal. A killed export continues where it was when it
 to GGUF, which is one file, begins anew.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat, native_format
-from qtool.io.integrity import RECORD
+from qtool.io.integrity import read_record
 from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
@@ -232,7 +231,7 @@ class _Export(Conversion):
     def facts(self) -> Json:
         """The provenance of the export."""
         return {
-            "source": _source(self.source.directory),
+            "source": read_record(self.source.directory).get("source", {}),
             "results": _results(self.source.directory),
             "exported from": self.source.directory.name,
             "loaders": self.target.about,
@@ -291,14 +290,6 @@ def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
         and attention_name(family) == "self_attn"
         and bool(target.kv_tensors(scales, scales))
     )
-
-
-def _source(native: Path) -> Json:
-    """What qtool.json says the model in ``native`` was made from."""
-    try:
-        return dict(json.loads((native / RECORD).read_text())["source"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _results(native: Path) -> str:

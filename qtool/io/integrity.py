@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from qtool.errors import CheckFailed
 
@@ -32,12 +33,19 @@ def require_intact(directory: Path) -> None:
         raise CheckFailed(f"{directory / name}: {problem}")
 
 
+def read_record(directory: Path) -> dict[str, Any]:
+    """The content of the qtool.json in ``directory``; empty where it is missing or damaged."""
+    try:
+        found = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def recorded_hashes(directory: Path) -> dict[str, str]:
     """sha256 of each shard as it was written, by name; empty where nothing recorded them."""
-    try:
-        return dict(json.loads((directory / RECORD).read_text())["shards"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    found = read_record(directory).get("shards")
+    return found if isinstance(found, dict) else {}
 
 
 def require_file_intact(path: Path, recorded: str | None) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.io.integrity import RECORD, read_record
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, read_header, write, write_json
 from qtool.io.source import BASE_CARD, CARD, INDEX
@@ -261,7 +262,7 @@ class Output:
         provenance.setdefault(
             "blocks", [self.records[shard]["notes"] for shard in range(2, self.shards)]
         )
-        write_json(self.partial / "qtool.json", provenance)
+        write_json(self.partial / RECORD, provenance)
         write_json(self.partial / "config.json", config)
         if self.directory.exists():
             self.directory.rmdir()  # it is empty: checked at the start
@@ -280,11 +281,7 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
 
     So it is after a run that was killed just after its last step.
     """
-    try:
-        done = json.loads((directory / "qtool.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return bool(done.get("job") == identity)
+    return bool(read_record(directory).get("job") == identity)
 
 
 def job_hash(identity: Mapping[str, Any]) -> str:

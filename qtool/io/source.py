@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.io.dequantize import Published, dequantized, published
+from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
         raise QtoolError(f"{model} is a file: the directory of a model or a hub id is expected")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
-    configs = ["config.json", "qtool.json", QUANTIZE_CONFIG]
+    configs = ["config.json", RECORD, QUANTIZE_CONFIG]
     all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
     return _download(model, files or (all_files if weights else configs))
 

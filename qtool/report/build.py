@@ -12,13 +12,14 @@ from qtool.eval import saved
 from qtool.eval.channel_range import role
 from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.format import native_format
+from qtool.io.integrity import read_record
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
 from qtool.io.source import Checkpoint, read_config, resolve
 from qtool.models.family import REQUIRED
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
-from qtool.report.data import Check, LayerErrors, Report, Size, provenance, quality, recorded_errors
+from qtool.report.data import Check, LayerErrors, Report, Size, quality, recorded_errors
 from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
@@ -81,7 +82,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
 
     Nothing is measured on a checkpoint that fails a check.
     """
-    checkpoint, record = Checkpoint(directory), provenance(directory)
+    checkpoint, record = Checkpoint(directory), read_record(directory)
     base = resolve(compare) if compare else None
     source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
     verified = list(verify(directory, device=device))

@@ -4,7 +4,6 @@
 empty.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,15 +141,6 @@ class Report:
     def quantization(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.config["quantization_config"]
         return found
-
-
-def provenance(directory: Path) -> dict[str, Any]:
-    """The content of ``qtool.json``; nothing if it is missing or damaged."""
-    try:
-        found = json.loads((directory / "qtool.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def quality(answers: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:
