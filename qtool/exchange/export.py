@@ -226,7 +226,8 @@ class _Export(Conversion):
         if self.target.dtype is not None:
             config["dtype"] = dtype_name(self.target.dtype)
             config.pop("torch_dtype", None)
-        return Metadata(config, self.facts(), self.target.config_files(quantization))
+        copy = self.target.config_copy
+        return Metadata(config, self.facts(), {copy: quantization} if copy else {})
 
     def facts(self) -> Json:
         """The provenance of the export."""

@@ -182,7 +182,10 @@ def _require_experts(
     if not names:
         return
     fused_shards_agree(formats, names)
-    if (found := formats[names[0]]) and (reason := target.refuses_experts(found)):
+    if (found := formats[names[0]]) is None:
+        return
+    unknown = "" if target.holds_experts else "its loaders know no mixture of experts"
+    if reason := unknown or target.refuses_experts(found):
         raise QtoolError(f"{names[0]} is an expert; {target.name} cannot hold it: {reason}")
 
 

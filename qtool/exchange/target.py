@@ -37,6 +37,8 @@ class Target(ABC):
     uniform: ClassVar[bool] = True
     #: a linear may stay in 16 bit
     leaves_16_bit: ClassVar[bool] = True
+    #: its loaders know mixtures of experts
+    holds_experts: ClassVar[bool] = True
     #: the dtype of the whole model, where the format's kernels know only one
     dtype: ClassVar[torch.dtype | None] = None
     #: its loaders take every architecture, linear by linear
@@ -50,6 +52,8 @@ class Target(ABC):
     one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True
+    #: the file beside config.json that its loaders want ``quantization_config`` in too; "": none
+    config_copy: ClassVar[str] = ""
 
     def require_model(self, config: Mapping[str, Any]) -> None:  # noqa: B027  (most take all)
         """Refuse, before any work, a model that its loaders would run in another way.
@@ -114,10 +118,6 @@ class Target(ABC):
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
         """The tensors of attention for kv8's scales ``[H, D]``; none if the format has no place."""
-        return {}
-
-    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Further JSON files by name, made of the ``quantization_config``."""
         return {}
 
 

@@ -42,6 +42,7 @@ class Gptq(Target):
     expressible = SYMMETRIC_4
     tile = (8, 8)
     any_architecture: ClassVar[bool] = True
+    config_copy: ClassVar[str] = "quantize_config.json"
 
     def __init__(self, name: str, checkpoint_format: str, about: str) -> None:
         self.name, self.checkpoint_format, self.about = name, checkpoint_format, about
@@ -81,9 +82,6 @@ class Gptq(Target):
             "pack_dtype": "int32",
             "dynamic": {f"-:^{re.escape(name)}$": {} for name in left_in_16_bit(formats)},
         }
-
-    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {"quantize_config.json": dict(config)}
 
 
 def pack_zeros(zeros: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ class MarlinFile(Target):
     """``marlin`` or ``marlin-24``: a layout, and the names its tensors have in the file."""
 
     leaves_16_bit: ClassVar[bool] = False
+    holds_experts: ClassVar[bool] = False
+    config_copy: ClassVar[str] = "quantize_config.json"
     dtype: ClassVar[torch.dtype | None] = torch.float16
 
     def __init__(
@@ -43,9 +45,6 @@ class MarlinFile(Target):
     ) -> None:
         self.name, self.about, self.layout, self.tile, self.names = name, about, layout, tile, names
         self.expressible = {scheme: (128, None)}
-
-    def refuses_experts(self, found: LinearFormat) -> str:
-        return "its loaders know no mixture of experts"
 
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
@@ -73,9 +72,6 @@ class MarlinFile(Target):
             "checkpoint_format": self.name.replace("-", "_"),
             "is_marlin_format": self.name == "marlin",
         }
-
-    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {"quantize_config.json": dict(config)}
 
 
 MARLIN_FILES = (

@@ -41,6 +41,8 @@ class Qqq(Target):
     }
     tile = (64, 128)
     leaves_16_bit: ClassVar[bool] = False
+    holds_experts: ClassVar[bool] = False
+    config_copy: ClassVar[str] = "quantize_config.json"
     dtype: ClassVar[torch.dtype | None] = torch.float16
 
     def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
@@ -50,9 +52,6 @@ class Qqq(Target):
                 f"{name}: with K = {k} qqq reads one group of {k} as a channel; quantize it per "
                 "channel"
             )
-
-    def refuses_experts(self, found: LinearFormat) -> str:
-        return "its loaders know no mixture of experts"
 
     def activations(self, scheme: str) -> str:
         return TOKEN_INT8
@@ -103,6 +102,3 @@ class Qqq(Target):
             "lm_head": False,
             "checkpoint_format": "qqq",
         }
-
-    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {"quantize_config.json": dict(config)}

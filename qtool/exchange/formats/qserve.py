@@ -50,6 +50,8 @@ class QServe(Target):
     }
     tile = (64, 128)
     leaves_16_bit: ClassVar[bool] = False
+    holds_experts: ClassVar[bool] = False
+    config_copy: ClassVar[str] = "quant_config.json"
     dtype: ClassVar[torch.dtype | None] = torch.float16
     tensor_parallel: ClassVar[bool] = False
 
@@ -58,9 +60,6 @@ class QServe(Target):
 
     def activations(self, scheme: str) -> str:
         return TOKEN_INT8
-
-    def refuses_experts(self, found: LinearFormat) -> str:
-        return "its loaders know no mixture of experts"
 
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
@@ -100,9 +99,6 @@ class QServe(Target):
             "wbits": 4,
             "group_size": file_group_size(one_format(formats).group_size),
         }
-
-    def config_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {"quant_config.json": dict(config)}
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
         return {"kv_scale_quant_orig": torch.stack([k_scale.max(), v_scale.max()]).float()}
