@@ -31,13 +31,12 @@ from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
-from qtool.runtime.packed_kv import NEUTRAL, attention_name
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
 
 #: what the record of a shard calls the distances
 ERRORS = "relative weight errors"
-KV_SCALES = ("k_scale", "v_scale")
 
 
 @dataclass
@@ -123,8 +122,8 @@ class _Export(Conversion):
         module, _, part = name.rpartition(".")
         if part in NEUTRAL:
             return None  # kv4's: every target makes its own 4-bit cache
-        if part in KV_SCALES:
-            return f"{module}.{KV_SCALES[0]}" if self.kv else None
+        if part in SCALES:
+            return f"{module}.{SCALES[0]}" if self.kv else None
         if parts := self.family.rows_on_disk.get(name):
             return self.pieces[parts[0].name][0].tensor
         return module if module in self.formats and part != "bias" else name
@@ -135,7 +134,7 @@ class _Export(Conversion):
             found = self.formats[owner]
             codes = torch.empty(n, k, dtype=found.scheme_object.code_dtype, device="meta")
             yield from self._linear(owner, codes, found.parameters(n, k))
-        elif owner.endswith(KV_SCALES):
+        elif owner.endswith(SCALES):
             yield from self._kv(owner, "meta")
         else:
             yield from self._on_disk(super().specs, owner)
@@ -158,7 +157,7 @@ class _Export(Conversion):
             norm = float(ours.norm().clamp(min=1e-30))
             notes.setdefault(ERRORS, {})[owner] = float(theirs.sub_(ours).norm()) / norm
             yield from stored.items()
-        elif owner.endswith(KV_SCALES):
+        elif owner.endswith(SCALES):
             yield from self._kv(owner, "cpu")
         else:
             yield from self._on_disk(partial(super().tensors, notes=notes), owner)
@@ -197,7 +196,7 @@ class _Export(Conversion):
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
-        names = [f"{attention}.{scale}" for scale in KV_SCALES]
+        names = [f"{attention}.{scale}" for scale in SCALES]
         if device == "meta":
             scales = [torch.empty(self.source.entry(n).shape, device=device) for n in names]
         else:
