@@ -41,14 +41,12 @@ def get(name: str) -> Target:
     return plugins.find(TARGETS, name, "format")
 
 
-def register_export(target: Target) -> Target:
-    """Add a format of your own, by its ``name``; returns it.
+def register_export(target: Target) -> None:
+    """Add a format of your own, by its ``name``.
 
     Raises:
         QtoolError: no :class:`Target`, or a name that another format has.
     """
     if not isinstance(target, Target):
         raise QtoolError(f"register_export: {target!r} is no qtool.exchange.target.Target")
-    if TARGETS.setdefault(target.name, target) is not target:
-        raise QtoolError(f"register_export: there is a format {target.name!r} already")
-    return target
+    plugins.add(TARGETS, target.name, target, "format")

@@ -26,8 +26,8 @@ FAMILIES: list[Family] = [
 ]
 
 
-def register_family(family: Family) -> Family:
-    """Add a family of your own, for the ``model_type`` values it names; returns it.
+def register_family(family: Family) -> None:
+    """Add a family of your own, for the ``model_type`` values it names.
 
     Raises:
         QtoolError: no :class:`Family`, or a ``model_type`` that another family covers.
@@ -36,13 +36,12 @@ def register_family(family: Family) -> Family:
         raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
     for other in FAMILIES:
         if other is family:
-            return family
+            return
         if taken := set(other.model_types) & set(family.model_types):
             raise QtoolError(
                 f"register_family: {other.name} covers model_type {min(taken)!r} already"
             )
     FAMILIES.append(family)
-    return family
 
 
 def family_of(model: str | Mapping[str, Any] | Any) -> Family:

@@ -184,8 +184,9 @@ def test_a_format_from_outside(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "TARGETS", dict(TARGETS))
-    mine = register_export(Gptq("mine", "gptq_v2", "GPTQ under a name of its own, for a test"))
-    assert register_export(mine) is mine
+    mine = Gptq("mine", "gptq_v2", "GPTQ under a name of its own, for a test")
+    register_export(mine)
+    register_export(mine)
     source = Checkpoint(make_model(dtype=torch.float16))
     native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
     done = export(native, "mine", tmp_path / "out")
@@ -193,7 +194,7 @@ def test_a_format_from_outside(
     assert json.loads((tmp_path / "out/qtool.json").read_text())["format"] == "mine"
     config = Checkpoint(native).config
     assert "mine" in formats_that_take(native_format(config), config)
-    with pytest.raises(QtoolError, match="there is a format 'gptq' already"):
+    with pytest.raises(QtoolError, match="the format 'gptq' is registered already"):
         register_export(Gptq("gptq", "gptq", "another of the same name"))
     with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.target\.Target"):
         register_export("gptq")  # type: ignore[arg-type]
