@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, first_line
 from qtool.io.dequantize import Published, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
@@ -87,10 +87,10 @@ def _download(model: str, patterns: list[str]) -> Path:
             snapshot_download(model, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS)
         )
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise QtoolError(
             f"{model} is not a local directory and could not be had from the hub "
-            f"({type(error).__name__}: {reason}); pass the path of a downloaded model directory"
+            f"({type(error).__name__}: {first_line(error)}); pass the path of a "
+            "downloaded model directory"
         ) from error
 
 
