@@ -15,6 +15,7 @@ from markupsafe import Markup
 import qtool
 from qtool.eval.channel_range import ChannelRange, outlier
 from qtool.eval.results import INTERVAL
+from qtool.pipeline.units import bytes_text, duration
 from qtool.report import commands, glossary, plots
 from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
@@ -39,7 +40,7 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"nbytes": nbytes, "duration": duration, "plain": plain}
+    environment.filters |= {"nbytes": bytes_text, "duration": duration, "plain": plain}
     return environment.get_template("report.html.j2").render(view(report))
 
 
@@ -205,17 +206,3 @@ def plain(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def nbytes(count: float) -> str:
-    """A number of bytes in decimal units."""
-    unit = next((u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= u[0]), (1, "B"))
-    return f"{count / unit[0]:,.2f} {unit[1]}"
-
-
-def duration(seconds: float) -> str:
-    """A time as one reads it: ``2 h 5 min``, ``3 min 20 s``, ``12.4 s``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    big, small = divmod(int(seconds), 60)
-    return f"{big} min {small} s" if big < 60 else f"{big // 60} h {big % 60} min"
