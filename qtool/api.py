@@ -1,4 +1,4 @@
-"""qtool's public functions; the command line calls nothing else.
+"""qtool's public functions; but for ``bench``, the command line starts no work by anything else.
 
 Every function takes and gives plain things: paths, names, tensors, dataclasses. Errors are
 :class:`qtool.errors.QtoolError`, one sentence each; a failed check is a

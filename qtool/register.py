@@ -1,4 +1,4 @@
-"""Schemes, layouts, families, methods and export formats from outside the package.
+"""Schemes, layouts, kernels, recipes, families, methods and formats from outside the package.
 
 Call these from the function that an entry point of the group ``qtool.plugins`` names
 (:mod:`qtool.plugins`), or before the first use in a script. Names that are taken are refused.

@@ -1,8 +1,8 @@
 """Checks that a checkpoint's shards are still the bytes whose hashes qtool.json has.
 
-``verify`` reports every difference; what reads weights to compute or to convert calls
-:func:`require_intact` first. Shards are hashed side by side, at the rate of the disk or of SHA-256,
-and what was hashed is in the page cache when it is loaded.
+``verify`` reports every difference; loading calls :func:`require_intact` first, a conversion
+:func:`require_file_intact` before each shard. Shards are hashed side by side, at the rate of the
+disk or of SHA-256, and what was hashed is in the page cache when it is loaded.
 """
 
 import hashlib
