@@ -1,6 +1,7 @@
 """A family at the sizes of one config.json: how many blocks, which tensors, of which shapes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ class Architecture:
         """Whether embedding and head are one tensor in the source."""
         return bool(getattr(self.namespace, "tie_word_embeddings", False))
 
-    @property
+    @cached_property
     def namespace(self) -> SimpleNamespace:
         """The config as an object, for code that reads attributes."""
         return self.family.settings(self.config)

@@ -91,9 +91,11 @@ class PackedLinear:
             stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
             self.axes = self.axes | {"permutation": Axes(None, 0, Fraction(1))}
         for name, spec in stored.items():
-            layer.register_parameter(name, self._parameter(name, spec, Recorded(weight_loader)))
+            layer.register_parameter(
+                name, self._parameter(name, spec, TrackedLoader(weight_loader))
+            )
 
-    def _parameter(self, name: str, spec: Tensor, loader: "Recorded") -> Any:
+    def _parameter(self, name: str, spec: Tensor, loader: "TrackedLoader") -> Any:
         """The parameter that the engine narrows to what this rank has of each linear."""
         axis, data = self.axes[name], torch.empty(spec.shape, dtype=spec.dtype)
         if axis.output is None and len(self.names) > 1:
@@ -217,7 +219,7 @@ class OnePerLinear:
     load_qkv_weight = load_merged_column_weight
 
 
-class Recorded:
+class TrackedLoader:
     """A weight loader that knows which linears of a layer it has loaded.
 
     vLLM does not check that a quantized model was loaded whole.
