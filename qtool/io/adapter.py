@@ -172,7 +172,7 @@ class Adapter:
         if isinstance(before.computed, Cast):
             return before
         if before.within and before.within.transposed:  # of Conv1D
-            entry = entry.turned()
+            entry = entry.transposed()
         if before.shape != entry.shape:
             raise QtoolError(
                 f"{self.directory}: {name} is {list(entry.shape)}, and the model's is "
@@ -196,7 +196,7 @@ class Adapter:
                 f"{self.directory}: {module} has A {list(a.shape)} and B {list(b.shape)}; of rank "
                 f"{rank} for a weight {list(weight.shape)} they are expected"
             )
-        left, right = (a.turned(), b.turned()) if turned else (b, a)
+        left, right = (a.transposed(), b.transposed()) if turned else (b, a)
         computed = Merged((weight, left, right), scaling)
         return Entry(weight.path, weight.dtype, weight.shape, weight.start, computed=computed)
 

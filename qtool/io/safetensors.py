@@ -129,7 +129,7 @@ class Entry:
             else replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
         )
 
-    def turned(self) -> "Entry":
+    def transposed(self) -> "Entry":
         """The transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], within=Within(self.shape, transposed=True))
 
@@ -246,7 +246,7 @@ def _made(entry: Entry, rows: slice) -> Tensor:
         order = within.order[rows]
         first, last = min(order, default=0), max(order, default=-1)
         stored = replace(entry, shape=within.shape, within=None)
-        stored = stored.turned() if within.transposed else stored
+        stored = stored.transposed() if within.transposed else stored
         return read(stored, slice(first, last + 1))[[row - first for row in order]]
     stop = within.start + within.step * entry.shape[0]
     picked = range(within.start, stop, within.step)[rows]

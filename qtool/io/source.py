@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from qtool.errors import QtoolError, first_line
-from qtool.io.dequantize import Published, dequantized, published
+from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
 
@@ -261,7 +261,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], Published | None]:
+def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], FloatFormat | None]:
     """``config`` as of the plain model where its weights are dequantized, and their format.
 
     Raises:
@@ -272,7 +272,7 @@ def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], Published | No
     return {key: value for key, value in config.items() if key != "quantization_config"}, found
 
 
-def dequantized_note(found: Published) -> str:
+def dequantized_note(found: FloatFormat) -> str:
     """A sentence on weights of the format ``found``."""
     return f"the weights are {found.about}, dequantized when they are read"
 

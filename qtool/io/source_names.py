@@ -56,7 +56,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     for name in family.transposed & entries.keys():
         stored = entries[name]
         if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # adopted once
-            entries[name] = stored.turned()
+            entries[name] = stored.transposed()
     if names := family.experts:
         for block in range(model.blocks):
             _adopt_experts(
@@ -111,7 +111,7 @@ def _rows_of(stored: Entry, part: RowsOf) -> Entry:
     if len(stored.shape) == 3:
         stored = replace(stored, shape=(prod(stored.shape[:2]), stored.shape[2]))
     if part.transposed:
-        stored = stored.turned()
+        stored = stored.transposed()
     if part.rows is None:
         return stored
     if max(part.rows) >= stored.shape[0]:

@@ -88,7 +88,7 @@ def test_rows_of_rows(data, tmp_path_factory) -> None:  # type: ignore[no-untype
     first, whole = data.draw(orders), torch.cat([tensors["a"], tensors["b"].T, tensors["c"]])
     parts = (
         entries["a"],
-        entries["b"].turned(),
+        entries["b"].transposed(),
         entries["c"].rows(range(8)),
         entries["c"].rows(first),
     )

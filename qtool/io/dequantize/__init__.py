@@ -13,18 +13,18 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.io.dequantize import compressed_tensors, fp8, mxfp4
-from qtool.io.dequantize.published import Config, Published
+from qtool.io.dequantize.published import Config, FloatFormat
 from qtool.io.safetensors import Entry
 from qtool.models.architecture import DTYPES
 
-FORMATS: dict[str, Callable[[Config], Published | None]] = {
+FORMATS: dict[str, Callable[[Config], FloatFormat | None]] = {
     "fp8": fp8.published,
     "mxfp4": mxfp4.published,
     "compressed-tensors": compressed_tensors.published,
 }
 
 
-def published(config: Mapping[str, Any]) -> Published | None:
+def published(config: Mapping[str, Any]) -> FloatFormat | None:
     """The format of the weights of a config.json; None where nothing here dequantizes them.
 
     Raises:
@@ -40,7 +40,7 @@ def published(config: Mapping[str, Any]) -> Published | None:
 
 
 def dequantized(
-    entries: Mapping[str, Entry], found: Published, config: Mapping[str, Any]
+    entries: Mapping[str, Entry], found: FloatFormat, config: Mapping[str, Any]
 ) -> dict[str, Entry]:
     """The tensors of the plain model: weights for codes and scales, in the dtype of ``config``.
 
@@ -69,4 +69,4 @@ def dequantized(
     return plain
 
 
-__all__ = ["FORMATS", "Published", "dequantized", "published"]
+__all__ = ["FORMATS", "FloatFormat", "dequantized", "published"]

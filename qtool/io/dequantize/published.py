@@ -27,7 +27,7 @@ class Weight:
     stored: tuple[str, ...]
 
 
-class Published(Protocol):
+class FloatFormat(Protocol):
     """A format, as one ``quantization_config`` describes it.
 
     Attributes:
