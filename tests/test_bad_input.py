@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,6 +20,7 @@ from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError
 from qtool.io.finite import all_finite
+from qtool.io.safetensors import space_for
 from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
@@ -415,6 +417,12 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
 
     monkeypatch.setattr(main_job.shutil, "copyfile", copy)
     refused("refused.partial/generation_config.json: No space left on device", model)
+
+
+def test_a_full_disk_that_numpy_meets_is_called_so(tmp_path: Path) -> None:
+    """As GGUF's writer does on /dev/full: its error has no number."""
+    with pytest.raises(QtoolError, match="no space left"), space_for(tmp_path / "x"):
+        np.zeros(1 << 20).tofile("/dev/full")
 
 
 def test_files_that_are_copied_need_space(

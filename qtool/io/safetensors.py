@@ -349,7 +349,8 @@ def space_for(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        numpys = error.errno is None and "requested and" in str(error)  # which gives no reason
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or numpys:
             raise NoSpace(
                 f"no space left on the disk that holds {path.parent} (writing {path.name})"
             ) from error
