@@ -1,12 +1,12 @@
 """The summary of a run: size, time, and the error of each linear."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qtool.io.integrity import read_record
 from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -79,7 +79,7 @@ class Quantized:
 def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
     """The result in ``directory``, made from ``source``, which the caller called ``name``."""
     made = Checkpoint(directory)
-    record = json.loads((directory / "qtool.json").read_text())
+    record = read_record(directory)
     what, noted = noted_errors(record.get("blocks", ()))
     blocks = family_of(made.config).blocks
     return Quantized(

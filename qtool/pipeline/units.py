@@ -17,7 +17,7 @@ def times(before: float, after: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``95 s``, ``12 min``, ``3.5 h``."""
+    """``0.4 s``, ``95 s``, ``12 min``, ``3.5 h``."""
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.{0 if seconds >= 9.95 else 1}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -109,6 +109,7 @@ SMALL_VQ = {"base_channels": 32, "num_embeddings": 64, "latent_channels": 32, "e
 #: what else a class needs to be small, or to be built at all
 CHANGES: dict[str, dict[str, Any]] = {
     "inkling2_text": {"unpadded_vocab_size": 320},
+    "inkling2_loop_text": {"unpadded_vocab_size": 320},
     "git": {"vision_config": SMALL_TOWER},
     "chameleon": {"vq_config": SMALL_VQ, "vocabulary_map": {"<image>": 319, "IMGIMGA": 318}},
     "emu3": {"vocabulary_map": {"<image>": 319, "<|extra_200|>": 318}},

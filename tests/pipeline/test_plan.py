@@ -308,6 +308,7 @@ def test_searches_are_planned_in_the_turns_that_run(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of experts several share a turn, as memory is meant to hold them."""
+    torch.manual_seed(0)
     source = make_model("qwen3_moe", num_experts=8)
     model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("qwen3_moe")
     model.to_empty(device="cpu")
