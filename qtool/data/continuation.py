@@ -178,6 +178,8 @@ def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
     Without it some layers copy all they have for each token. None, for which the model makes one of
     its own, where layers keep other things than keys and values.
     """
+    if getattr(model, "_is_stateful", False):
+        return None
     if (static := graph_cache(model, length)) is not None:
         return static
     cache = DynamicCache(config=model.config)

@@ -32,9 +32,9 @@ def test_tokens_are_drawn_from_what_the_model_says_of_all_before(
     assert torch.equal(continued(model, texts(), 40, seed=7), drawn_again(model, 40))
 
 
-@pytest.mark.parametrize("model_type", ["bert-generation", "cpmant"])
+@pytest.mark.parametrize("model_type", ["bert-generation", "cpmant", "xlstm"])
 def test_tokens_of_a_model_without_a_cache_of_these_tokens(model_type: str, tmp_path: Path) -> None:
-    """One gives none, the other's has tokens of its own too: all are read again for each token."""
+    """One gives none, one has tokens of its own in it too, and one keeps states, not keys."""
     model = load(save_tiny(model_type, tmp_path / "source"), dtype=torch.float32)
     for name, parameter in model.named_parameters():  # else any context draws the same
         parameter.data *= 0 if name.endswith("bias") else 8 if parameter.dim() > 1 else 1

@@ -133,7 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         | {"depthwise_separable_out_channel": 64},
     },
     "qwen2_5_omni": {"enable_audio_output": False},  # its voices are a pickle
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "minicpm3"), MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "sarvam_mla", "youtu", "minicpm3"), MLA),
     "axk1": MLA,
     "mistral4": MLA | {"head_dim": ...},
     "mistral_large4_text": MLA | SHARED_INDEXER | {"head_dim": ..., "kv_source_layers": [0, 0, 0]},
