@@ -114,8 +114,8 @@ def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
 def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
     """The sampled positions of ``total`` tokens, drawn once for all blocks.
 
-    Of an expert, whose tokens are numbered as they come and may be a few of all, the first
-    :data:`LEAST_TOKENS` too, and of those after them so many between n and 2.7 n.
+    Of an expert, whose tokens are numbered as they come and may be a few of all, number n is among
+    them with a probability of :data:`LEAST_TOKENS` / n too: the first ones, then ever fewer.
     """
     random = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(total, dtype=torch.bool)
