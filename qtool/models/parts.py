@@ -34,6 +34,8 @@ class LinearGroup:
         gate: the linear whose rows are in the order of ``source``'s, because the two are
             multiplied.
         routed: a router decides which tokens they see (an expert's).
+        ordered: an order of the input folds into ``source`` and ``gate``, as a factor does; not
+            where something else has a part in each channel, as a gate on attention's output.
     """
 
     linears: tuple[str, ...]
@@ -42,6 +44,7 @@ class LinearGroup:
     writes_residual: bool = False
     gate: str | None = None
     routed: bool = False
+    ordered: bool = True
 
     @property
     def reads_residual(self) -> bool:

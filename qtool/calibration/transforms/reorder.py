@@ -71,7 +71,7 @@ class Reorder(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [group for group in block.family.groups if _kind(group) in self.groups]
+        chosen = [g for g in block.family.groups if _kind(g) in self.groups and g.ordered]
         inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens=0)
         for group in chosen:
             if (seen := inputs.get(group.linears[0])) is None:
@@ -115,7 +115,10 @@ class GatherOutliers(Transform):
 
     def permutes(self, family: Family) -> tuple[str, ...]:
         return tuple(
-            name for group in family.groups if _kind(group) != "product" for name in group.linears
+            name
+            for group in family.groups
+            if _kind(group) != "product" or not group.ordered
+            for name in group.linears
         )
 
     @property
@@ -225,7 +228,7 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
 
     The order folds into the producer where it can.
     """
-    if _kind(group) == "product":
+    if _kind(group) == "product" and group.ordered:
         for name in filter(None, (group.source, group.gate)):
             permute_outputs(block, name, order)
         permute_inputs(block, group, order)

@@ -46,7 +46,10 @@ class Folds:
             return none
         if len(direct) == 1 and self.attention.is_output(direct[0], facts[direct[0]]):
             names = self.attention.heads_of(direct[0], facts[direct[0]])
-            return replace(none, source=names["v_proj"], fold=Fold.HEADS) if names else none
+            if names is None:
+                return none
+            ordered = facts[direct[0]].kind == Kind.HEADS and not others
+            return replace(none, source=names["v_proj"], fold=Fold.HEADS, ordered=ordered)
         if any(p in self.block.attended for p in direct) or len(facts) < len(read.facts):
             return none
         return self._product(none, facts, direct, others)
@@ -68,7 +71,9 @@ class Folds:
         if names is None or not all(in_order_of_rows(fact) for fact in facts.values()):
             return none
         fold = Fold.PRODUCT if direct else Fold.ACTIVATION
-        return replace(none, source=names["up_proj"], fold=fold, gate=names.get("gate_proj"))
+        ordered = not any(p.partition(PART)[0] in self.block.model.trace.unordered for p in facts)
+        found = replace(none, source=names["up_proj"], fold=fold, gate=names.get("gate_proj"))
+        return replace(found, ordered=ordered)
 
     def _reads_norm(self, read: Read) -> bool:
         """Whether the input is a norm of the residual stream that only linears read."""

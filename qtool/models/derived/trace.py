@@ -57,6 +57,7 @@ class Trace:
     Attributes:
         writers: where something was added to the residual stream, and its facts.
         escapes: what was done with a producer's output that no rule covers.
+        unordered: producers of which each channel met a number of its own that no producer makes.
         pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
         changed: weights that the forward changes.
         asked: weights of linears that something else than their own forward asks for.
@@ -68,6 +69,7 @@ class Trace:
     attentions: list[AttentionCall] = field(default_factory=list)
     writers: list[tuple[str, Facts]] = field(default_factory=list)
     escapes: dict[str, list[Escape]] = field(default_factory=dict)
+    unordered: set[str] = field(default_factory=set)
     pairs: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[str, Read] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)

@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qtool.calibration.forwards import observe, run
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import observe, propagate, run
 from qtool.calibration.method import check_order
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.block_precision import (
@@ -20,8 +22,11 @@ from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of
+from qtool.models.auto import auto_class
+from qtool.models.experts import separate_experts
 from qtool.schemes import get
 from qtool.schemes.fmpq_blocks import by_magnitude, w4a4_share
+from tests.models.tiny import tiny_config
 
 ALL = ("norm", "heads", "product")
 
@@ -124,6 +129,31 @@ def test_outliers_share_one_block(wide, blocks, transformed, logits):
         assert block.schemes[name].eight_bit.sum() == 1
         assert salience(block, batches, name)[:128].amax() == salience(block, batches, name).amax()
     assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "beam", "recurrent_gemma", "granite", "gpt_neox"])
+@torch.no_grad()
+def test_an_order_folds_only_where_each_channel_is_alone(model_type):
+    """AFMoE's and Beam's attention is multiplied by a gate, RecurrentGemma's product by a state."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model, family = auto_class(config).from_config(config).eval(), family_of(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=1.6 / parameter.shape[-1] ** 0.5)
+    separate_experts(model)
+    batches = first_inputs(model, family, [torch.arange(48).view(2, 24) * 7 % 61])
+    for index, module in enumerate(model.get_submodule(family.blocks)):
+        own = family.at(config, index)
+        schemes = dict.fromkeys(own.linears(), get("w4ax-fmpq"))
+        block = Block(index, module, own, config, schemes)
+        before = run(block, batches[0])
+        for transform in (Reorder(), GatherOutliers(ratio=1.5)):
+            transform.apply(block, batches)
+            block.update_module()
+            torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-3, atol=1e-3)
+        assert set(block.permutations) <= set(GatherOutliers().permutes(own))
+        propagate(block, batches)
 
 
 @torch.no_grad()
