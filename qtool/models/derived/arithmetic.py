@@ -45,8 +45,9 @@ def combine(
                 combined[producer] = with_itself(recorder, name, producer, fact, other[producer])
             else:
                 kind = kind_of(recorder, name, fact, operand, other, divisor=operand is a)
-                alone = not other and isinstance(operand, Tensor) and operand.numel() > 1
-                if alone and kind in (Kind.SCALED, Kind.ORDERED):
+                unknown = not other and isinstance(operand, Tensor) and operand.numel() > 1
+                own_bias = producer == f"{recorder.modules[-1]}.weight"
+                if unknown and not own_bias and kind in (Kind.SCALED, Kind.ORDERED):
                     recorder.trace.unordered.add(producer)
                 combined[producer] = recorder.weaker(producer, fact, kind)
     recorder.set(out, combined)
