@@ -105,7 +105,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         }
         if (seen := observe_keys(block, batches)) is not None:
             constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
-        # where that may not look at queries, RoPE may turn other pairs of channels
+        # a family refuses it where RoPE turns other pairs of channels than observe_queries does
         if seen is not None and "smooth-attention" not in block.family.refuses:
             few = subset(batches, SEQUENCES)
             constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()
