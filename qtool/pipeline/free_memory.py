@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path("/")
-#: of control groups, of version 2 and 1, by how a process names its own: their folder, the files of
-#: the limit and of what is in use, and what counts of files are called after
+#: control groups of version 2 and 1, by the controllers in /proc/self/cgroup: their folder, the
+#: files of the limit and of what is in use, and the prefix of its counts in memory.stat
 CGROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
