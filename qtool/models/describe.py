@@ -72,6 +72,8 @@ def _block(family: Family, numbers: list[int]) -> dict[str, Any]:
                 "fold": group.fold.value,
                 "gate": group.gate,
                 "writes_residual": group.writes_residual,
+                "multiplier": group.multiplier,
+                "ordered": group.ordered,
             }
             for group in family.groups
         ],
@@ -142,6 +144,10 @@ def _group(group: LinearGroup) -> str:
     parts = [repr(group.linears), repr(group.source), f"Fold.{group.fold.name}"]
     if group.writes_residual:
         parts.append("writes_residual=True")
+    if group.multiplier != 1:
+        parts.append(f"multiplier={group.multiplier!r}")
     if group.gate:
         parts.append(f"gate={group.gate!r}")
+    if not group.ordered:
+        parts.append("ordered=False")
     return f"LinearGroup({', '.join(parts)})"

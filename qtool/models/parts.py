@@ -31,6 +31,7 @@ class LinearGroup:
         source: the module that makes their input: a norm, or the linear whose rows it follows.
         fold: how a factor on the input folds into ``source``.
         writes_residual: the outputs are added to the residual stream (o_proj, down_proj).
+        multiplier: they are multiplied by it first, beside a gate of each token's own.
         gate: the linear whose rows are in the order of ``source``'s, because the two are
             multiplied.
         routed: a router decides which tokens they see (an expert's).
@@ -42,6 +43,7 @@ class LinearGroup:
     source: str
     fold: Fold
     writes_residual: bool = False
+    multiplier: float = 1.0
     gate: str | None = None
     routed: bool = False
     ordered: bool = True

@@ -168,3 +168,34 @@ def test_experts_of_another_form_than_is_known_stay() -> None:
 def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
     with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):
         derive({"model_type": "olmoe", key: 10**9})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "multipliers"),
+    [
+        ("llama", {}, {1.0}),
+        ("granite", {"residual_multiplier": 0.25, "embedding_multiplier": 12.0}, {0.25}),
+        ("granitemoehybrid", {"residual_multiplier": 0.25}, {0.25}),
+        ("minicpm3", {"scale_depth": 2.0, "num_hidden_layers": 4}, {1.0}),
+        ("minicpm3", {"scale_depth": 3.0, "num_hidden_layers": 4}, {1.5}),
+        (
+            "falcon_h1",
+            {
+                "ssm_out_multiplier": 0.5,
+                "attention_out_multiplier": 0.25,
+                "mlp_multipliers": [2.0, 0.75],
+            },
+            {0.5, 0.25, 0.75},
+        ),
+    ],
+)
+def test_what_a_block_adds_is_multiplied_by_the_number_that_its_config_says(
+    model_type: str, settings: dict[str, Any], multipliers: set[float]
+) -> None:
+    config = tiny_config(model_type, **settings)
+    family = derive(config.to_dict())
+    blocks = (
+        family.at(family.settings(config.to_dict()), i) for i in range(config.num_hidden_layers)
+    )
+    found = {g.multiplier for block in blocks for g in block.groups if g.writes_residual}
+    assert found == multipliers

@@ -50,6 +50,9 @@ def combine(
                 if unknown and not own_bias and kind in (Kind.SCALED, Kind.ORDERED):
                     recorder.trace.unordered.add(producer)
                 combined[producer] = recorder.weaker(producer, fact, kind)
+                if name == "mul" or (name == "div" and operand is b):
+                    factor = multiplied(combined[producer].factor, operand, name)
+                    combined[producer] = combined[producer]._replace(factor=factor)
     recorder.set(out, combined)
 
 
@@ -76,7 +79,7 @@ def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other:
     if torch.equal(a, b):
         linear = name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED
         same = max(fact.kind, other.kind) if linear else Kind.ORDERED
-        return recorder.weaker(producer, fact, same)
+        return recorder.weaker(producer, fact, same)._replace(factor=1.0)
     if name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED:
         recorder.trace.pairs[producer] = torch.stack([a.flatten(), b.flatten()], 1).unique(dim=0)
         return Fact(a, Kind.TURNED)
@@ -86,16 +89,17 @@ def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other:
 
 def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor) -> None:
     """Something is added to the residual stream."""
-    stream, other = (a, b) if STREAM in a else (b, a)
+    stream, other = (dict(a), b) if STREAM in a else (dict(b), a)
     if STREAM in other:
         both = stream[STREAM], other[STREAM]
         kind = max(f.kind for f in both)
         recorder.trace.writers.append((recorder.modules[-1], {STREAM: Fact(None, Kind.MIXED)}))
         recorder.set(out, {STREAM: Fact(both[0].channels, max(kind, Kind.SUM))})
         return
-    beside = {p: f for p, f in stream.items() if p != STREAM}
-    recorder.trace.writers.append((recorder.modules[-1], beside | other))
-    recorder.set(out, {STREAM: stream[STREAM]})
+    own = stream.pop(STREAM)
+    written = {p: f._replace(factor=f.factor / own.factor) for p, f in other.items()}
+    recorder.trace.writers.append((recorder.modules[-1], stream | written))
+    recorder.set(out, {STREAM: own._replace(factor=1.0)})
 
 
 def broadcast(recorder: Recorder, tensor: Tensor, out: Tensor) -> Facts:
@@ -107,10 +111,19 @@ def broadcast(recorder: Recorder, tensor: Tensor, out: Tensor) -> Facts:
         if fact.channels is None:
             spread[producer] = fact
         elif tensor.dim() and tensor.shape[-1] == out.shape[-1] > 1:
-            spread[producer] = Fact(fact.channels.expand(out.shape).contiguous(), fact.kind)
+            channels = fact.channels.expand(out.shape).contiguous()
+            spread[producer] = fact._replace(channels=channels)
         else:  # one number for many channels: no channel of the result
             recorder.escape({producer: fact}, "broadcast")
     return spread
+
+
+def multiplied(factor: float, operand: Any, name: str) -> float:
+    """``factor`` of a value that ``operand`` multiplies (``mul``) or divides (``div``)."""
+    if isinstance(operand, Tensor) and (operand.is_meta or operand.numel() > 1):
+        return factor
+    number = float(operand) or 1.0
+    return factor * number if name == "mul" else factor / number
 
 
 def _coefficient(fact: Fact, operand: Any) -> Kind:

@@ -28,10 +28,17 @@ class Kind(IntEnum):
 
 
 class Fact(NamedTuple):
-    """``channels``: the producer's channel of each element (-1: none), an int tensor."""
+    """How a tensor depends on one producer.
+
+    Attributes:
+        channels: the producer's channel of each element (-1: none), an int tensor.
+        factor: what all of them were multiplied by, of the residual stream since it was last
+            normed or written to; a number that is not known counts as 1, a gate for each token too.
+    """
 
     channels: Tensor | None
     kind: Kind
+    factor: float = 1.0
 
 
 Facts = dict[str, Fact]

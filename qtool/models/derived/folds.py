@@ -1,5 +1,6 @@
 """What a factor on the input of a group of linears may be folded into."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -22,13 +23,13 @@ class Folds:
 
     def of(self, linears: tuple[str, ...], read: Read) -> LinearGroup:
         """The group of ``linears`` with what its input is proved to be."""
-        writes = any(f"{self.block.prefix}{n}.weight" in self.block.written for n in linears)
         if "*" in linears[0] and (inner := self.block.expert_names(read.weight)).down in linears:
             fold = self.block.model.expert_fold(read.weight)
             source, gate = (inner.up, inner.gate) if fold is not Fold.NONE else ("", None)
-            written = read.weight in self.block.written
-            return LinearGroup(linears, source, fold, writes_residual=written, gate=gate)
-        none = LinearGroup(linears, "", Fold.NONE, writes_residual=writes)
+            group = LinearGroup(linears, source, fold, gate=gate)
+            return self._writing(group, (read.weight,))
+        own = tuple(f"{self.block.prefix}{name}.weight" for name in linears)
+        none = self._writing(LinearGroup(linears, "", Fold.NONE), own)
         facts = {p: f for p, f in read.facts.items() if f.channels is not None}
         if len(read.facts) == 1 and self._reads_norm(read):
             return replace(none, source=self.block.short(next(iter(facts))), fold=Fold.NORM)
@@ -53,6 +54,13 @@ class Folds:
         if any(p in self.block.attended for p in direct) or len(facts) < len(read.facts):
             return none
         return self._product(none, facts, direct, others)
+
+    def _writing(self, group: LinearGroup, weights: Sequence[str]) -> LinearGroup:
+        """``group``, of ``weights``, with what is known of its writing to the residual stream."""
+        for weight in weights:
+            if weight in self.block.written:
+                return replace(group, writes_residual=True, multiplier=self.block.written[weight])
+        return group
 
     def _product(
         self, none: LinearGroup, facts: Facts, direct: list[str], others: list[str]

@@ -313,6 +313,8 @@ def _hooks(
             x = norm_inputs.pop()
             facts, result = recorder.of(x), out[0] if isinstance(out, tuple) else out
             recorder.trace.norms.append(NormCall(name, facts))
+            if STREAM in facts:
+                recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
             inner = () if STREAM in facts else tuple(facts)
             recorder.produce(name, result, *inner)
         elif isinstance(module, nn.Embedding):

@@ -46,7 +46,7 @@ def move(
             moved = moved if isinstance(moved, (tuple, list)) else [moved]
         for facts, channels in zip(results, moved, strict=True):
             if channels is None or channels.numel() == 0 or int(channels.max()) >= 0:
-                facts[producer] = Fact(channels, fact.kind)
+                facts[producer] = fact._replace(channels=channels)
     for tensor, facts in zip(
         out if isinstance(out, (tuple, list)) else [out], results, strict=True
     ):
@@ -63,6 +63,7 @@ def join(
     for producer in producers:
         found = [recorder.of(part).get(producer) for part in parts]
         kinds = [fact.kind for fact in found if fact]
+        factors = {fact.factor for fact in found if fact}
         if any(fact is not None and fact.channels is None for fact in found):
             joined[producer] = Fact(None, Kind.MIXED)
             continue
@@ -71,7 +72,8 @@ def join(
             f.channels if f and f.channels is not None else n
             for f, n in zip(found, none, strict=True)
         ]
-        joined[producer] = Fact(func(channels, *args[1:], **kwargs), max(kinds))
+        factor = factors.pop() if len(factors) == 1 else 1.0
+        joined[producer] = Fact(func(channels, *args[1:], **kwargs), max(kinds), factor)
     recorder.set(out, joined)
 
 
@@ -89,7 +91,7 @@ def reduced(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], o
         least, most = (f(fact.channels, dims, keep) for f in (torch.amin, torch.amax))
         if not torch.equal(least, most):
             return False
-        reduced[producer] = Fact(least, fact.kind)
+        reduced[producer] = fact._replace(channels=least)
     recorder.set(out, reduced)
     return True
 
@@ -102,7 +104,7 @@ def gathered(recorder: Recorder, args: tuple[Any, ...], out: Any) -> bool:
     known = [None if i is None or i.is_meta else i for i in indices]
     if all((i is None) == (k is None) for i, k in zip(indices, known, strict=True)):
         moved = {
-            p: Fact(None if f.channels is None else _index(f.channels, known), f.kind)
+            p: f._replace(channels=None if f.channels is None else _index(f.channels, known))
             for p, f in recorder.of(source).items()
         }
         recorder.set(out, moved)
@@ -117,7 +119,7 @@ def gathered(recorder: Recorder, args: tuple[Any, ...], out: Any) -> bool:
         row = fact.channels[(0,) * len(indices)]
         if not bool((fact.channels == row).all()):
             return False
-        gathered[producer] = Fact(row.expand(out.shape).contiguous(), fact.kind)
+        gathered[producer] = fact._replace(channels=row.expand(out.shape).contiguous())
     recorder.set(out, gathered)
     return True
 

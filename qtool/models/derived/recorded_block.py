@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtool.models.derived.facts import PART, Facts, Kind, in_order, rows_of
+from qtool.models.derived.facts import PART, Facts, Kind, rows_of
 from qtool.models.derived.module_kinds import acts_linear
 from qtool.models.derived.norms import NormForm
 from qtool.models.derived.recorded_model import RecordedModel
@@ -46,7 +46,7 @@ class RecordedBlock:
         )
         calls = tuple((self.short(n.name), tuple(self._facts_of(n.facts))) for n in self.norms)
         turned = tuple(self.short(p) for p in self.model.trace.pairs if p.startswith(self.prefix))
-        return names, reads, calls, turned
+        return names, reads, calls, turned, tuple(self.written.values())
 
     def _facts_of(self, facts: Facts) -> list[tuple[str, Kind]]:
         return [(self.short(p), f.kind) for p, f in facts.items()]
@@ -89,17 +89,20 @@ class RecordedBlock:
         return {p for side in sides for p in side if p.startswith(self.prefix)}
 
     @cached_property
-    def written(self) -> dict[str, Kind]:
-        """What is written to the residual stream in this block, directly or through a norm."""
-        found: dict[str, Kind] = {}
+    def written(self) -> dict[str, float]:
+        """What is written to the residual stream in this block, directly or through a norm.
+
+        With the number that it is multiplied by.
+        """
+        found: dict[str, float] = {}
         for _, facts in self.model.trace.writers:
             for producer, fact in facts.items():
                 if not producer.startswith(self.prefix) or fact.channels is None:
                     continue
-                found[producer] = fact.kind if in_order(fact) else Kind.MIXED
+                found[producer] = fact.factor
                 call = next((n for n in self.norms if n.name == producer), None)
                 if call is not None:
-                    found |= {p: f.kind for p, f in call.facts.items() if f.channels is not None}
+                    found |= {p: f.factor for p, f in call.facts.items() if f.channels is not None}
         return found
 
     @cached_property

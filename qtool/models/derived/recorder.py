@@ -157,11 +157,11 @@ class Recorder(TorchDispatchMode):
     def weaker(self, producer: str, fact: Fact, kind: Kind) -> Fact:
         """``fact`` after an operation that leaves no more than ``kind`` of it."""
         if kind <= Kind.SUM or fact.channels is None:
-            return Fact(fact.channels, max(fact.kind, kind))
+            return fact._replace(kind=max(fact.kind, kind))
         if fact.kind in (Kind.SUM, Kind.TURNED) or kind == Kind.MIXED:
             self.escape({producer: fact}, "sum")
             return Fact(None, Kind.MIXED)
-        return Fact(fact.channels, max(fact.kind, kind))
+        return fact._replace(kind=max(fact.kind, kind))
 
     def _forget_views(self, changed: Tensor) -> None:
         """An operation in place: other views of the memory hold something else now."""

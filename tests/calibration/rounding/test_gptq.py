@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
@@ -25,6 +25,7 @@ from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
 from qtool.schemes.arithmetic.grid import Grid
 from tests.calibration.conftest import CONFIGS, make_model, solve
+from tests.models.tiny import tiny_config
 
 DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
 PLAIN = Gptq(clip_steps=1, residual=0, rounds=0)
@@ -266,12 +267,37 @@ def test_of_parallel_branches_one_makes_up_for_the_stream(
     assert [s if s is None else bool(s.any()) for s in sums] == [first, second]
 
 
+@torch.no_grad()
+def test_blocks_that_multiply_what_they_add_are_rounded_as_those_that_need_not() -> None:
+    """By 1/4, with four times the weights before it: every sum is the same, to the last bit."""
+
+    def rounded(multiplier: float) -> dict[str, Rounded]:
+        torch.manual_seed(0)
+        config = tiny_config("granite", residual_multiplier=multiplier)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        family = family_of(config.to_dict())
+        module, own = model.get_submodule(family.blocks)[0], family.at(config, 0)
+        for group in own.groups:
+            for name in group.linears if group.writes_residual else ():
+                module.get_submodule(name).weight.data /= multiplier
+        batches = first_inputs(model, family, [torch.randint(61, (2, 48))])
+        floats = {id(batch): copy.deepcopy(batch) for batch in batches}
+        for batch in floats.values():
+            batch.hidden += torch.randn(batch.hidden.shape)
+        block = Block(0, module, own, config, dict.fromkeys(own.linears(), get("w4a16")))
+        block.reference = Reference.of(block, floats)
+        return Gptq().round(block, batches)
+
+    one, quarter = rounded(1.0), rounded(0.25)
+    assert one.keys() == quarter.keys()
+    for name, found in quarter.items():
+        assert torch.equal(found.codes, one[name].codes), name
+
+
 @pytest.fixture
 def block() -> tuple[Block, list]:
     """A random Llama block of K = 128 and its inputs, sequences of different lengths."""
     torch.manual_seed(0)
-    from transformers import AutoModelForCausalLM
-
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=128,

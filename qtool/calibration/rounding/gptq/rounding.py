@@ -139,6 +139,7 @@ class Gptq(GptqOptions, Rounding):
         """
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
         norms = norms_of_writers(block.family, name) if reference and self.stream else []
+        multiplier = block.family.group_of(name).multiplier
         hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
         if reference and name == last_compared(block):
             reference.last_look()
@@ -147,7 +148,7 @@ class Gptq(GptqOptions, Rounding):
                 floats = reference.inputs(batch, name, *norms) if reference else []
                 # of parallel branches the first makes up for what their stream lacks
                 alone = norms and not any(map(seen[-1].equal, seen[1:-1]))
-                lacking = floats[-1] - seen[-1] if alone else None
+                lacking = (floats[-1] - seen[-1]) / multiplier if alone else None
                 float_x = floats[0] if floats else None
                 hessian.add(scheme.fake_activation(seen[0], params), float_x, lacking)
             hessian.step()
@@ -285,7 +286,7 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
     """The norms before each linear that writes to the residual stream, up to linear ``name``.
 
     Their inputs are that stream before it is written to. None unless ``name`` writes to it, and
-    what it writes is added as it is.
+    what it writes is added as it is or multiplied by one number.
     """
     norms: list[str] = []
     norm = ""
