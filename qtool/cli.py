@@ -99,6 +99,7 @@ def main() -> None:
         if watch.fail():
             traceback.print_exc()
         watch.leave(1)
+    watch.leave(0)
 
 
 def _sentence(error: QtoolError | OSError) -> str:
