@@ -138,6 +138,8 @@ class Reference:
         settle: waits until the batches may change; None: they never do.
         moves_on: whether a batch that is looked at also goes through the block.
         moved: what the batches that did so left, by their key in ``batches``.
+        watched: submodules whose inputs the first look at a batch keeps for all later ones.
+        seen: what it kept, by their key in ``batches``.
     """
 
     block: Block
@@ -145,6 +147,8 @@ class Reference:
     settle: Callable[[], None] | None = None
     moves_on: bool = field(default=False, init=False)
     moved: dict[int, tuple[Tensor, torch.dtype]] = field(default_factory=dict, init=False)
+    watched: Sequence[str] = field(default=(), init=False)
+    seen: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -158,25 +162,43 @@ class Reference:
         own = replace(block, module=copy.deepcopy(block.module), exact={}, reference=None)
         return cls(own, batches or {}, settle)
 
+    def look_once(self, names: Sequence[str]) -> None:
+        """Each batch is looked at for the inputs of ``names`` alone: keep all of them at once.
+
+        Every rank calls it, or none.
+        """
+        self.last_look()
+        self.watched = names
+
     def last_look(self) -> None:
         """From here on each batch is looked at once more at most: let it move on in that run.
 
         Every rank calls it, or none.
         """
-        if self.settle:
+        if self.settle and not self.moves_on:
             self.settle()
             self.moves_on = True
 
     @torch.no_grad()
     def inputs(self, batch: Batch, *names: str) -> list[Tensor]:
         """The float inputs ``[tokens, K]`` of submodules for the tokens of ``batch``."""
-        own = self.batches.get(id(batch), batch)
-        if not self.moves_on:
-            return inputs_of(self.block, own, *names, **self.block.full_kv)
-        seen: dict[str, list[Tensor]] = {name: [] for name in names}
-        observers = {name: parts.append for name, parts in seen.items()}
-        self.moved[id(batch)] = _move_on(self.block, own, observers, **self.block.full_kv)
+        key, own = id(batch), self.batches.get(id(batch), batch)
+        if key in self.seen:
+            return _whole(self.seen[key], names)
+        seen: dict[str, list[Tensor]] = {name: [] for name in self.watched or names}
+        observers = {name: self._keeper(parts) for name, parts in seen.items()}
+        if self.moves_on:
+            self.moved[key] = _move_on(self.block, own, observers, **self.block.full_kv)
+        else:
+            observe(self.block, [own], observers, **self.block.full_kv)
+        if self.watched:
+            self.seen[key] = seen
         return _whole(seen, names)
+
+    def _keeper(self, parts: list[Tensor]) -> Observer:
+        if not self.watched:
+            return parts.append
+        return lambda x: parts.append(x.clone())  # a batch that moves on may overwrite its input
 
     def propagate(self) -> None:
         """Let the float inputs of all batches become those of the next block.

@@ -14,7 +14,7 @@ from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, inputs_of, run
 from qtool.calibration.rounding import group_fit
-from qtool.calibration.rounding.gptq import gptq
+from qtool.calibration.rounding.gptq import gptq, rounding
 from qtool.calibration.rounding.gptq.gptq import Factor, Problem, prepare
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
@@ -224,14 +224,22 @@ def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> No
     assert moments(own, name, stream=0)[0].s is None
 
 
-def test_the_float_path_moves_on_in_its_last_look(llama, blocks) -> None:
-    """What the last linear is compared with comes of the run that makes the next block's inputs."""
+@pytest.mark.parametrize("kept", [0, rounding.FLOATS], ids=["looked at again", "kept"])
+def test_the_float_path_moves_on_in_its_last_look(llama, blocks, kept, monkeypatch) -> None:
+    """What the last linear is compared with comes of the run that makes the next block's inputs.
 
-    def rounded(settle: Callable[[], None] | None) -> tuple[dict[str, Rounded], Reference]:
+    Where all inputs are kept the first look is the last, and the codes are the same.
+    """
+
+    def rounded(
+        settle: Callable[[], None] | None, kept: int = kept
+    ) -> tuple[dict[str, Rounded], Reference]:
+        monkeypatch.setattr(rounding, "FLOATS", kept)
         block, batches = blocks(copy.deepcopy(llama))[0]
         floats = {id(batch): copy.deepcopy(batch) for batch in batches}
         for batch in floats.values():
             batch.hidden += 0.1
+            batch.stored = lambda name, tensor, own=batch.hidden: own.copy_(tensor)  # as on disk
         block.reference = Reference.of(block, floats, settle)
         return Gptq().round(block, batches), block.reference
 
@@ -245,8 +253,10 @@ def test_the_float_path_moves_on_in_its_last_look(llama, blocks) -> None:
         path.propagate()
         moved = [batch.hidden for batch in path.batches.values()]
         assert all(map(torch.equal, moved, expected))
+    again, _ = rounded(None, 0)
     for name, own in stays.items():
         assert torch.equal(found[name].codes, own.codes)
+        assert torch.equal(again[name].codes, own.codes)
 
 
 @pytest.mark.parametrize(

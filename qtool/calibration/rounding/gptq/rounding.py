@@ -38,6 +38,8 @@ from qtool.models.parts import LinearGroup
 TOGETHER = 2 << 30
 #: bytes of experts' Hessians that are held at once, likewise
 HESSIANS = 16 << 30
+#: bytes of the float block's inputs that are kept, so that one forward is enough for all of them
+FLOATS = 256 << 20
 
 
 @dataclass
@@ -87,6 +89,10 @@ class Gptq(GptqOptions, Rounding):
         reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
+        linears = (group.linears[0] for group in block.family.groups if not group.routed)
+        shapes = {name: tuple(block.weight(name).shape) for name in linears}
+        if reference and kept_floats(block.family, shapes, tokens):
+            reference.look_once(compared(block))
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
         for groups in held_together(
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
@@ -141,7 +147,7 @@ class Gptq(GptqOptions, Rounding):
         norms = norms_of_writers(block.family, name) if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
         hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
-        if reference and name == last_compared(block):
+        if reference and name == compared(block)[-1]:
             reference.last_look()
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
@@ -273,13 +279,28 @@ class Gptq(GptqOptions, Rounding):
                 solving += 4 * n * k * writes
                 worst = max(worst, 4 * left + (total - left) + solving)
             left -= sum(n * k for n, k in problems)
-        return worst + (2 * total if self.residual else 0)
+        floats = kept_floats(block.family, block.linears, block.tokens)
+        return worst + (2 * total + floats if self.residual else 0)
 
 
-def last_compared(block: Block) -> str:
-    """The last linear of ``block`` whose input is compared with the float model's."""
+def compared(block: Block) -> list[str]:
+    """Modules whose inputs are compared with the float model's: norms, then linears in turn."""
     dense = [group.linears for group in block.family.groups if not group.routed]
-    return [names[0] for linears in dense for names in by_format(block, linears)][-1]
+    linears = [names[0] for linears in dense for names in by_format(block, linears)]
+    norms = (norm for name in linears for norm in norms_of_writers(block.family, name))
+    return [*dict.fromkeys(norms), *linears]
+
+
+def kept_floats(family: Family, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> int:
+    """Bytes of the float block's inputs that are kept; 0 where they are more than is meant to be.
+
+    Inputs ``[tokens, K]`` of linears of ``shapes (N, K)``, and before each that writes to it the
+    residual stream ``[tokens, N]``.
+    """
+    dense = [group for group in family.groups if not group.routed]
+    widths = (shapes[g.linears[0]][1] + g.writes_residual * shapes[g.linears[0]][0] for g in dense)
+    nbytes = 4 * tokens * sum(widths)
+    return nbytes if nbytes <= FLOATS else 0
 
 
 def norms_of_writers(family: Family, name: str) -> list[str]:
