@@ -5,6 +5,7 @@ It runs on the CPU, under Triton's interpreter and on a GPU.
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def reference_gptq(weight: Tensor, hessian: Tensor, grid: Grid, group: Tensor) -
     return codes
 
 
+def sweep_one(
+    weight: Tensor,
+    error: Tensor,
+    feedback: Tensor,
+    grid: Grid,
+    group: Tensor,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`sweep` of one problem, whose tensors lack the first dimension."""
+    one = Grid(*(field[None] for field in vars(grid).values()))
+    kept = None if keep is None else keep[None]
+    own = weight[None], error[None], feedback[None], one, group[None]
+    return sweep(*own, keep=kept, **options)[0]
+
+
 def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
     return codes * grid.step[:, group] + grid.offset[:, group]
 
@@ -62,7 +79,7 @@ def test_a_sweep_by_panels_is_gptq_column_by_column(panel: int) -> None:
     grid = four_bits(weight, 4)
     group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
     error = torch.zeros_like(weight)
-    codes = sweep(
+    codes = sweep_one(
         weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, panel=panel
     )
     assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
@@ -96,7 +113,7 @@ def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, spars
             left = error[i].clone()
             kept = None if keep is None else keep[i]
             expected.append(
-                sweep(
+                sweep_one(
                     start[i],
                     left,
                     feedback[i],
@@ -119,10 +136,12 @@ def test_after_descent_no_single_code_can_be_better(panel: int) -> None:
     weight, hessian = correlated(8, 32)
     grid, group = four_bits(weight, 2), torch.arange(32) // 16
     error = torch.zeros_like(weight)
-    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, panel=panel)
+    codes = sweep_one(
+        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, panel=panel
+    )
     first = before = (error @ hessian * error).sum()
     for _ in range(20):
-        codes = sweep(weight, error, descent_feedback(hessian), grid, group, panel=panel)
+        codes = sweep_one(weight, error, descent_feedback(hessian), grid, group, panel=panel)
         now = (error @ hessian * error).sum()
         assert now <= before + 1e-9
         before = now
@@ -147,7 +166,7 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
     )
     keep = torch.rand(16, 32, generator=torch.Generator().manual_seed(2)) < 0.5
     error = torch.zeros_like(weight)
-    codes = sweep(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, keep=keep)
+    codes = sweep_one(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, keep=keep)
     assert (codes[~keep] == 0).all()
     plain = weight - values(grid.nearest((weight * keep)[:, None])[:, 0], grid, group)
     assert (error @ hessian * error).sum() < (plain @ hessian * plain).sum()
@@ -172,7 +191,9 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
         else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
     )
     error_at_start, on_device = error.clone(), error.clone().to(DEVICE)
-    expected = sweep(weight, error, feedback, grid, group, causal=causal, keep=keep, panel=panel)
+    expected = sweep_one(
+        weight, error, feedback, grid, group, causal=causal, keep=keep, panel=panel
+    )
     moved = [t.to(DEVICE) for t in (weight, feedback, group)]
     fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
     kept = None if keep is None else keep.to(DEVICE)

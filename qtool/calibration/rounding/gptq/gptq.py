@@ -444,16 +444,9 @@ def sweep(
         keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
         panel: columns of a panel; changes speed only.
 
-    Of one problem all of them may lack the first dimension, as the result then does.
-
     Returns:
         Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
     """
-    if weight.dim() == 2:
-        one = Grid(grid.step[None], grid.offset[None], grid.low[None], grid.high[None])
-        kept = None if keep is None else keep[None]
-        own = weight[None], error[None], feedback[None], one, group[None]
-        return sweep(*own, causal=causal, keep=kept, panel=panel)[0]
     if columns_triton.runs_on(weight):
         arguments = weight, error, feedback, grid, group
         return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
