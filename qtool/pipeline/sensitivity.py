@@ -3,8 +3,9 @@
 A group is the linears of a block that read one input, which engines run as one. Its cost in a
 scheme is the KL divergence of the model's output from the float model's, in nats a token, with only
 that group rounded to nearest; the costs of several groups are taken to add up. From the smallest
-scheme everywhere, the change that saves most divergence a bit is made until the budget is spent:
-the greedy solution of the multiple-choice knapsack (Sinha and Zoltners, 1979).
+scheme everywhere, the change that saves most divergence a bit, of those that the budget has room
+for, is made until it has room for none: the greedy solution of the multiple-choice knapsack (Sinha
+and Zoltners, 1979).
 """
 
 import re
@@ -72,8 +73,8 @@ class Sensitivity:
     """A recipe and its point.
 
     Attributes:
-        curve: from the smallest choice for all groups on. uniform: each choice for all of them.
-        options: of each group.
+        curve: from the smallest choice for all groups on, through the chosen point.
+        uniform: each choice for all groups. options: of each group.
     """
 
     recipe: Recipe
@@ -173,22 +174,28 @@ def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
         hook.remove()
 
 
-def allocations(options: Mapping[Group, Sequence[Option]]) -> Iterator[dict[Group, Option]]:
-    """From the smallest option of every group on, each time the change that saves most a bit."""
+def allocations(
+    options: Mapping[Group, Sequence[Option]], budget: float
+) -> Iterator[dict[Group, Option]]:
+    """From the smallest option of every group on, each time the change that saves most a bit.
+
+    As long as some changes stay within ``budget`` bits, it is one of them.
+    """
     chosen = {
         group: min(of, key=lambda option: (option.bits, option.kl)) for group, of in options.items()
     }
     while True:
         yield dict(chosen)
+        left = budget - sum(option.bits for option in chosen.values())
         changes = [
-            ((chosen[group].kl - option.kl) / (option.bits - chosen[group].bits), group, option)
+            (more <= left, (chosen[group].kl - option.kl) / more, group, option)
             for group, of in options.items()
             for option in of
-            if option.bits > chosen[group].bits and option.kl < chosen[group].kl
+            if (more := option.bits - chosen[group].bits) > 0 and option.kl < chosen[group].kl
         ]
         if not changes:
             return
-        _, group, option = max(changes, key=lambda change: change[0])
+        *_, group, option = max(changes, key=lambda change: change[:2])
         chosen[group] = option
 
 
@@ -260,7 +267,7 @@ def sensitivity(
         all_formats = formats({group: option.choice for group, option in of.items()})
         return Point(bits, predicted, probe.divergence(all_formats) if measure else None)
 
-    path = list(allocations(options))
+    path = list(allocations(options, budget_bits * weights))
     curve = [point(of, measure=False) for of in path]
     best = max(i for i, point in enumerate(curve) if point.bits <= budget_bits)
     for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:

@@ -55,13 +55,23 @@ def test_each_step_saves_most_for_its_bits() -> None:
         group: [Option(str(bits), bits, kl) for bits, kl in zip((4, 5, 8), kls, strict=True)]
         for group, kls in zip(groups, costs, strict=True)
     }
-    path = [tuple(of[group].bits for group in groups) for of in allocations(options)]
+    path = [tuple(of[group].bits for group in groups) for of in allocations(options, 24)]
     assert path == [(4, 4, 4), (5, 4, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)]
+
+
+def test_what_a_large_change_leaves_of_the_budget_is_spent_on_smaller_ones() -> None:
+    """The best change a bit does not fit: one that does is made, and it only later."""
+    options: dict[Group, list[Option]] = {
+        (0, ("a",)): [Option("small", 40, 10.0), Option("large", 80, 0.0)],
+        (0, ("b",)): [Option("small", 4, 1.0), Option("large", 8, 0.5)],
+    }
+    path = [tuple(option.bits for option in of.values()) for of in allocations(options, 50)]
+    assert path == [(40, 4), (40, 8), (80, 8)]
 
 
 def test_of_equally_small_choices_the_better_one_is_taken() -> None:
     options = {(0, ("a",)): [Option("worse", 4, 3.0), Option("better", 4, 1.0)]}
-    assert [of[0, ("a",)].choice for of in allocations(options)] == ["better"]
+    assert [of[0, ("a",)].choice for of in allocations(options, 4)] == ["better"]
 
 
 def test_input_orders_count_as_bits(make_model: MakeModel, tmp_path: Path) -> None:
