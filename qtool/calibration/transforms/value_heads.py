@@ -64,6 +64,8 @@ def balance(block: Block) -> None:
     """Make each value channel as large in v's rows as in o's columns, in place.
 
     A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
+    One of zeros in either gets the geometric mean of the others' factors: as it is, it would stay
+    loud where they fall.
     """
     group = block.family.group_of(block.attention.o)
     rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
@@ -71,8 +73,9 @@ def balance(block: Block) -> None:
     heads = block.heads
     loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
     quiet = per_kv_head(columns, heads)
-    alive = (loud > 0) & (quiet > 0)
-    fold_factor(block, group, torch.where(alive, (loud / quiet).sqrt(), 1.0))
+    alive, factor = (loud > 0) & (quiet > 0), (loud / quiet).sqrt()
+    mean = torch.where(alive, factor.log(), 0.0).sum() / alive.sum().clamp_min(1)
+    fold_factor(block, group, torch.where(alive, factor, mean.exp()))
 
 
 def step_flops(block: BlockShape) -> float:

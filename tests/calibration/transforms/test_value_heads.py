@@ -1,5 +1,7 @@
 """The rotation of the value heads: each kv head's own, from o's columns and its 4-bit inputs."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,20 @@ def test_o_in_16_bits_keeps_the_hadamard(llama, blocks):
     assert isinstance(value_heads.rotation_of(block, batches, 0), Hadamard)
     del block.schemes["self_attn.o_proj"]
     assert isinstance(value_heads.rotation_of(block, batches, 5), Hadamard)
+
+
+def test_a_channel_without_values_keeps_no_scale_of_its_own(llama, blocks):
+    """v's rows of zeros leave o's columns in the scale of the others, however v and o share it."""
+    weights = []
+    for share in (1.0, 2.0**-6):
+        block, _ = blocks(copy.deepcopy(llama))[0]
+        v, o = (block.weight(getattr(block.attention, role)) for role in ("v", "o"))
+        v[::5] = 0
+        v *= share
+        o /= share
+        value_heads.balance(block)
+        weights.append((v, o))
+    torch.testing.assert_close(weights[1], weights[0])
 
 
 def test_a_plan_counts_it(make_model):
