@@ -135,8 +135,13 @@ class Checkpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise QtoolError(f"{index.name}: no weight_map in it")
-        shards = {}
-        for shard in sorted(set(map(str, weight_map.values()))):
+        shards, files = {}, set(map(str, weight_map.values()))
+        if files != {SINGLE} and (self.directory / SINGLE).exists():
+            raise QtoolError(
+                f"{self.directory}: transformers reads {SINGLE} there, other programs the files "
+                f"that {INDEX} lists: remove the one or the others"
+            )
+        for shard in sorted(files):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise QtoolError(
                     f"{index.name}: {shard!r} is not a file name inside the model directory"

@@ -1,11 +1,13 @@
 """Damaged files of a checkpoint: one sentence each, whatever is wrong."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from qtool.errors import QtoolError
+from qtool.io.safetensors import read_header
 from qtool.io.source import INDEX, SINGLE, Checkpoint
 from tests.conftest import MakeModel
 
@@ -64,3 +66,13 @@ def test_an_index_that_names_no_file(shard: object, sharded: Path) -> None:
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(QtoolError, match="is not a file name inside the model directory"):
         Checkpoint(sharded)
+
+
+def test_an_index_beside_a_file_of_all_weights(sharded: Path, make_model: MakeModel) -> None:
+    """transformers reads the one, vLLM the other, and nothing says that they are the same."""
+    shutil.copy(make_model(name="whole") / SINGLE, sharded)
+    with pytest.raises(QtoolError, match=rf"reads {SINGLE} there, other programs .* {INDEX}"):
+        Checkpoint(sharded)
+    names = read_header(sharded / SINGLE)
+    (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE)}))
+    assert Checkpoint(sharded).entries == names
