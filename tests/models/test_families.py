@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from qtool import models, recipes
@@ -159,6 +160,16 @@ def test_a_config_may_leave_out_what_transformers_knows(make_model: MakeModel) -
     config = config_of(make_model("gemma2"))
     del config["tie_word_embeddings"]
     assert Job.of(config, recipes.load("w4a16")).tied
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_config_may_leave_out_how_many_experts_a_token_goes_to(
+    variant: str, make_model: MakeModel
+) -> None:
+    config = config_of(make_model(variant))
+    del config["num_experts_per_tok"]
+    own = AutoConfig.for_model(variant).num_experts_per_tok
+    assert family_of(config).settings(config).num_experts_per_tok == own
 
 
 def test_groups_that_do_not_divide_leave_a_few_linears_in_16_bit() -> None:

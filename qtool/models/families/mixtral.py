@@ -30,4 +30,5 @@ MIXTRAL = replace(
     readers={MLP_NORM: ("block_sparse_moe.gate",)},
     experts=Experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
     sizes={"experts": expert_count},
+    defaults={"num_experts_per_tok": 2},
 )

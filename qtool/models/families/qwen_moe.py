@@ -42,6 +42,7 @@ QWEN3_SPARSE = replace(
 QWEN3_MOE = replace(
     QWEN3_SPARSE,
     model_types=("qwen3_moe",),
+    defaults={"num_experts_per_tok": 8},
     choose=lambda config, block: QWEN3_DENSE if _is_dense(config, block) else QWEN3_SPARSE,
 )
 
@@ -67,6 +68,6 @@ QWEN2_SPARSE = replace(
 QWEN2_MOE = replace(
     QWEN2_SPARSE,
     model_types=("qwen2_moe",),
-    defaults={"qkv_bias": True},
+    defaults={"qkv_bias": True, "num_experts_per_tok": 4},
     choose=lambda config, block: QWEN2_DENSE if _is_dense(config, block) else QWEN2_SPARSE,
 )
