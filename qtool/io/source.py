@@ -239,7 +239,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     Its ``quantization_config`` may lie in a file beside it, as AutoGPTQ wrote it.
 
     Raises:
-        QtoolError: missing, not JSON, or without ``model_type``.
+        QtoolError: missing, not JSON, without ``model_type``, or naming another file of weights.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -255,7 +255,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
-    config.pop("transformers_weights", None)  # a native checkpoint's notice; no output inherits it
+    named = config.pop("transformers_weights", None)  # or a native checkpoint's notice
+    endings = (".safetensors", ".safetensors.index.json")
+    if str(named).endswith(endings) and named not in (SINGLE, INDEX):
+        raise QtoolError(
+            f"{path}: its transformers_weights names {named}, which transformers reads instead of "
+            f"{SINGLE}: give the weights that name in a directory of their own, with a config.json "
+            "that names none"
+        )
     if config.get("quantization_config", ...) in (None, {}):
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG

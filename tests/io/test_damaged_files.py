@@ -76,3 +76,16 @@ def test_an_index_beside_a_file_of_all_weights(sharded: Path, make_model: MakeMo
     names = read_header(sharded / SINGLE)
     (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE)}))
     assert Checkpoint(sharded).entries == names
+
+
+@pytest.mark.parametrize("named", [SINGLE, INDEX, "other.safetensors"])
+def test_weights_that_config_json_names(named: str, make_model: MakeModel) -> None:
+    """transformers reads no others."""
+    directory = make_model()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+    if named in (SINGLE, INDEX):
+        assert "transformers_weights" not in Checkpoint(directory).config
+        return
+    with pytest.raises(QtoolError, match=r"transformers_weights names other\.safetensors"):
+        Checkpoint(directory)
