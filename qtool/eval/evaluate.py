@@ -3,6 +3,8 @@
 A corpus or a text file means perplexity, any other name a zero-shot task.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypedDict
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qtool.data import corpora
 from qtool.errors import require_count
@@ -82,6 +84,7 @@ def load_tasks(
     require_count("batch_size", batch_size)
     require_count("seqlen", seqlen, 2)
     found = []
+    same = {"tokenizer": _fingerprint(tokenizer), "deterministic": deterministic}
     how: dict[str, Any] = {
         "tokenizer": tokenizer,
         "limit": limit,
@@ -113,8 +116,18 @@ def load_tasks(
             evaluate_task = partial(
                 zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
             )
-        found.append(LoadedTask(name, facts | {"deterministic": deterministic}, evaluate_task))
+        found.append(LoadedTask(name, facts | same, evaluate_task))
     return found
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of what decides the ids of a text: not padding, which lm-eval changes."""
+    rules: dict[str, Any] = tokenizer.get_vocab()
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules |= {"padding": None, "truncation": None}
+    facts = type(tokenizer).__name__, rules, tokenizer.bos_token, tokenizer.eos_token
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _perplexity(

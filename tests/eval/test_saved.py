@@ -2,11 +2,14 @@
 mixed.
 """
 
+import copy
 import json
 import shutil
 from functools import partial
 
 import pytest
+from tokenizers import processors
+from transformers import ByT5Tokenizer
 
 from qtool.errors import QtoolError
 from qtool.eval import saved
@@ -65,6 +68,28 @@ def test_another_question_is_asked_anew(model, tokenizer, data_dir, store, optio
         saved.results(asked, name, refuse, store, device)
     saved.results(asked, name, lambda: model, store, device)
     assert len(saved.read(store)) == 2
+
+
+def test_another_tokenizer_of_the_same_model_is_asked_anew(tokenizer, data_dir):
+    def facts(of):
+        return [task.facts for task in load_tasks(["c4", "mine"], of, data_dir=data_dir)]
+
+    changed = copy.deepcopy(tokenizer)
+    assert facts(changed) == facts(tokenizer)
+    changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    assert all(a != b for a, b in zip(facts(changed), facts(tokenizer), strict=True))
+    without_bos = copy.deepcopy(tokenizer)
+    without_bos.bos_token = None  # which lm-eval puts before what has no context
+    assert all(a != b for a, b in zip(facts(without_bos), facts(tokenizer), strict=True))
+
+
+def test_a_tokenizer_in_python_is_told_from_another(data_dir):
+    few, many = (
+        load_tasks(["c4"], ByT5Tokenizer(extra_ids=count), data_dir=data_dir) for count in (1, 2)
+    )
+    assert few[0].facts != many[0].facts
 
 
 def test_other_questions_of_a_task_of_the_same_name(tokenizer, data_dir):
