@@ -29,6 +29,7 @@ from qtool.errors import QtoolError, require_count
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
+from qtool.models.architecture import context_length
 from qtool.models.auto import text_model
 
 SEQLEN = 2048
@@ -130,8 +131,7 @@ class _InProcess:
         self.at_once, self.deterministic = batch_size, deterministic
         embeddings = cast(torch.nn.Embedding, self.model.get_input_embeddings())
         self.vocabulary = embeddings.num_embeddings
-        text = self.model.config.get_text_config()
-        self.context_length: int | None = getattr(text, "max_position_embeddings", None)
+        self.context_length = context_length(self.model.config.get_text_config())
 
     def nll(self, windows: torch.Tensor) -> list[float]:
         with torch.no_grad(), arithmetic(self.model, self.deterministic):

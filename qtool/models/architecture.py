@@ -40,8 +40,7 @@ class Architecture:
 
     def window(self, seqlen: int) -> int:
         """Tokens of a window where ``seqlen`` are asked for: at most the model's context."""
-        context = getattr(self.namespace, "max_position_embeddings", None) or seqlen
-        return min(seqlen, context) if context > 0 else seqlen  # XLNet's -1 is no bound
+        return min(seqlen, context_length(self.namespace) or seqlen)
 
     def block_family(self, block: int) -> Family:
         """The family as it is in block ``block``."""
@@ -81,6 +80,16 @@ class Architecture:
             last[f"{family.final_norm}.bias"] = (dims["hidden"],)
         last[f"{family.head}.weight"] = (dims.get("head", dims["vocab"]), dims["hidden"])
         return dict(first), last | dict(family.outside)
+
+
+def context_length(settings: Any) -> int | None:
+    """The longest window that a model was made for, tokens; None if its config names none.
+
+    Args:
+        settings: transformers' config of the text model, or :attr:`Architecture.namespace`.
+    """
+    lengths = (getattr(settings, key, None) for key in ("max_position_embeddings", "max_seq_len"))
+    return next((length for length in lengths if length and length > 0), None)  # XLNet has -1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,6 +16,8 @@ from qtool.io.integrity import read_record
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
 from qtool.io.source import Checkpoint, read_config, resolve
+from qtool.models import family_of
+from qtool.models.architecture import Architecture
 from qtool.models.family import REQUIRED
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
@@ -115,12 +117,21 @@ def require_same_sizes(config: Mapping[str, Any], baseline: Mapping[str, Any], n
     Raises:
         QtoolError: naming the first size that differs.
     """
-    for key in ("model_type", *REQUIRED):
-        if baseline.get(key) != config.get(key):
+    there, here = ({"model_type": one.get("model_type")} for one in (baseline, config))
+    if there == here:
+        there, here = _required(baseline), _required(config)
+    for key, value in here.items():
+        if there[key] != value:
             raise QtoolError(
-                f"--compare {name}: {key} is {baseline.get(key)!r} there and {config.get(key)!r} "
-                "here; pass the model that was quantized"
+                f"--compare {name}: {key} is {there[key]!r} there and {value!r} here; pass the "
+                "model that was quantized"
             )
+
+
+def _required(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a config.json, whatever it calls them (GPT-2's ``n_embd``)."""
+    settings = family_of(config).settings(config)
+    return {key: getattr(settings, key, None) for key in REQUIRED}
 
 
 def sizes(rows: Sequence[Row]) -> list[Size]:
@@ -215,6 +226,5 @@ def _windows(directory: Path, config: dict[str, Any]) -> Tensor:
     ids = load_tokenizer(directory)(corpora.load("demo", split=corpora.TEST).text, verbose=False)[
         "input_ids"
     ]
-    return cut_windows(
-        torch.tensor(ids), min(TOKENS, config.get("max_position_embeddings") or TOKENS)
-    )[:WINDOWS]
+    longest = Architecture(config, family_of(config)).window(TOKENS)
+    return cut_windows(torch.tensor(ids), longest)[:WINDOWS]

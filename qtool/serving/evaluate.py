@@ -17,6 +17,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.eval.engine import Engine
 from qtool.models import Heads
+from qtool.models.architecture import context_length
 
 #: prompt tokens a step, each with the float32 logits of the whole vocabulary
 STEP_TOKENS = 2048
@@ -67,7 +68,7 @@ class VllmModel(Engine):
         self.name, self.directory = engine_version(), directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
         self.vocabulary = text.vocab_size
-        self.context_length = getattr(text, "max_position_embeddings", None)
+        self.context_length = context_length(text)
         lengths = [length for length in (tokens, self.context_length) if length is not None]
         room: dict[str, Any] = {"max_model_len": min(lengths) + 1} if lengths else {}
         if tokens is None:

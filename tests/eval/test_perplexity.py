@@ -5,12 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    MptConfig,
+    MptForCausalLM,
+    XLNetConfig,
+)
 
 from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import perplexity as module
 from qtool.eval.perplexity import cut_windows, perplexity
+from qtool.models.architecture import context_length
 
 from .conftest import CONTEXT, VOCABULARY, make_model
 
@@ -59,6 +67,16 @@ def test_window_is_capped_at_the_context_and_limited(model, tokenizer):
     assert perplexity(TEXT, model, tokenizer).seqlen == CONTEXT
     assert perplexity(TEXT, model, tokenizer).windows == 232 // CONTEXT
     assert perplexity(TEXT, model, tokenizer, limit=2).windows == 2
+
+
+def test_a_context_by_another_name_and_none(model, tokenizer):
+    config = MptConfig(
+        vocab_size=VOCABULARY, d_model=32, n_layers=1, n_heads=4, max_seq_len=24, expansion_ratio=2
+    )
+    assert perplexity(TEXT, MptForCausalLM(config), tokenizer).seqlen == 24
+    assert context_length(XLNetConfig()) is None  # -1 there
+    assert context_length(BloomConfig()) is None
+    assert context_length(model.config) == CONTEXT
 
 
 def test_short_text_is_one_short_window(model, tokenizer):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
@@ -126,6 +127,22 @@ def test_missing_parts_name_the_command_that_fills_them(page, made):
     assert f"qtool eval wikitext2 piqa --model {directory} --compare BASE --save" in page.words
     assert page.words.count(f"qtool report {directory} --compare BASE") >= 1
     assert "12 of 12" in page.words and "All checks passed." in page.words
+
+
+def test_a_context_and_sizes_by_other_names(tmp_path):
+    for name, layers in (("gpt2", 1), ("deeper", 2)):
+        config = GPT2Config(vocab_size=4096, n_embd=64, n_layer=layers, n_head=2, n_positions=24)
+        GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+        for path in DEMO.glob("tokenizer*"):
+            shutil.copy(path, tmp_path / name)
+    recipe = {"scheme": "w8a8", "layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "rtn"}
+    recipe["layers"][0]["layout"] = "row-major-8"
+    source = Checkpoint(tmp_path / "gpt2")
+    made = quantize(source, recipes.parse(recipe, "test"), tmp_path / "quantized")
+    options = {"out": tmp_path / "r.html", "data_dir": None, "device": "cpu"}
+    assert report(made, str(tmp_path / "gpt2"), [], **options).is_file()  # windows of 24 tokens
+    with pytest.raises(QtoolError, match="num_hidden_layers is 2 there and 1 here"):
+        report(made, str(tmp_path / "deeper"), [], **options)
 
 
 def test_a_baseline_that_is_not_the_source_is_told(base, quantized, make_model, tmp_path):
