@@ -79,7 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 #: lm-eval's folders of tasks that tests name, and those of names that are close to them
-TASKS = ("arc", "hellaswag", "mmlu/default", "piqa", "pisa", "winogrande")
+TASKS = ("arc", "gsm8k", "hellaswag", "mmlu/default", "piqa", "pisa", "wikitext", "winogrande")
 
 MakeModel = Callable[..., Path]
 

@@ -8,7 +8,7 @@ copy answer the same questions.
 import random
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qtool.data import corpora
 from qtool.errors import QtoolError
@@ -38,6 +38,11 @@ def load(tokenizer: PreTrainedTokenizerBase) -> "ConfigurableTask":
 
 def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks.Row]:
     """Rows of query, choices and gold: substrings of ``text``, so no decoding can alter them."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise QtoolError(
+            f"{NAME} cuts its text at tokens, and {type(tokenizer).__name__} does not say where in "
+            "a text they are"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]] + [
         len(text)

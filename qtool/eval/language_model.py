@@ -6,6 +6,7 @@ the first token that differs from the context's. Wherever lm-eval has a number, 
 number.
 """
 
+import math
 from itertools import takewhile
 from typing import Any
 
@@ -13,7 +14,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerBase
 
+from qtool.errors import QtoolError
 from qtool.eval.engine import Engine, Model
+from qtool.models.architecture import context_length
 from qtool.models.auto import text_model
 
 
@@ -29,15 +32,39 @@ class MergedPairs(TemplateLM):
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        longest = max((len(tail) for _, _, tail in requests), default=0)
+        if longest > self.max_length:
+            raise QtoolError(
+                f"a continuation has {longest} tokens, and the model's context {self.max_length}"
+            )
+        found = super()._loglikelihood_tokens(requests, *args, **options)
+        if any(math.isnan(log_p) for log_p, _ in found):
+            raise QtoolError("the model's logits are NaN: it answers no question")
+        return found
+
 
 class _InProcess(MergedPairs, HFLM):  # type: ignore[misc]
     """lm-eval's own class of transformers' models."""
 
 
 def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
-    """``model`` as lm-eval takes it."""
+    """``model`` as lm-eval takes it.
+
+    Raises:
+        QtoolError: a tokenizer without a token that a text begins or ends with.
+    """
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise QtoolError(
+            "the tokenizer has neither a BOS nor an EOS token, one of which lm-eval puts before a "
+            "continuation without a context: name one in tokenizer_config.json"
+        )
     if isinstance(model, Engine):
         return model.lm_eval_model()
     return _InProcess(
-        pretrained=text_model(model), tokenizer=tokenizer, batch_size=batch_size, backend="causal"
+        pretrained=text_model(model),
+        tokenizer=tokenizer,
+        max_length=context_length(model.config.get_text_config()),
+        batch_size=batch_size,
+        backend="causal",
     )

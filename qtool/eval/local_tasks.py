@@ -120,7 +120,9 @@ def _as_published(
             name
         ]  # a member is the task known, changed
         for document in task.eval_docs:
-            task.doc_to_text(document), task.doc_to_choice(document), task.doc_to_target(document)
+            task.doc_to_text(document), task.doc_to_target(document)
+            if task.OUTPUT_TYPE == "multiple_choice":
+                task.doc_to_choice(document)
     except (
         Exception
     ) as error:  # whatever a task's own code raises where a field is not as it wants it
@@ -128,6 +130,11 @@ def _as_published(
             f"{message}, or the fields of lm-eval's data set for {name} "
             f"({type(error).__name__}: {error})"
         ) from error
+    if task.config.num_fewshot and task.fewshot_cfg.samples is None:
+        raise QtoolError(
+            f"{name} puts {task.config.num_fewshot} examples of its training data before each "
+            f"question, which {path} does not hold: remove it and evaluate once with a connection"
+        )
     return task
 
 

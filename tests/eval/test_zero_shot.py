@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from qtool.data import corpora
 from qtool.errors import QtoolError
@@ -18,7 +18,7 @@ from qtool.eval.compare import compare
 from qtool.eval.results import Results
 from qtool.io import hub
 
-from .conftest import make_model
+from .conftest import CONTEXT, make_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -187,6 +187,28 @@ def test_continuation_that_merges_with_its_context(model, tmp_path):
     assert result.metrics["log_perplexity"].value == pytest.approx(expected.item(), rel=1e-4)
 
 
+def test_a_model_of_nan_answers_nothing(tokenizer, data_dir):
+    broken = make_model()
+    torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
+    for name in ("piqa", "winogrande", "lambada_openai"):
+        with pytest.raises(QtoolError, match="logits are NaN"):
+            run(name, broken, tokenizer, data_dir)
+
+
+def test_a_continuation_beyond_the_context_is_refused(model, tokenizer, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    row = {"context": "a", "continuation": "b" * CONTEXT}  # a space more than the context
+    (tmp_path / "tasks" / "t.jsonl").write_text(json.dumps(row))
+    with pytest.raises(QtoolError, match=f"has {CONTEXT + 1} tokens, .* context {CONTEXT}"):
+        run("t", model, tokenizer, tmp_path)
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused(model, tokenizer, data_dir):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(QtoolError, match="neither a BOS nor an EOS token"):
+        run("piqa", model, bare, data_dir)
+
+
 def test_answers_are_kept_question_by_question(model, tokenizer, data_dir):
     result = run("piqa", model, tokenizer, data_dir)
     acc, norm = by_hand(model, tokenizer, CHOICES, "\nAnswer:")
@@ -220,6 +242,8 @@ def test_demo_choice_cuts_the_text_itself(tokenizer):
     assert rows == demo_choice.questions(text, tokenizer)
     with pytest.raises(QtoolError, match="has 300 tokens, demo_choice needs 320"):
         demo_choice.questions(text[:300], tokenizer)
+    with pytest.raises(QtoolError, match="ByT5Tokenizer does not say where"):
+        demo_choice.questions(text, ByT5Tokenizer())
 
 
 def test_demo_choice_runs(model, tokenizer, tmp_path, monkeypatch):
@@ -296,6 +320,37 @@ def test_a_published_file_without_its_fields(row, message, tmp_path):
     path.write_text(json.dumps(row) + '\n{"ctx_a": "a"}')
     with pytest.raises(QtoolError, match="line 2 has the keys ctx_a, line 1 has"):
         local_tasks.load("hellaswag", path, zero_shot._index)
+
+
+def test_a_published_text_is_scored_token_by_token(model, tokenizer, tmp_path):
+    pages = ["The quick brown fox jumps over the lazy dog.", "Ann saw Bob, so Bob saw Ann."]
+    (tmp_path / "tasks").mkdir()
+    rows = "\n".join(json.dumps({"page": page}) for page in pages)
+    (tmp_path / "tasks" / "wikitext.jsonl").write_text(rows)
+    nll = 0.0
+    for page in pages:
+        ids = torch.tensor([1, *tokenizer(page)["input_ids"]])
+        for first in range(0, len(ids) - 1, CONTEXT):  # windows that share no scored token
+            last = min(first + CONTEXT, len(ids) - 1)
+            start = max(0, last - CONTEXT)
+            with torch.no_grad():
+                log_p = model(ids[None, start:last]).logits[0, first - start :].log_softmax(-1)
+            nll -= log_p.gather(1, ids[first + 1 : last + 1, None]).sum().item()
+    result = run("wikitext", model, tokenizer, tmp_path)
+    assert result.metrics["log_byte_perplexity"].value == pytest.approx(
+        nll / sum(map(len, pages)), rel=1e-5
+    )
+
+
+def test_examples_are_not_taken_from_the_questions(tokenizer, tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
+    (tmp_path / "tasks").mkdir()
+    for name in ("gsm8k", "gsm8k_cot"):
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(QtoolError, match="gsm8k puts 5 examples of its training data before each"):
+        zero_shot.load("gsm8k", tokenizer, tmp_path)
+    [task], _ = zero_shot.load("gsm8k_cot", tokenizer, tmp_path)  # it brings its own examples
+    assert len(task.eval_docs) == 8
 
 
 @pytest.mark.parametrize(
