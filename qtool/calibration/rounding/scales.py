@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.precision import by_rows, product
+from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme, stored_scale
 
 #: columns of a panel, at least a group
@@ -22,9 +23,18 @@ PANEL = 4096
 
 
 def float_scale(params: Params) -> str:
-    """The name of the one floating-point parameter."""
-    (name,) = (name for name, t in params.items() if t.is_floating_point())
-    return name
+    """The name of the one floating-point parameter.
+
+    Raises:
+        QtoolError: a scheme of a plugin has none, or several.
+    """
+    found = [name for name, t in params.items() if t.is_floating_point()]
+    if len(found) != 1:
+        raise QtoolError(
+            "gptq and distill fit one floating-point parameter, a scale that all values are "
+            f"proportional to; the scheme has {', '.join(found) or 'none'}"
+        )
+    return found[0]
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:

@@ -7,6 +7,7 @@ from torch import Tensor
 from qtool import schemes
 from qtool.calibration.rounding import scales
 from qtool.calibration.rounding.scales import float_scale, refit
+from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme
 
 N, K = 24, 256
@@ -58,3 +59,10 @@ def test_scales_are_those_of_the_groups_one_by_one(
         return float(((error @ hessian) * error).sum())
 
     assert lost(better) < lost(params)
+
+
+def test_a_scheme_with_an_offset_in_float_is_refused() -> None:
+    scale = torch.ones(2, 1)
+    assert float_scale({"scale": scale, "zero": scale.to(torch.int8)}) == "scale"
+    with pytest.raises(QtoolError, match="proportional to; the scheme has scale, offset"):
+        float_scale({"scale": scale, "offset": scale})
