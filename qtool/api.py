@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 from qtool import plugins
 from qtool.errors import (
     QtoolError,
+    expand_home,
     require_known,
     require_names,
     require_new_path,
@@ -310,7 +311,7 @@ def _config_directory(model: Name) -> Path:
     from qtool.pipeline.run import directory_of
 
     if Path(model).name == "config.json":
-        return Path(model).expanduser().parent
+        return expand_home(model).parent
     return directory_of(model, weights=False)
 
 
@@ -551,7 +552,7 @@ def write_report(
     from qtool.report.build import report
 
     directory = _native(model)
-    if out is None and not Path(model).expanduser().is_dir():
+    if out is None and not expand_home(model).is_dir():
         out = default_out(model, "report.html")
     return report(
         directory,

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
-from qtool.errors import QtoolError, require_new_path
+from qtool.errors import QtoolError, expand_home, require_new_path
 from qtool.recipes import VARIANTS
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -332,6 +332,6 @@ def comma_separated(names: Iterable[str]) -> list[str]:
     return [
         part.strip()
         for name in names
-        for part in ([name] if Path(name).exists() else name.split(","))
+        for part in ([name] if expand_home(name).exists() else name.split(","))
         if part.strip()
     ]

@@ -1,6 +1,7 @@
 """qtool's exceptions, and spelling suggestions for their messages."""
 
 import math
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from os import PathLike
@@ -72,7 +73,12 @@ def require_path(name: str, value: object) -> Path:
         raise QtoolError(f"{name} {value!r}: a string or a path is expected")
     if not str(value) or "\0" in str(value):
         raise QtoolError(f"{name} {str(value)!r}: it names no file")
-    return Path(value).expanduser()
+    return expand_home(value)
+
+
+def expand_home(path: str | PathLike[str]) -> Path:
+    """``path`` with ``~`` for the home directory; as it is where it names nobody's."""
+    return Path(os.path.expanduser(path))
 
 
 def require_new_path(name: str, value: object) -> Path:

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from qtool import api, progress
 from qtool.cli import cli, main
 from qtool.cli_arguments import comma_separated
+from qtool.errors import QtoolError, expand_home
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -150,6 +151,15 @@ def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.Monkey
         "piqa", "arc_easy", "demo", "a,b.txt",
     ]  # fmt: skip
     assert "no task: name one, or list them with --list" in run("eval").output
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert comma_separated(["~/a,b.txt"]) == ["~/a,b.txt"]
+
+
+def test_a_name_that_only_looks_like_a_home_directory(tmp_path: Path) -> None:
+    nobody = "~nobody-of-that-name"
+    assert expand_home(f"{nobody}/m") == Path(f"{nobody}/m")
+    for arguments in (("inspect", nobody), ("eval", f"{nobody}/a.txt"), ("plan", f"{nobody}/m")):
+        assert isinstance(run(*arguments).exception, QtoolError)
 
 
 @pytest.mark.usefixtures("few_tasks")

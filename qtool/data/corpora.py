@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.data import text_files
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, expand_home, suggest
 from qtool.io import hub
 from qtool.io.source import DEMO
 
@@ -170,7 +170,7 @@ def require_file(source: str) -> Path:
     """
     if not is_corpus(source):
         raise QtoolError(f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}")
-    return Path(source).expanduser()  # the shell leaves the ~ of a.txt:16,~/b.txt:16
+    return expand_home(source)  # the shell leaves the ~ of a.txt:16,~/b.txt:16
 
 
 def data_directory(data_dir: str | Path | None) -> Path | None:
@@ -180,7 +180,7 @@ def data_directory(data_dir: str | Path | None) -> Path | None:
         QtoolError: it is missing.
     """
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")
-    directory = Path(named).expanduser() if named else None
+    directory = expand_home(named) if named else None
     if directory and not directory.is_dir():
         raise QtoolError(f"the data directory {named} does not exist")
     return directory

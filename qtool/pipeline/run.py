@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.distributed import ranks
-from qtool.errors import require_path
+from qtool.errors import expand_home, require_path
 from qtool.io.adapter import Adapter
 from qtool.io.output import require_new
 from qtool.io.source import DEMO, Checkpoint, resolve
@@ -130,7 +130,7 @@ def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
     """``MODEL-SCHEME`` beside a local model, in the working directory for the demo or a hub id."""
-    local = Path(model).expanduser()
+    local = expand_home(model)
     if model != "demo" and local.is_dir():
         named = Path(abspath(local))  # a link is named, not what it leads to
         return named.with_name(f"{named.name}-{scheme}")

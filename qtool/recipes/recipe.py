@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from qtool import plugins
-from qtool.errors import QtoolError, first_line, require_text, suggest
+from qtool.errors import QtoolError, expand_home, first_line, require_text, suggest
 from qtool.recipes.schema import (
     CONTINUED,
     GIVEN,
@@ -93,7 +93,7 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
             kind, a variant where there is none, or a file that is a recipe of another scheme.
     """
     if recipe is not None and recipe not in VARIANTS:
-        path = Path(recipe).expanduser()
+        path = expand_home(recipe)
         if not path.is_file():
             raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
         content = read(path)
