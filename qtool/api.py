@@ -170,6 +170,7 @@ def quantize(
     }
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
+            _require_no_tokenizer(tokenizer)
             name = scheme or Path(chosen.scheme).stem
             target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
@@ -382,7 +383,7 @@ def verify(
 
 
 def evaluate(
-    tasks: str | Iterable[str],
+    tasks: Name | Iterable[Name],
     model: Model = "demo",
     compare: Name | None = None,
     *,
@@ -417,6 +418,7 @@ def evaluate(
     """
     names = require_names("tasks", tasks)
     if isinstance(model, str | os.PathLike):
+        _require_no_tokenizer(tokenizer)
         from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 
         require_known(options, EvaluateKeywords.__annotations__)
@@ -428,6 +430,11 @@ def evaluate(
     if tokenizer is None or compare is not None:
         raise QtoolError("a model in memory is evaluated with its tokenizer, without a baseline")
     return evaluate_loaded(names, model, tokenizer, **options), None
+
+
+def _require_no_tokenizer(tokenizer: object) -> None:
+    if tokenizer is not None:
+        raise QtoolError("tokenizer is for a model in memory; one on disk has its own beside it")
 
 
 def all_tasks(data_dir: Name | None = None) -> list[str]:
@@ -523,7 +530,7 @@ def inspect(model: Name) -> list[Row]:
 def write_report(
     model: Name,
     compare: Name | None = None,
-    tasks: str | Iterable[str] = (),
+    tasks: Name | Iterable[Name] = (),
     *,
     out: Name | None = None,
     data_dir: Name | None = None,

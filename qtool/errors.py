@@ -110,7 +110,7 @@ def require_names(name: str, value: object) -> list[str]:
     Raises:
         QtoolError: none of either; naming it.
     """
-    names = [value] if isinstance(value, str) else value
+    names = [value] if isinstance(value, str | PathLike) else value
     if not isinstance(names, Iterable):
         raise QtoolError(f"{name} {value!r}: a name or a list of names is expected")
     found = [str(one) if isinstance(one, PathLike) else one for one in names]

@@ -56,6 +56,7 @@ def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None
         QtoolError: a recipe that does not read, or a scheme that has one already.
     """
     data = recipes.read(Path(recipe)) if isinstance(recipe, str | Path) else recipe
+    _require_instance(data, Mapping)
     for variant in data.get("variants") or [None]:
         recipes.parse(data, scheme, variant)
     if scheme in recipes.built_in():
@@ -67,17 +68,23 @@ def register_layout(layout: "Layout") -> None:
     """Let recipes and ``--layout`` name ``layout``.
 
     Raises:
-        QtoolError: the name is taken.
+        QtoolError: it is no layout, or the name is taken.
     """
-    from qtool.layouts import LAYOUTS
+    from qtool.layouts import LAYOUTS, Layout
 
+    _require_instance(layout, Layout)
     plugins.add(LAYOUTS, layout.name, layout, "layout")
 
 
 def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
-    """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after those that are there."""
-    from qtool.runtime.dispatch import KERNELS
+    """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after those that are there.
 
+    Raises:
+        QtoolError: it is no kernel.
+    """
+    from qtool.runtime.dispatch import KERNELS, Kernel
+
+    _require_instance(kernel, Kernel)
     there = KERNELS.get((scheme, layout), ())
     if kernel not in there:
         KERNELS[scheme, layout] = (*there, kernel)
@@ -119,6 +126,11 @@ def register_export(target: "Target") -> None:
     from qtool.exchange import targets
 
     targets.register_export(target)
+
+
+def _require_instance(given: Any, kind: type) -> None:
+    if not isinstance(given, kind):
+        raise QtoolError(f"{given!r} is no instance of {kind.__name__}")
 
 
 def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,36 @@ def test_a_value_that_an_option_cannot_have(
 def test_what_is_no_name_of_a_task_is_refused(tasks: Any, named: str) -> None:
     with pytest.raises(QtoolError, match=rf"tasks {named}: a name or a list of names is expected"):
         qtool.evaluate(tasks, "demo")
+
+
+def test_a_file_to_evaluate_may_be_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The captain went on deck.")
+    results, _ = qtool.evaluate(tmp_path / "a.txt", "demo")
+    assert results["a.txt"].samples == 1
+
+
+def test_a_name_that_is_empty_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which "" is not
+    (tmp_path / "config.json").write_text("{}")
+    done = qtool.quantize("demo", "w8a8", out=tmp_path / "w8a8")
+    for call in (
+        partial(qtool.evaluate, "demo", ""),
+        partial(qtool.evaluate, "demo", "demo", ""),
+        partial(qtool.write_report, done, ""),
+        partial(qtool.inspect, ""),
+    ):
+        with pytest.raises(QtoolError, match="model '': it names no file"):
+            call()
+
+
+def test_a_tokenizer_is_not_taken_in_vain(tmp_path: Path) -> None:
+    tokenizer = qtool.load_tokenizer("demo")
+    for call in (
+        partial(qtool.evaluate, "demo", "demo", tokenizer=tokenizer),
+        partial(qtool.quantize, "demo", "w8a8", out=tmp_path / "out", tokenizer=tokenizer),
+    ):
+        with pytest.raises(QtoolError, match="tokenizer is for a model in memory"):
+            call()
 
 
 def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:

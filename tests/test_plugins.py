@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,11 @@ def test_names_that_are_taken_are_refused() -> None:
         qtool.register_scheme(three)
     with pytest.raises(QtoolError, match="5 is no subclass of Scheme"):
         qtool.register_scheme(5)  # type: ignore[arg-type]
+    for register in (qtool.register_layout, partial(qtool.register_kernel, "w8a8", "row-major-8")):
+        with pytest.raises(QtoolError, match=r"5 is no instance of (Layout|Kernel)"):
+            register(5)
+    with pytest.raises(QtoolError, match="5 is no instance of Mapping"):
+        qtool.register_recipe("five", 5)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="Bare has no code_bits, signed, group_sizes, default"):
         qtool.register_scheme(type("Bare", (Scheme,), {"name": "bare"}))
 

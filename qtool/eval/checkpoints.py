@@ -71,7 +71,7 @@ def evaluate_checkpoints(
     if dtype is not None and require_text("--dtype", dtype) not in DTYPES:
         raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     store = directory_of(model)
-    if compare:
+    if compare is not None:
         read_config(directory_of(compare))  # refused before the model is evaluated, not after
     if save and store == DEMO:
         raise QtoolError(
@@ -120,7 +120,7 @@ def evaluate_checkpoints(
             loaded = made()
             return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
 
-    return run(model, kv, as_export), run(compare) if compare else None
+    return run(model, kv, as_export), None if compare is None else run(compare)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

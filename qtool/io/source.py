@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qtool.errors import QtoolError, expand_home, first_line
+from qtool.errors import QtoolError, first_line, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
@@ -65,7 +65,7 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
     """
     if model == "demo":
         return DEMO
-    path = expand_home(model)
+    path = require_path("model", model)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":

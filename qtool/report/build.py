@@ -56,7 +56,7 @@ def report(
 
     config = Checkpoint(directory).config
     native_format(config)
-    if compare:
+    if compare is not None:
         require_same_sizes(config, read_config(resolve(compare)), compare)
     if tasks:
         options: dict[str, Any] = {
@@ -85,7 +85,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     Nothing is measured on a checkpoint that fails a check.
     """
     checkpoint, record = Checkpoint(directory), read_record(directory)
-    base = resolve(compare) if compare else None
+    base = None if compare is None else resolve(compare)
     source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)
