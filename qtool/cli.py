@@ -238,7 +238,8 @@ def evaluate(
     from qtool import api
 
     if lists:
-        click.echo("\n".join(api.all_tasks(options["data_dir"])))
+        listed = api.all_tasks(options["data_dir"])
+        print_json(listed) if as_json else click.echo("\n".join(listed))
         return
     if not (names := comma_separated(tasks)):
         raise click.UsageError("no task: name one, or list them with --list")

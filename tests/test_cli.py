@@ -166,6 +166,7 @@ def test_a_name_that_only_looks_like_a_home_directory(tmp_path: Path) -> None:
 def test_tasks_are_listed_and_suggested() -> None:
     listed = run("eval", "--list").stdout.split()
     assert listed[:4] == ["wikitext2", "c4", "pile", "demo"]
+    assert json.loads(run("eval", "--list", "--json").stdout) == listed
     assert {"piqa", "arc_easy", "demo_choice"} <= set(listed)
     for word, meant in {"pica": "piqa", "arc-easy": "arc_easy", "hellaswga": "hellaswag"}.items():
         assert f"did you mean {meant}?" in str(run("eval", word).exception)
