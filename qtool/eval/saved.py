@@ -30,7 +30,7 @@ from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
 #: facts that a model card names
-SHOWN = ("device", "engine", "kv", "dtype", "seqlen", "qtool")
+SHOWN = ("device", "engine", "kv", "dtype", "deterministic", "seqlen", "limit", "qtool")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _show(directory: Path) -> None:
     tables: dict[str, list[TaskResult]] = {}
     for answer in read(directory):
         if answer.model == model:
-            shown = (f"{key} {answer.facts[key]}" for key in SHOWN if key in answer.facts)
+            shown = (f"{key} {answer.facts[key]}" for key in SHOWN if answer.facts.get(key))
             tables.setdefault(", ".join(shown), []).extend(answer.tasks)
     text = "\n\n".join(
         f"On {facts}:\n\n```text\n{table(Results(tasks))}\n```" for facts, tasks in tables.items()

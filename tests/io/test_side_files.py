@@ -111,6 +111,12 @@ def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_
         saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
         shown = (out / "README.md").read_text()
         assert f"On device cpu, seqlen {seqlen}:" in shown
+    facts = {"device": "cpu", "deterministic": True, "seqlen": 64, "limit": 2}
+    saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
+    saved.save(out, saved.SavedResult(saved.identity(out), facts | {"deterministic": False}, []))
+    shown = (out / "README.md").read_text()
+    assert "On device cpu, deterministic True, seqlen 64, limit 2:" in shown
+    assert "On device cpu, seqlen 64, limit 2:" in shown
     assert with_results(shown, results_in(card)) == with_results(card, "")
     foreign = export(out, "compressed-tensors", tmp_path / "foreign").directory
     assert results_in(shown) in (foreign / "README.md").read_text()
