@@ -4,6 +4,7 @@
 checkpoint's names are anyone's.
 """
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
@@ -41,6 +42,7 @@ def render(report: Report) -> str:
         undefined=StrictUndefined,
     )
     environment.filters |= {"nbytes": bytes_text, "duration": duration, "plain": plain}
+    environment.filters["quote"] = lambda path: shlex.quote(str(path))
     return environment.get_template("report.html.j2").render(view(report))
 
 

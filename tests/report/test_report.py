@@ -129,6 +129,13 @@ def test_missing_parts_name_the_command_that_fills_them(page, made):
     assert "12 of 12" in page.words and "All checks passed." in page.words
 
 
+def test_commands_quote_a_path(made, tmp_path):
+    spaced = shutil.copytree(made, tmp_path / "a b;c")
+    words = page_of(spaced).words
+    commands = re.findall(r"qtool (?:eval|report|verify|bench)[^.]*? \S*/.*a b;c", words)
+    assert len(commands) > 3 and all(" '/" in command for command in commands)
+
+
 def test_a_context_and_sizes_by_other_names(tmp_path):
     for name, layers in (("gpt2", 1), ("deeper", 2)):
         config = GPT2Config(vocab_size=4096, n_embd=64, n_layer=layers, n_head=2, n_positions=24)
