@@ -274,7 +274,10 @@ def best_factors(
 def smoothing_factor(
     x_amax: Tensor, w_amax: Tensor, alpha: Tensor | float, beta: Tensor | float
 ) -> Tensor:
-    """``lambda [K]``, centred on 1; channels that are all zeros on either side keep 1.
+    """``lambda [K]``, centred on 1.
+
+    Channels that are all zeros on either side get the geometric mean of the others: where these
+    shrink, columns that no calibration token passes through would decide the steps.
 
     ``[C, E, K]`` for C candidates and E groups, with ``alpha`` and ``beta [C, 1, 1]``.
     """
@@ -282,7 +285,10 @@ def smoothing_factor(
     alive = (x_amax > 0) & (w_amax > 0)
     largest = torch.where(alive, factor, 0.0).amax(-1, keepdim=True)
     least = torch.where(alive, factor, torch.inf).amin(-1, keepdim=True)
-    return torch.where(alive, factor / (largest * least).sqrt(), 1.0).clamp(1e-4, 1e4)
+    count = alive.sum(-1, keepdim=True)
+    mean = (torch.where(alive, factor.log(), 0.0).sum(-1, keepdim=True) / count).exp()
+    found = torch.where(alive, factor, mean) / (largest * least).sqrt()
+    return torch.where(count > 0, found, 1.0).clamp(1e-4, 1e4)
 
 
 def output_error(

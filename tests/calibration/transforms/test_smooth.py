@@ -123,11 +123,15 @@ def test_reported_errors_are_mean_squares_of_the_quantized_outputs(llama, blocks
     torch.testing.assert_close(factor, smoothing_factor(seen.amax, amax, float(alpha), float(beta)))
 
 
-def test_dead_channels_keep_factor_one():
-    factor = smoothing_factor(
-        torch.tensor([0.0, 2.0, 8.0]), torch.tensor([1.0, 0.0, 1.0]), 0.5, 0.5
+def test_dead_channels_move_with_the_others():
+    """By the geometric mean of their factors, which an outlier shrinks; alone they keep 1."""
+    amax, weights = (
+        torch.tensor([0.0, 2.0, 1.0, 1.0, 64.0]),
+        torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]),
     )
-    assert factor.tolist() == [1, 1, 1]
+    factor = smoothing_factor(amax, weights, 1, 0)
+    torch.testing.assert_close(factor, torch.tensor([0.5, 0.5, 0.125, 0.125, 8.0]))
+    assert smoothing_factor(amax[:2], weights[:2], 0.5, 0.5).tolist() == [1, 1]
     assert smoothing_factor(torch.tensor([1.0, 4.0]), torch.ones(2), 1, 0).tolist() == [0.5, 2]
 
 
