@@ -1,5 +1,6 @@
 """The command ``qtool``, and ``python -m qtool``. Ctrl-C ends it with a sentence at any moment."""
 
+import os
 import sys
 from types import FrameType
 
@@ -9,6 +10,7 @@ def main() -> None:
     try:
         import signal
 
+        _open_closed_streams()
         signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 
@@ -18,6 +20,16 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         _leave()
+
+
+def _open_closed_streams() -> None:
+    """Give a stream that is closed (``2>&-``) the null device.
+
+    A file that is opened later would get its number, and with it what C code prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (until the process ends)
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
@@ -33,8 +45,6 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> None:
-    import os
-
     if os.environ.get("RANK", "0") == "0":
         print("\nqtool: interrupted", file=sys.stderr, flush=True)
     os._exit(130)

@@ -229,6 +229,11 @@ def test_ctrl_c_ends_an_import_with_one_line(where: str, made: str) -> None:
     assert done.stderr.strip() == "qtool: interrupted"
 
 
+def test_closed_streams_are_no_mistake() -> None:
+    shell = '"$0" -m qtool schemes <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", shell, sys.executable]).returncode == 0
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
