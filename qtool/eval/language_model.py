@@ -16,12 +16,19 @@ from transformers import PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
 from qtool.eval.engine import Engine, Model
+from qtool.eval.perplexity import require_embedded
 from qtool.models.architecture import context_length
 from qtool.models.auto import text_model
 
 
 class MergedPairs(TemplateLM):
-    """Scores a continuation that adds no token to its context; beside one of lm-eval's classes."""
+    """Scores a continuation that adds no token to its context; beside one of lm-eval's classes.
+
+    Attributes:
+        vocabulary: token ids that the model embeds.
+    """
+
+    vocabulary: int
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         head, tail = super()._encode_pair(context, continuation)
@@ -33,6 +40,8 @@ class MergedPairs(TemplateLM):
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        highest = max((max(head + tail) for _, head, tail in requests), default=0)
+        require_embedded(highest, self.vocabulary)
         longest = max((len(tail) for _, _, tail in requests), default=0)
         if longest > self.max_length:
             raise QtoolError(
@@ -60,11 +69,15 @@ def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size:
             "continuation without a context: name one in tokenizer_config.json"
         )
     if isinstance(model, Engine):
-        return model.lm_eval_model()
-    return _InProcess(
+        found = model.lm_eval_model()
+        found.vocabulary = model.vocabulary
+        return found
+    found = _InProcess(
         pretrained=text_model(model),
         tokenizer=tokenizer,
         max_length=context_length(model.config.get_text_config()),
         batch_size=batch_size,
         backend="causal",
     )
+    found.vocabulary = found.model.get_input_embeddings().num_embeddings
+    return found

@@ -153,12 +153,21 @@ def _tokenize(text: str, vocabulary: int, tokenizer: PreTrainedTokenizerBase) ->
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)  # [tokens]
     if len(ids) < 2:
         raise QtoolError(f"the text has {len(ids)} tokens: at least 2 are needed for a perplexity")
-    if ids.max() >= vocabulary:
+    require_embedded(int(ids.max()), vocabulary)
+    return ids
+
+
+def require_embedded(token_id: int, vocabulary: int) -> None:
+    """Refuse an id beyond the ``vocabulary`` that a model embeds.
+
+    Raises:
+        QtoolError: naming both.
+    """
+    if token_id >= vocabulary:
         raise QtoolError(
-            f"the tokenizer gives token id {ids.max()} but the model embeds {vocabulary} ids "
+            f"the tokenizer gives token id {token_id} but the model embeds {vocabulary} ids "
             f"(0 to {vocabulary - 1}): is it another model's tokenizer?"
         )
-    return ids
 
 
 def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:

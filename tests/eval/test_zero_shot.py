@@ -203,6 +203,11 @@ def test_a_continuation_beyond_the_context_is_refused(model, tokenizer, tmp_path
         run("t", model, tokenizer, tmp_path)
 
 
+def test_a_tokenizer_of_another_model_is_refused(tokenizer, data_dir):
+    with pytest.raises(QtoolError, match=r"gives token id \d+ but the model embeds 40 ids"):
+        run("piqa", make_model(40), tokenizer, data_dir)
+
+
 def test_a_tokenizer_without_bos_and_eos_is_refused(model, tokenizer, data_dir):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(QtoolError, match="neither a BOS nor an EOS token"):
