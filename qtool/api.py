@@ -397,13 +397,14 @@ def evaluate(
             perplexity (of the text, not in nats), every other name a zero-shot task of lm-eval (0
             to 1).
         model: a directory, a hub id or ``demo``, quantized or not, or a model in memory with its
-            ``tokenizer``.
+            ``tokenizer``, which is left in eval mode.
         compare: the baseline: a directory, a hub id or ``demo``.
         tokenizer: of a model in memory.
         options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
-            items a task) and ``batch_size``; of a model in memory the last four. With ``engine``
-            (``vllm``) the models run in that engine, split over ``tensor_parallel`` GPUs.
+            items a task), ``batch_size`` and ``deterministic``; of a model in memory the last five.
+            With ``engine`` (``vllm``) the models run in that engine, split over
+            ``tensor_parallel`` GPUs.
 
     Returns:
         The model's results and the baseline's (None without ``compare``).
