@@ -247,7 +247,12 @@ def evaluate(
     from qtool.eval.compare import table
 
     results, baseline = api.evaluate(names, model, compare, **options)
-    click.echo(results_json(results, baseline) if as_json else table(results, baseline))
+    shown = results_json if as_json else table
+    try:
+        click.echo(shown(results, baseline))
+    except QtoolError:  # of two models that cannot be compared the first's results are not lost
+        click.echo(shown(results))
+        raise
 
 
 @command(cli, "qtool verify demo-lqq")

@@ -3,6 +3,7 @@ kept apart.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_a_baseline_that_is_not_there_costs_no_evaluation(
     for baseline in ("nowhere", str(nothing)):
         with pytest.raises(QtoolError, match=baseline):
             evaluate_checkpoints(["demo"], str(demo_like), baseline, **OPTIONS)
+
+
+def test_what_cannot_be_compared_is_not_lost(demo_like: Path, tmp_path: Path) -> None:
+    shorter = shutil.copytree(demo_like, tmp_path / "shorter")
+    config = json.loads((shorter / "config.json").read_text())
+    (shorter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    models = ("--model", str(demo_like), "--compare", str(shorter))
+    done = CliRunner().invoke(cli, ["eval", "demo", *models, "--seqlen", "64", "--limit", "2"])
+    assert "demo cannot be compared: seqlen is 64, the baseline's is 32" in str(done.exception)
+    assert "perplexity" in done.stdout
 
 
 def test_a_text_of_the_calibration_is_said(
