@@ -486,8 +486,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/batch.py",
-            "len(two) == 2 * len(one)",
-            "len(one) == 1",
+            "double == 2 * single",
+            "axis == 0 and single == 1",
             "tests/calibration/test_block.py",
         ),
         (

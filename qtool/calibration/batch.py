@@ -25,19 +25,19 @@ HIDDEN = "hidden"
 class BlockArguments:
     """All blocks' arguments beside the hidden states.
 
-    ``rows``: the same structure, with the rows of a sequence for each tensor; 0 where all
-    sequences share it.
+    ``axes``: the same structure, with the dimension of each tensor along which sequences follow one
+    another; None where all share it.
     """
 
     values: Sequence[dict[str, Any]]
-    rows: Sequence[dict[str, Any]]
+    axes: Sequence[dict[str, Any]]
 
     def __getitem__(self, block: int) -> dict[str, Any]:
         return self.values[block]
 
     def part(self, sequences: slice, size: int) -> "BlockArguments":
         """Those of some of ``size`` sequences."""
-        return BlockArguments(_cut(self.values, self.rows, sequences, size), self.rows)
+        return BlockArguments(_cut(self.values, self.axes, sequences, size), self.axes)
 
 
 @dataclass
@@ -46,7 +46,8 @@ class Batch:
 
     ``passed``: what else the blocks before hand on, by name (:mod:`qtool.models.passed`).
     ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
-    ``axis``: of the sequences in ``hidden``; 1 of Gemma 3n's ``[streams, B, S, H]``.
+    ``axis``: of the sequences in ``hidden``; 1 of Gemma 3n's ``[streams, B, S, H]`` and of XLNet's
+    ``[S, B, H]``. S may be more than the tokens: CPM-Ant puts a prompt before them.
     """
 
     hidden: Tensor
@@ -58,7 +59,8 @@ class Batch:
     @property
     def shape(self) -> tuple[int, int]:
         """B and S."""
-        return self.hidden.shape[self.axis], self.hidden.shape[self.axis + 1]
+        tokens = 0 if self.axis == self.hidden.dim() - 2 else -2
+        return self.hidden.shape[self.axis], self.hidden.shape[tokens]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -118,25 +120,32 @@ class Batches(list[Batch]):
         self.shapes = list(shapes)
 
 
-def rows_of_a_sequence(one: Any, two: Any) -> Any:
-    """The rows of each tensor in an argument, given for one sequence and for two."""
+def axes_of(one: Any, two: Any) -> Any:
+    """The :attr:`BlockArguments.axes` of an argument, given for one sequence and for two."""
     if isinstance(one, Tensor):
-        return len(one) if one.dim() and len(two) == 2 * len(one) else 0
+        sizes = enumerate(zip(one.shape, two.shape, strict=True))
+        return next((axis for axis, (single, double) in sizes if double == 2 * single), None)
     if isinstance(one, (tuple, list)):
-        return [rows_of_a_sequence(*both) for both in zip(one, two, strict=True)]
+        return [axes_of(*both) for both in zip(one, two, strict=True)]
     if isinstance(one, dict):
-        return {key: rows_of_a_sequence(one[key], two[key]) for key in one}
-    return 0
+        return {key: axes_of(one[key], two[key]) for key in one}
+    return None
 
 
-def _cut(value: Any, rows: Any, part: slice, size: int) -> Any:
-    """``value`` with the tensors in it cut to some of ``size`` sequences of so many rows each."""
+def _cut(value: Any, axes: Any, part: slice, size: int) -> Any:
+    """``value`` with the tensors in it cut to some of ``size`` sequences along ``axes``.
+
+    A sequence may have several rows there, as in ALiBi's ``[B H, 1, S]``.
+    """
     if isinstance(value, Tensor):
-        return value.unflatten(0, (size, rows))[part].flatten(0, 1) if rows else value
+        if axes is None:
+            return value
+        whole = value.unflatten(axes, (size, -1))
+        return whole[(slice(None),) * axes + (part,)].flatten(axes, axes + 1)
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(v, r, part, size) for v, r in zip(value, rows, strict=True))
+        return type(value)(_cut(v, a, part, size) for v, a in zip(value, axes, strict=True))
     if isinstance(value, dict):
-        return {key: _cut(v, rows[key], part, size) for key, v in value.items()}
+        return {key: _cut(v, axes[key], part, size) for key, v in value.items()}
     return value
 
 
@@ -164,11 +173,11 @@ def first_inputs(
     batch of both.
     """
     batches = []
-    one, two = (block_arguments(model, family, tokens[0][:1].repeat(n, 1))[1] for n in (1, 2))
-    rows = rows_of_a_sequence(one, two)
+    alone, twice = (block_arguments(model, family, tokens[0][:1].repeat(n, 1)) for n in (1, 2))
+    axis, axes = axes_of(alone, twice)
     for ids in tokens:
         hidden, kwargs = block_arguments(model, family, ids)
-        batch = keep(hidden, BlockArguments(kwargs, rows))
-        batch.axis = 0 if hidden.shape[:2] == ids.shape else 1
+        batch = keep(hidden, BlockArguments(kwargs, axes))
+        batch.axis = axis
         batches.append(batch)
     return batches

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from qtool.calibration.batch import Batch, first_inputs
+from qtool.calibration.batch import HIDDEN, Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, propagate, run
 from qtool.calibration.rounding.rounded import Rounded
@@ -54,17 +54,27 @@ def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> N
     assert block.notes["batches halved for lack of memory"] == 3
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "mpt", "llama"])
+@pytest.mark.parametrize("length", [16, 4])
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "llama", "xlnet", "cpmant"])
 @torch.no_grad()
-def test_parts_get_their_own_arguments(model_type: str) -> None:
-    """Bloom's ALiBi has a row for each head of each sequence, MPT's for each head: here also 4."""
+def test_parts_get_their_own_arguments(model_type: str, length: int) -> None:
+    """Bloom's ALiBi has a row for each head of each sequence, MPT's for each head: here also 4.
+
+    XLNet has sequences in the second dimension, also where there are as many as tokens; CPM-Ant
+    more states than tokens.
+    """
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    model, family = auto_class(config).from_config(config).eval(), family_of(config)
-    (batch,) = first_inputs(model, family, [torch.randint(0, 61, (4, 16))])
+    model = auto_class(config).from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.1)
+    family = family_of(config)
+    (batch,) = first_inputs(model, family, [torch.randint(0, 61, (4, length))])
+    assert batch.shape == (4, length + getattr(config, "prompt_length", 0))
     block = Block(0, model.get_submodule(family.blocks)[0], family, config, {})
-    parts = [run(block, batch.part(slice(i, i + 2))) for i in (0, 2)]
-    torch.testing.assert_close(torch.cat(parts), run(block, batch), rtol=1e-5, atol=1e-5)
+    parts = [{HIDDEN: run(block, batch.part(slice(i, i + 2)))} for i in (0, 2)]
+    whole = run(block, batch)
+    torch.testing.assert_close(batch.joined(parts)[HIDDEN], whole, rtol=1e-5, atol=1e-5)
 
 
 def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:

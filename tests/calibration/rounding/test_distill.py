@@ -188,8 +188,8 @@ def test_an_iteration_has_so_many_sequences(size: int, expected: list[int]) -> N
 
     def batch(count: int) -> Batch:
         arguments = {"mask": torch.ones(count), "alibi": torch.arange(2 * count)}
-        rows = {"mask": 1, "alibi": 2}
-        return Batch(torch.randn(count, 4, 2), BlockArguments([arguments], [rows]))
+        axes = {"mask": 0, "alibi": 0}
+        return Batch(torch.randn(count, 4, 2), BlockArguments([arguments], [axes]))
 
     batches = [batch(3), batch(2)]
     found = [part for part in iterations(batches, size, 5) if part]
