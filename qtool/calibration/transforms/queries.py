@@ -124,6 +124,6 @@ def rotary_dim(block: Block) -> int:
 
 
 def shared_norm(block: Block) -> bool:
-    """Whether one norm weight ``[D]`` serves all heads."""
-    norm = block.attention.k_norm
-    return norm is not None and block.weight(norm).numel() == block.heads.dim
+    """Whether one norm weight ``[D]`` serves all heads; a single kv head's key norm is no sign."""
+    norm, heads = block.attention.q_norm, block.heads
+    return norm is not None and block.weight(norm).numel() < heads.query * heads.dim

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from qtool.calibration.batch import first_inputs
+from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe, run
 from qtool.calibration.transforms import smooth_attention
 from qtool.calibration.transforms.key_transform import (
@@ -17,13 +19,34 @@ from qtool.calibration.transforms.smooth_attention import (
     least_score_error,
     observe_keys,
 )
+from qtool.models import family_of
+from qtool.models.auto import auto_class
 from qtool.models.cache_argument import CACHE
 from tests.calibration.conftest import attended
+from tests.models.tiny import tiny_config
 
 
 def test_logits_stay(any_model, transformed, logits):
     smoothed = transformed(any_model, [SmoothAttention(alphas=(0.5, 1.0))])
     torch.testing.assert_close(logits(smoothed), logits(any_model), rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@torch.no_grad()
+def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
+    """OLMo 2's: that of a single kv head is as long as one that all heads share would be."""
+    torch.manual_seed(0)
+    config = tiny_config("olmo2", num_key_value_heads=kv_heads)
+    model, family = auto_class(config).from_config(config).eval(), family_of(config)
+    for parameter in model.parameters():
+        parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.1)
+    batches = first_inputs(model, family, [torch.randint(3, 320, (2, 12))])
+    block = Block(0, model.get_submodule(family.blocks)[0], family, config, {})
+    block.weight("self_attn.k_norm")[5] *= 20
+    before = run(block, batches[0])
+    SmoothAttention(steps=5, starts=1).apply(block, batches)
+    assert block.notes["smooth-attention"]["choice"] != "none"
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
