@@ -27,7 +27,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.statistics import count_tokens, subset
+from qtool.calibration.statistics import batch_shapes, count_tokens, subset
 from qtool.calibration.transforms.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.transforms.queries import Queries, observe_queries, rotary_dim, shared_norm
 from qtool.distributed import ranks
@@ -40,7 +40,7 @@ class KeyObserver:
     Attributes:
         amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
         tokens: in that sum: of a batch that was halved while it ran, some are in it twice.
-        kept: a random ``share`` of the tokens, ``[Hkv, T, D]`` each time.
+        kept: a random ``share`` of the tokens, one at least, ``[Hkv, T, D]`` each time.
     """
 
     def __init__(self, share: float = 0.0, seed: int = 0) -> None:
@@ -59,7 +59,8 @@ class KeyObserver:
         self.total = total if self.total is None else self.total + total
         tokens = keys.shape[0] * keys.shape[2]
         self.tokens += tokens
-        if count := round(self.share * tokens):
+        if self.share:
+            count = max(1, round(self.share * tokens))
             chosen = torch.randperm(tokens, generator=self.random)[:count].to(keys.device)
             self.kept.append(keys.transpose(0, 1).flatten(1, 2)[:, chosen].float())
         return keys, values
@@ -80,10 +81,14 @@ class Keys:
 def observe_keys(
     block: Block, batches: Sequence[Batch], tokens: int = 0, seed: int = 0
 ) -> Keys | None:
-    """The keys of one run of ``block``, about ``tokens`` of them in the sample; or None."""
+    """The keys of one run of ``block``, about ``tokens`` of them in the sample; or None.
+
+    Each batch is sampled at places of its own: RoPE turns the keys of one place alike.
+    """
     total, seen = count_tokens(batches), []
-    for batch in batches:
-        observer = KeyObserver(tokens / total, seed)
+    numbers = ranks.local_items(range(len(batch_shapes(batches))))
+    for number, batch in zip(numbers, batches, strict=True):
+        observer = KeyObserver(tokens / total, seed + number)
         run(block, batch, **block.with_cache(observer))
         seen.append((observer.amax, observer.total, observer.tokens, observer.kept))
     every = ranks.all_gather_batches(seen)

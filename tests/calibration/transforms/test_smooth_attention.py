@@ -207,6 +207,17 @@ def test_keys_are_looked_at_as_they_meet_queries(any_model, blocks):
     assert observed.sample.shape[1] == 20
 
 
+def test_keys_are_sampled_at_other_places_in_each_batch(llama, blocks):
+    block, (batch, _) = blocks(llama)[0]
+    sample = observe_keys(block, [batch] * 3, tokens=12).sample  # [Hkv, T, D]
+    first, *others = sample.split(4, dim=1)
+    assert len(others) == 2
+    for other in others:
+        assert not torch.equal(other.sort(1).values, first.sort(1).values)
+    assert observe_keys(block, [batch] * 3, tokens=1).sample.shape[1] == 3
+    assert observe_keys(block, [batch] * 3).sample.shape[1] == 0
+
+
 @pytest.mark.parametrize("alphas", ((), (0.5,)))
 def test_it_repeats(llama, transformed, alphas):
     def weight():
