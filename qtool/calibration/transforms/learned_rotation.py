@@ -46,7 +46,7 @@ MOMENTUM, SQUARES = 0.9, 0.99
 BATCH = 16
 #: what the axes count beside the rows; inputs count as much as rows
 AXES = 0.3
-#: of a batch of which inputs are taken
+#: of which inputs are taken, of all batches
 TOKENS = 2048
 #: a step is many small operations: it takes at least as long as so many candidates of a search
 STEP_TRIES = 6

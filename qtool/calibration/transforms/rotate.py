@@ -120,7 +120,7 @@ class Rotate(Transform):
             coarse = [name for name in readers if block.schemes[name].coarse_inputs]
             for batch in batches:
                 norms = {readers[name] for name in coarse}
-                inputs += unit_inputs(block, batch, norms, -(-TOKENS // every))
+                inputs += unit_inputs(block, batch, norms, -(-TOKENS // (every * len(batches))))
             propagate(block, batches)
         if not rows:
             return {}

@@ -53,8 +53,9 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
         return fixed
     rows, inputs = unit_rows(block.weight(name)), list[Tensor]()
     if scheme.coarse_inputs:
-        for batch in subset(batches, SEQUENCES):
-            inputs += unit_inputs(block, batch, [name], TOKENS)
+        few = subset(batches, SEQUENCES)
+        for batch in few:
+            inputs += unit_inputs(block, batch, [name], -(-TOKENS // len(few)))
     start = fixed(torch.eye(heads.dim, dtype=torch.float64)).expand(heads.kv, -1, -1)
     group = rows.shape[1] // scheme.groups(rows).shape[1]
     return OfHeads(learn([rows], start, group, steps, inputs))

@@ -101,16 +101,21 @@ def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "coarse"), [("w4a4", True), ("w4a8-qoq-g128", False), ("w8a8", True)]
+    ("scheme", "coarse", "count"),
+    [("w4a4", True, 1), ("w4a4", True, 2), ("w4a8-qoq-g128", False, 1), ("w8a8", True, 1)],
 )
 def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     scheme: str,
     coarse: bool,
+    count: int,
     make_model: MakeModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of what every norm before a quantized linear hands it, if in no more bits than its weight."""
+    """Of what every norm before a quantized linear hands it, if in no more bits than its weight.
+
+    Of as many tokens of one batch as of several.
+    """
     source, ids = make_model("llama"), torch.arange(48).view(2, 24)
     size = "channel" if scheme == "w8a8" else 64
     layers = [{"match": ".*", "scheme": scheme, "group_size": size}]
@@ -124,12 +129,15 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
 
     monkeypatch.setattr(rotate, "learn", spy)
     monkeypatch.setattr(rotate, "TOKENS", 12)
-    quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration([ids]))
+    batches = ids.split(2 // count)
+    quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration(batches))
     [(_, _, _, steps, inputs)] = found
     wanted = norm_outputs(source, ids)
-    assert steps == 1 and len(inputs) == coarse * len(wanted)
-    for found_there, expected in zip(inputs, wanted[:, ::4], strict=False):
-        torch.testing.assert_close(found_there, expected.half(), rtol=2e-3, atol=2e-3)
+    assert steps == 1 and len(inputs) == coarse * len(wanted) * count
+    # block by block, in each batch by batch, the block's two norms
+    expected = wanted[:, ::4].unflatten(0, (-1, 2)).unflatten(2, (count, -1)).transpose(1, 2)
+    for found_there, there in zip(inputs, expected.flatten(0, 2), strict=False):
+        torch.testing.assert_close(found_there, there.half(), rtol=2e-3, atol=2e-3)
 
 
 def norm_outputs(source: Path, ids: Tensor) -> Tensor:

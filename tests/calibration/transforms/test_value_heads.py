@@ -83,6 +83,22 @@ def test_inputs_of_no_more_bits_are_among_the_rows(
         assert torch.equal(torch.cat(inputs), unit_rows(torch.cat(seen)))
 
 
+def test_as_many_inputs_are_taken_of_any_number_of_batches(llama, blocks, monkeypatch):
+    block, batches = blocks(llama, get("w4a4", GROUP))[0]
+    counts, whole = [], batches[0].shape[0]
+
+    def spy(*arguments):
+        counts.append(sum(map(len, arguments[-1])))
+        return learn(*arguments)
+
+    monkeypatch.setattr(value_heads, "learn", spy)
+    monkeypatch.setattr(value_heads, "TOKENS", 8)
+    alone = [batch.part(slice(i, i + 1)) for batch in batches for i in range(whole)]
+    for some in (batches[:1], batches, alone):
+        value_heads.rotation_of(block, some, 1)
+    assert counts == [8, 8, 8]
+
+
 def test_o_in_16_bits_keeps_the_hadamard(llama, blocks):
     block, batches = blocks(llama)[0]
     assert isinstance(value_heads.rotation_of(block, batches, 0), Hadamard)
