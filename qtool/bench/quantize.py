@@ -146,7 +146,7 @@ def run(
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = None
     if job.needs_data:
-        tokens = random_tokens(checkpoint.config["vocab_size"], samples, seqlen).tokens
+        tokens = random_tokens(job.namespace.vocab_size, samples, seqlen).tokens
         calibration = calibration_windows.calibration(
             checkpoint,
             job,

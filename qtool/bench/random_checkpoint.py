@@ -122,10 +122,13 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
-    """Write a checkpoint of ``config`` into ``directory``; a GPU, if there, draws the weights."""
+    """Write a checkpoint of ``config`` into ``directory``; a GPU, if there, draws the weights.
+
+    What a killed call has left there is written again.
+    """
     job = Job.of(config, parse(UNTOUCHED, "none"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
 
     def shard(number: int, spec: dict[str, Tensor]) -> str:
         name = f"model-{number:05d}.safetensors"

@@ -42,6 +42,7 @@ from qtool.pipeline.planning.work import block_shape, block_work, work_of
 from qtool.pipeline.units import bytes_text, times
 from qtool.schemes import get
 from tests.conftest import VARIANTS, MakeModel
+from tests.models.tiny import save_tiny
 
 PAPER_GPTQ = Path(__file__).parents[2] / "benchmarks/quantize/paper-gptq.yaml"
 GPTQ = recipes.parse(
@@ -450,6 +451,23 @@ def test_ceilings_are_of_the_directory_that_is_written(
         device="cpu",
     )
     assert probed == [work]
+
+
+def test_a_wrapper_is_timed_as_its_text_model(tmp_path: Path) -> None:
+    source = save_tiny("mistral3", tmp_path / "mistral3")
+    options = {"work": tmp_path, "samples": 2, "seqlen": 16, "device": "cpu"}
+    measured = bench_quantize(str(source), "w4a16", recipe="best", **options)
+    assert measured.floors["forward"] > 0
+
+
+def test_a_killed_random_checkpoint_is_made_whole(tmp_path: Path) -> None:
+    whole = make(config_of("llama-tiny", 1), tmp_path / "whole")
+    killed = tmp_path / "llama-tiny-1"
+    killed.mkdir()
+    (killed / "model-00001.safetensors").write_bytes(b"cut")
+    make(config_of("llama-tiny", 1), killed)
+    for file in whole.iterdir():
+        assert (killed / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_shapes_have_the_parameters_that_their_authors_count() -> None:
