@@ -16,6 +16,7 @@ from qtool.io.integrity import read_record
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
 from qtool.io.source import Checkpoint, read_config, resolve
+from qtool.io.source_names import adopt
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from qtool.models.family import REQUIRED
@@ -175,6 +176,7 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
 
     None where the source has no plain weights: an import's is quantized itself.
     """
+    adopt(source, Architecture(source.config, family_of(source.config)))
     errors: dict[str, dict[int, float]] = {}
     checkpoint_format = native_format(checkpoint.config)
     for name in packed_linears(checkpoint):

@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import qtool
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.cli import cli
@@ -24,6 +25,7 @@ from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
+from qtool.io.integrity import read_record
 from qtool.io.run_record import record_path
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.job import Job
@@ -36,6 +38,7 @@ from qtool.report.page import render
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
 from tests.conftest import save_model
+from tests.models.tiny import save_tiny
 
 RECIPE = {
     "scheme": "w4a8-lqq",
@@ -307,6 +310,17 @@ def test_weight_error_is_that_of_the_stored_weight(base, quantized):
     )
     assert "mlp.down_proj" not in errors.by_role  # it stays in 16 bits
     assert errors.what == "weight"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral3"])
+def test_weight_errors_of_a_source_with_other_names_or_forms(kind, tmp_path):
+    source = save_tiny(kind, tmp_path / "source")
+    made = qtool.quantize(source, "w4a16", recipe="fast", out=tmp_path / "made").directory
+    recorded = recorded_errors(read_record(made)["blocks"]).by_role
+    found = weight_errors(Checkpoint(made), Checkpoint(source)).by_role
+    assert found.keys() == recorded.keys()
+    for role, blocks in recorded.items():
+        assert found[role] == pytest.approx(blocks, rel=1e-4), role
 
 
 def test_recorded_errors_and_gains():
