@@ -14,6 +14,8 @@ from qtool.schemes import Params
 Formats = Mapping[str, LinearFormat | None]
 #: the group sizes of w4a16; None: the whole channel
 ANY: tuple[int | None, ...] = (32, 64, 128, None)
+#: what engines call the linears that they run as one, by the last of them
+JOINED = {"v_proj": "qkv_proj", "up_proj": "gate_up_proj"}
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 
@@ -154,6 +156,23 @@ def scheme_and_group(found: LinearFormat | None) -> tuple[str, int | None] | Non
 def left_in_16_bit(formats: Formats) -> list[str]:
     """Names of the linears that are not quantized."""
     return [name for name, found in formats.items() if found is None]
+
+
+def modules_in_16_bit(formats: Formats) -> list[str]:
+    """:func:`left_in_16_bit`, and the modules that engines join them in.
+
+    vLLM asks for each linear of such a module, SGLang for the module alone.
+    """
+    plain = left_in_16_bit(formats)
+    found = dict.fromkeys(plain)
+    for name in plain:
+        block, expert, _ = name.partition(".experts.")
+        parent, _, leaf = name.rpartition(".")
+        if expert:
+            found[f"{block}.experts"] = None
+        elif leaf in JOINED:
+            found[f"{parent}.{JOINED[leaf]}"] = None
+    return list(found)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:

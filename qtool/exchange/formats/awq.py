@@ -20,7 +20,14 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
+from qtool.exchange.target import (
+    Formats,
+    Target,
+    file_group_size,
+    half,
+    modules_in_16_bit,
+    one_format,
+)
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.schemes import Params
@@ -66,7 +73,7 @@ class Awq(Target):
             "group_size": file_group_size(one_format(formats).group_size),
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ["lm_head", *left_in_16_bit(formats)],
+            "modules_to_not_convert": ["lm_head", *modules_in_16_bit(formats)],
         }
 
 

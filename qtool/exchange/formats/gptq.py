@@ -22,7 +22,14 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exchange.formats.affine import SYMMETRIC_4, Affine, symmetric_4
 from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import Formats, Target, file_group_size, half, left_in_16_bit, one_format
+from qtool.exchange.target import (
+    Formats,
+    Target,
+    file_group_size,
+    half,
+    modules_in_16_bit,
+    one_format,
+)
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.row_major import ROW_MAJOR
@@ -80,7 +87,7 @@ class Gptq(Target):
             "lm_head": False,
             "checkpoint_format": self.checkpoint_format,
             "pack_dtype": "int32",
-            "dynamic": {f"-:^{re.escape(name)}$": {} for name in left_in_16_bit(formats)},
+            "dynamic": {f"-:^{re.escape(name)}$": {} for name in modules_in_16_bit(formats)},
         }
 
 

@@ -1,0 +1,54 @@
+"""What SGLang's loaders of GPTQ and AWQ ask: the name of a joined module, of none of its linears.
+
+Read in SGLang 0.5.23 (``layers/quantization``: ``get_dynamic_override``, ``is_layer_skipped_awq``).
+A weight of a module that it takes for quantized is left out there without a word.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qtool.exchange.export import export
+from qtool.io.source import Checkpoint
+from tests.conftest import MakeModel
+from tests.exchange.conftest import rule
+from tests.exchange.test_vllm_rules import native, shapes
+from tests.exchange.vllm_rules import modules
+
+JOINED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj"}
+
+
+def skipped(quantization: dict[str, Any], module: str) -> bool:
+    """Whether SGLang leaves a module in 16 bits."""
+    if quantization["quant_method"] == "awq":
+        return any(name in module for name in quantization["modules_to_not_convert"])
+    rules = [rule[2:] for rule in quantization["dynamic"] if rule.startswith("-:")]
+    return any(re.match(rule, module) for rule in rules)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("variant", ["llama", "phi3", "qwen3_moe", "mixtral"])
+def test_a_joined_module_is_found_by_its_name(
+    variant: str, name: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model(variant, dtype=torch.bfloat16)
+    rules = [
+        rule(None, match=r"\.0\..*(q_proj|k_proj|v_proj|qkv_proj)$"),
+        rule(None, match=r"\.1\.(mlp|block_sparse_moe)\."),
+        rule("w4a16", 128),
+    ]
+    out = export(native(source, rules), name, tmp_path / "out").directory
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+    stored, found = Checkpoint(out), set()
+    for module, linears in modules(shapes(source)).items():
+        parent, _, last = module.rpartition(".")
+        if (name, last) == ("gptq", "experts"):
+            continue  # are quantized to SGLang, whatever the config says
+        plain = {f"{linear}.weight" in stored for linear in linears}
+        assert plain == {skipped(quantization, f"{parent}.{JOINED.get(last, last)}")}, module
+        found |= plain
+    assert found == {True, False}
