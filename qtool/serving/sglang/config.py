@@ -1,5 +1,6 @@
 """A checkpoint's ``quantization_config`` as SGLang holds it: which layer gets which method."""
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from qtool.serving.layer import PackedLinear
 from qtool.serving.sglang.parameters import TYPES
 from qtool.serving.stored import PackedLinears
 
+log = logging.getLogger(__name__)
 #: what SGLang's models join without saying so
 JOINED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -51,9 +53,18 @@ class QtoolConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QtoolConfig":
-        """SGLang adds the model's configuration and what it joins to ``quantization_config``."""
-        text = config["hf_config"].get_text_config().to_dict()
-        linears = PackedLinears(text, CheckpointFormat.from_dict(config))
+        """SGLang adds the model's configuration and what it joins to ``quantization_config``.
+
+        Raises:
+            QtoolError: the model is multimodal: each of SGLang's has names of its own for the text
+                model's modules, and what is not found would be taken for 16 bits.
+        """
+        model = config["hf_config"]
+        if model.get_text_config() is not model:
+            raise QtoolError(f"{model.model_type}: multimodal models are served by vLLM only")
+        linears = PackedLinears(model.to_dict(), CheckpointFormat.from_dict(config))
+        if kv := linears.format.kv:
+            log.warning("The checkpoint's %s cache is not used: SGLang keeps its own.", kv)
         return cls(linears, config.get("packed_modules_mapping") or {})
 
     def get_scaled_act_names(self) -> list[str]:
