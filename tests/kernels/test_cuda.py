@@ -58,7 +58,7 @@ def test_w8a8_equals_the_cpu_reference(m: int) -> None:
         assert torch.equal(w8a8_gemm(*there, dtype).cpu(), w8a8_gemm(*arguments, dtype))
 
 
-@pytest.mark.parametrize("k", [64, 4096, 14336])
+@pytest.mark.parametrize("k", [64, 4096, 14336, 59392])
 def test_activation_quantization_equals_the_cpu(k: int) -> None:
     x, order = torch.randn(5, k).bfloat16(), torch.randperm(k).int()
     want = quantize_activation(x, order, None, "none", 0.0)

@@ -64,5 +64,7 @@ def test_refuses_in_one_sentence() -> None:
         quantize_activation(torch.randn(2, 64), None, None, "rmsnorm", 0.0)
     with pytest.raises(QtoolError, match="multiple of 8"):
         quantize_activation(torch.randn(2, 60), None, None, "none", 0.0)
+    with pytest.raises(QtoolError, match="K = 65544; expected a multiple of 8 up to 65536"):
+        quantize_activation(torch.randn(2, 65544), None, None, "none", 0.0)
     with pytest.raises(QtoolError, match="norm is missing"):
         quantize_activation(torch.randn(2, 64), None, None, "rms-norm", 0.0)

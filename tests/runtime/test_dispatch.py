@@ -32,6 +32,18 @@ def test_kernel_references_are_the_schemes(
     assert (y - expected).norm() <= kernel.tolerance * expected.norm()
 
 
+@pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
+def test_a_kernel_takes_the_longest_rows_of_known_models(
+    scheme: str, layout: str, kernel: Kernel
+) -> None:
+    k, n = 59392, 128  # of Falcon 180B
+    assert kernel.accepts(n, k, torch.bfloat16, min(kernel.capabilities))
+    torch.manual_seed(1)
+    linear, x = quantized(scheme, layout, torch.randn(n, k)), torch.randn(2, k).bfloat16()
+    y, expected = linear.multiply(x, kernel, torch.float32), linear.reference(x)
+    assert (y - expected).norm() <= kernel.tolerance * expected.norm()
+
+
 def test_the_cpu_runs_the_reference() -> None:
     linear_format = LinearFormat("w4a8-lqq", 64, "dual-mma")
     assert kernel_for(linear_format, 128, 128, torch.device("cpu"), torch.float32) is None

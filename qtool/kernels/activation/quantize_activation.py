@@ -31,7 +31,9 @@ FUSIONS = ("none", "rms-norm", "silu-up")
 #: number in csrc/activation/activation_row.cuh; the last is :mod:`~.quantize_residual_norm`'s
 ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MOST_CHANNELS = 32768
+#: as many as the GEMMs behind it take; and as many as a block holds in registers: of longer rows
+#: some values lie in local memory
+MOST_CHANNELS, IN_REGISTERS = 65536, 32768
 #: on Hopper the blocks of a cluster share a row of more channels: up to so many tokens, how many
 #: blocks (measured on an H200)
 WIDE = 4096
@@ -211,9 +213,9 @@ def row_definition(
 
 def builds() -> Iterator[Build]:
     """Each fusion at a short and a long row, on each architecture; on Hopper by clusters too."""
-    cases = [(*case, 1) for case in product(ARCHS, FUSIONS, (64, 4096, MOST_CHANNELS))]
+    cases = [(*case, 1) for case in product(ARCHS, FUSIONS, (64, 4096, IN_REGISTERS))]
     sizes = [cluster for _, cluster in CLUSTERS]
-    cases += product(("sm_90a",), FUSIONS, (WIDE + 8, MOST_CHANNELS), sizes)
+    cases += product(("sm_90a",), FUSIONS, (WIDE + 8, IN_REGISTERS), sizes)
     for arch, fusion, k, cluster in cases:
         source = definition(k, torch.bfloat16, fusion, True, cluster)
         name = f"quantize_activation {fusion} K={k}" + f" cluster={cluster}" * (cluster > 1)

@@ -21,6 +21,7 @@ from qtool.kernels.activation.arrangement import ARRANGEMENTS, SPAN, arrange
 from qtool.kernels.activation.quantize_activation import (
     DTYPES,
     FUSIONS,
+    IN_REGISTERS,
     MOST_CHANNELS,
     RowPlan,
     fused,
@@ -145,7 +146,7 @@ def definition(
 def builds() -> Iterator[Build]:
     """Each fusion at a short and a long row; each kind of group and arrangement."""
     variants = ((32, "apex4"), (128, "w4ax-interleaved"), (1024, "apex4"), (None, "none"))
-    for fusion, k, (group, arrangement) in product(FUSIONS, (1024, MOST_CHANNELS), variants):
+    for fusion, k, (group, arrangement) in product(FUSIONS, (1024, IN_REGISTERS), variants):
         source = definition(k, torch.bfloat16, fusion, True, group, arrangement)
         yield Build(
             f"{SOURCE} {fusion} K={k} g{group}", "sm_90a", source, source[2]["THREADS"], calls=True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.kernels.activation.quantize_activation import (
-    MOST_CHANNELS,
+    IN_REGISTERS,
     QuantizeActivation,
     RowPlan,
     definition,
@@ -82,7 +82,7 @@ def builds() -> Iterator[Build]:
         ("sm_89", 4096, False),
         ("sm_90a", 64, True),
         ("sm_90a", 4096, False),
-        ("sm_90a", MOST_CHANNELS, False),
+        ("sm_90a", IN_REGISTERS, False),
     ):
         source = definition(k, torch.bfloat16, FUSION, gather)
         yield Build(f"{OP} K={k}", arch, source, source[2]["THREADS"], calls=True)
