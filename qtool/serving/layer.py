@@ -173,7 +173,7 @@ class PackedLinear:
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[..., N]`` for ``x [..., K]``: an op that quantizes the tokens, and the GEMM."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # a slice of wider rows keeps its strides
         if len(self.pieces) == 1:
             y = self._multiply(layer, self.pieces[0], rows, bias)
         else:
