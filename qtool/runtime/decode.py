@@ -14,6 +14,7 @@ memory.
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
 """
 
+import functools
 import inspect
 import math
 import warnings
@@ -322,6 +323,11 @@ class DecodeGraphs:
             kwargs = kwargs | {"attention_mask": masks["full_attention"]}
         if self.refused or not _is_step(cache, kwargs):
             return forward(**own)
+        with torch.cuda.device(kwargs["input_ids"].device):  # which graphs and Triton go by
+            return self._step(forward, cache, kwargs, own)
+
+    def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
+        """A step, by its graph from the second on; ``own``: its arguments as they were."""
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
             if not are_ranges(kwargs["attention_mask"]).all():
@@ -376,8 +382,8 @@ class Step:
 
     def record(self, forward: Any, cache: StaticCache) -> None:
         """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        self.graph, stream = torch.cuda.CUDAGraph(), _recording_stream(self.keys.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             out = self.run(forward, cache)
         self.output, self.logits = type(out), out.logits  # not the cache, with which a step ends
 
@@ -388,6 +394,12 @@ class Step:
             tensor.copy_(kwargs[name])
         self.graph.replay()
         return self.output(logits=self.logits.clone(), **{CACHE: cache})
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of ``device`` that steps are recorded on: torch's own is of one device for all."""
+    return torch.cuda.Stream(device)
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ under the mask that the ranges stand for.
 import copy
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +95,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(decode, "_recording_stream", lambda device: None)
     monkeypatch.setattr(Step, "record", noted_record)
     monkeypatch.setattr(Step, "run", noted_run)
     monkeypatch.setattr(Step, "replay", noted_replay)
@@ -233,6 +235,33 @@ def test_what_cannot_be_recorded_is_run(
         assert torch.equal(greedy(model), expected)
     assert torch.equal(greedy(model), expected)
     assert recorded == ["run"]
+
+
+def test_a_step_is_recorded_on_the_models_device(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not on the current one would run while it is recorded, and never again."""
+    model = model_of(LlamaConfig)
+    graph_decoding(model)
+    current: list[torch.device] = []
+    streams: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.remove(device)
+
+    def graph(_: Any, *, stream: torch.device, **__: Any) -> Any:
+        streams.append(stream)
+        assert current == [model.device]
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(decode, "_recording_stream", lambda device: device)
+    greedy(model)
+    assert streams == [model.device] and recorded[1] == "record"
 
 
 def test_a_copy_of_the_model_is_on_its_own(recorded: list[str]) -> None:
