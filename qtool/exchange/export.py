@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qtool
 from qtool.errors import CheckFailed, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
@@ -116,7 +117,11 @@ class _Export(Conversion):
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
         self.pieces = _pieces(self.family)
         self.notes = _notes(self, native.kv)
-        self.identity = {"source model": source.fingerprint(), "format": target.name}
+        self.identity = {
+            "source model": source.fingerprint(),
+            "format": target.name,
+            "qtool version": qtool.__version__,
+        }
 
     def owner(self, name: str) -> str | None:
         module, _, part = name.rpartition(".")

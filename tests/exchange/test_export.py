@@ -265,6 +265,16 @@ def test_a_killed_export_continues(
     assert export(directory, "gptq", tmp_path / "cut").errors == whole.errors  # done already
 
 
+def test_an_export_of_another_qtool_is_not_taken_for_this_ones(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, out = native(make_model(), rule("w4a16", 32)), tmp_path / "out"
+    assert export(ours, "gptq", out).directory == export(ours, "gptq", out).directory == out
+    monkeypatch.setattr(qtool, "__version__", "0.0.1")
+    with pytest.raises(QtoolError, match="exists already"):
+        export(ours, "gptq", out)
+
+
 @pytest.mark.parametrize(
     ("scheme", "size", "takes", "refuses"),
     [
