@@ -136,12 +136,14 @@ def run(
         device_memory: GB of the GPU that the run may have; by default all.
 
     Raises:
-        QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does, or for a CPU with
-            ``device_memory``.
+        QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does, for a CPU with
+            ``device_memory``, or if ``out`` holds anything but an earlier measured run.
     """
     cuda = torch.device(device).type == "cuda"
     if device_memory is not None and not cuda:
         raise QtoolError(f"--device-memory {device_memory}: --device cuda is expected beside it")
+    if out.exists() and "bench" not in read_record(out):
+        raise QtoolError(f"{out} is no measured run, and not replaced: choose another --work")
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = None

@@ -460,6 +460,18 @@ def test_a_wrapper_is_timed_as_its_text_model(tmp_path: Path) -> None:
     assert measured.floors["forward"] > 0
 
 
+def test_a_checkpoint_that_is_no_measured_run_is_not_replaced(tmp_path: Path) -> None:
+    source = make(config_of("llama-tiny", 1), tmp_path / "tiny")
+    own = qtool.quantize(source, "w8a8", out=tmp_path / "tiny-w8a8").directory
+    options: dict[str, Any] = {"work": tmp_path, "samples": 2, "seqlen": 16, "device": "cpu"}
+    with pytest.raises(QtoolError, match="tiny-w8a8 is no measured run, and not replaced"):
+        bench_quantize(str(source), "w8a8", **options)
+    assert (own / "config.json").is_file()
+    own.rename(tmp_path / "mine")
+    for _ in range(2):
+        bench_quantize(str(source), "w8a8", keep=True, **options)
+
+
 def test_a_killed_random_checkpoint_is_made_whole(tmp_path: Path) -> None:
     whole = make(config_of("llama-tiny", 1), tmp_path / "whole")
     killed = tmp_path / "llama-tiny-1"
