@@ -40,6 +40,7 @@ class SourceFormat:
         group_index: the tensor that gives each input channel its group; "" if there is none.
         optional: those of these tensors that a linear may lack.
         other: further tensors of a linear, which say nothing new.
+        words: the shape of the codes, eight an int32 word, of a weight ``[n, k]``.
         transposed: scales are ``[G, N]``, not ``[N, G]``.
         read: codes, scales and zero points of the linear ``(tensors, n, k)``.
         read_zeros: zero points ``[n, groups]`` alone, of ``(stored, n, groups)``.
@@ -51,6 +52,7 @@ class SourceFormat:
     zeros: str
     group_index: str
     transposed: bool
+    words: Callable[[int, int], tuple[int, ...]]
     read: Callable[[Mapping[str, Tensor], int, int], Affine]
     read_zeros: Callable[[Tensor, int, int], Tensor]
     optional: frozenset[str] = frozenset()
@@ -105,11 +107,11 @@ def grid_of(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[i
         QtoolError: tensors of other shapes than the model's, or a grid that no scheme of ours has.
     """
     n, k = shape
-    codes = source.entry(f"{name}.{foreign.weight}")
-    if codes.dtype != torch.int32 or codes.nbytes * 2 != n * k:
+    codes, words = source.entry(f"{name}.{foreign.weight}"), foreign.words(n, k)
+    if codes.dtype != torch.int32 or codes.shape != words:
         raise QtoolError(
             f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; "
-            f"int32 words of {n} x {k} codes expected"
+            f"int32 words {list(words)} of {n} x {k} codes expected"
         )
     scales = source.entry(f"{name}.{foreign.scales}")
     rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)

@@ -477,9 +477,10 @@ QKV = "model.layers.0.self_attn.q_proj"
         (
             f"{QKV}.qweight",
             lambda t: t.float(),
-            "torch.float32 .* found; int32 words of 128 x 128 codes",
+            r"torch.float32 .* found; int32 words \[16, 128\] of 128 x 128 codes",
         ),
-        (f"{QKV}.qweight", lambda t: t[:-1], r"\[15, 128\] found; int32 words of 128 x 128 codes"),
+        (f"{QKV}.qweight", lambda t: t[:-1], r"\[15, 128\] found; int32 words \[16, 128\]"),
+        (f"{QKV}.qweight", lambda t: t.view(128, 16), r"\[128, 16\] found; int32 words \[16"),
     ],
 )
 def test_damaged_tensors(

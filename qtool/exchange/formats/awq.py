@@ -106,6 +106,7 @@ def source_format(config: Config) -> SourceFormat:
         "qzeros",
         "",
         transposed=True,
+        words=lambda n, k: (k, n // 8),
         read=read,
         read_zeros=read_zeros,
     )

@@ -312,6 +312,7 @@ def source_format(config: Config) -> SourceFormat:
         "weight_zero_point",
         "weight_g_idx",
         transposed=False,
+        words=lambda n, k: (n, k // 8),
         read=read,
         read_zeros=read_zeros,
         optional=frozenset({"weight_zero_point", "weight_g_idx"}),

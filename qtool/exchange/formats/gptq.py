@@ -139,6 +139,7 @@ def source_format(config: Config) -> SourceFormat:
         "qzeros",
         "g_idx",
         transposed=True,
+        words=lambda n, k: (k // 8, n),
         read=lambda tensors, n, k: read(tensors, n, k, stored),
         read_zeros=lambda zeros, n, groups: read_zeros(zeros, n, groups, stored),
         optional=frozenset({"g_idx"}),
