@@ -10,6 +10,7 @@ from qtool.exchange.target import (
     Target,
     file_group_size,
     fused_shards_agree,
+    joined,
     scheme_and_group,
     size_text,
 )
@@ -167,11 +168,11 @@ def _formats(
 
 
 def _fused(family: Family) -> list[list[str]]:
-    """The linears of a block that loaders run as one: q, k and v; gate and up."""
+    """The linears of a block that loaders run as one: q, k and v; gate and up; and the like."""
     attention, linears = family.attention, set(family.linears())
     together = [[attention.q, attention.k, attention.v]] if attention else []
     together += [[group.gate, group.source] for group in family.groups if group.gate]
-    return [names for names in together if linears.issuperset(names)]
+    return [names for names in together if linears.issuperset(names)] + [*joined(linears).values()]
 
 
 def _require_experts(

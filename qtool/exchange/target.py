@@ -1,7 +1,7 @@
 """The protocol of an export format: pure functions from codes to another loader's tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +14,15 @@ from qtool.schemes import Params
 Formats = Mapping[str, LinearFormat | None]
 #: the group sizes of w4a16; None: the whole channel
 ANY: tuple[int | None, ...] = (32, 64, 128, None)
-#: what engines call the linears that they run as one, by the last of them
-JOINED = {"v_proj": "qkv_proj", "up_proj": "gate_up_proj"}
+#: the linears that engines run as one, by SGLang's name of it: of attention and MLPs, of Gated
+#: DeltaNet, of latent attention
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 
@@ -164,15 +171,20 @@ def modules_in_16_bit(formats: Formats) -> list[str]:
     vLLM asks for each linear of such a module, SGLang for the module alone.
     """
     plain = left_in_16_bit(formats)
-    found = dict.fromkeys(plain)
-    for name in plain:
-        block, expert, _ = name.partition(".experts.")
-        parent, _, leaf = name.rpartition(".")
-        if expert:
-            found[f"{block}.experts"] = None
-        elif leaf in JOINED:
-            found[f"{parent}.{JOINED[leaf]}"] = None
-    return list(found)
+    experts = [f"{name.partition('.experts.')[0]}.experts" for name in plain if ".experts." in name]
+    return list(dict.fromkeys([*plain, *joined(plain), *experts]))
+
+
+def joined(linears: Iterable[str]) -> dict[str, list[str]]:
+    """The modules that engines make of ``linears`` besides experts, and which each is made of."""
+    there = dict.fromkeys(linears)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in there if ".experts." not in name)
+    found = {
+        f"{parent}.{module}": [f"{parent}.{part}" for part in parts]
+        for parent in parents
+        for module, parts in JOINED.items()
+    }
+    return {module: parts for module, parts in found.items() if there.keys() >= set(parts)}
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:

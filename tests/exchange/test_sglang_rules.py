@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from qtool.errors import QtoolError
 from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from tests.conftest import MakeModel
 from tests.exchange.conftest import rule
 from tests.exchange.test_vllm_rules import native, shapes
 from tests.exchange.vllm_rules import modules
+from tests.models.tiny import save_tiny
 
 JOINED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj"}
 
@@ -52,3 +54,39 @@ def test_a_joined_module_is_found_by_its_name(
         assert plain == {skipped(quantization, f"{parent}.{JOINED.get(last, last)}")}, module
         found |= plain
     assert found == {True, False}
+
+
+MLA = "fused_qkv_a_proj_with_mqa", ["q_a_proj", "kv_a_proj_with_mqa"]
+DELTA = "in_proj_qkvz", ["in_proj_qkv", "in_proj_z"]
+#: too narrow to be quantized
+NARROW: tuple[str, list[str]] = ("in_proj_ba", [])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("kind", "parent", "joined"),
+    [
+        ("qwen3_5_text", "linear_attn", DELTA),
+        ("qwen3_5_text", "linear_attn", NARROW),
+        ("deepseek_v3", "self_attn", MLA),
+    ],
+)
+def test_what_some_models_join(
+    kind: str, parent: str, joined: tuple[str, list[str]], name: str, tmp_path: Path
+) -> None:
+    source, (module, linears) = save_tiny(kind, tmp_path / "source"), joined
+    plain = [rule(None, match=rf"\.{linear}$") for linear in linears]
+    out = export(native(source, [*plain, rule("w4a16", 128)]), name, tmp_path / "out").directory
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert skipped(quantization, f"model.layers.0.{parent}.{module}")
+    assert not skipped(quantization, "model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("qwen3_5_text", DELTA), ("deepseek_v3", MLA)])
+def test_what_some_models_join_is_stored_alike(
+    kind: str, joined: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    source, (_, (first, second)) = save_tiny(kind, tmp_path / "source"), joined
+    ours = native(source, [rule(None, match=rf"\.{first}$"), rule("w4a16", 128)])
+    with pytest.raises(QtoolError, match=rf"{second} is w4a16 .*{first} is in 16 bit"):
+        export(ours, "compressed-tensors", tmp_path / "out")
