@@ -15,7 +15,7 @@ from torch import Tensor
 #: shape, dtype and kind of device of each tensor, in order
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype, str]]
 
-#: bytes; tensors in a buffer begin at multiples of it
+#: bytes; tensors in a buffer begin at multiples of it, and buffers end there
 ALIGNMENT = 16
 
 
@@ -57,9 +57,9 @@ def specs_of(tensors: Sequence[Tensor]) -> TensorSpecs:
 
 
 def size(specs: TensorSpecs) -> int:
-    """The bytes of a buffer for the tensors."""
+    """The bytes of a buffer for the tensors, so that another may follow it."""
     places = _places(specs)
-    return places[-1].stop if places else 0
+    return _aligned(places[-1].stop) if places else 0
 
 
 def empty_buffer(specs: TensorSpecs, device: str) -> Tensor:
@@ -91,5 +91,10 @@ def _places(specs: TensorSpecs) -> list[slice]:
     for shape, dtype, _ in specs:
         stop = start + torch.Size(shape).numel() * dtype.itemsize
         places.append(slice(start, stop))
-        start = -(-stop // ALIGNMENT) * ALIGNMENT
+        start = _aligned(stop)
     return places
+
+
+def _aligned(place: int) -> int:
+    """The first multiple of :data:`ALIGNMENT` from ``place`` on."""
+    return -(-place // ALIGNMENT) * ALIGNMENT

@@ -24,6 +24,17 @@ def test_a_value_with_tensors_survives_the_journey() -> None:
     assert found["b"][1] == (1, None) and found["c"].shape == (0,)
 
 
+def test_buffers_of_several_ranks_may_lie_one_after_another() -> None:
+    value = [torch.randn(3), torch.ones(1, dtype=torch.bool)]
+    blob, tensors = parcels.split_tensors(value)
+    described = parcels.specs_of(tensors)
+    rooms = torch.empty(2, parcels.size(described), dtype=torch.uint8)
+    for room in rooms:
+        parcels.pack(tensors, described, room)
+        found = parcels.join_tensors(blob, described, room)
+        assert all(torch.equal(mine, its) for mine, its in zip(value, found, strict=True))
+
+
 def test_a_value_without_tensors_needs_no_room() -> None:
     blob, tensors = parcels.split_tensors([1, "two"])
     assert not tensors and len(parcels.empty_buffer([], "cpu")) == 0
