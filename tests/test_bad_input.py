@@ -425,6 +425,19 @@ def test_a_full_disk_that_numpy_meets_is_called_so(tmp_path: Path) -> None:
         np.zeros(1 << 20).tofile("/dev/full")
 
 
+def test_a_file_that_cannot_grow_is_named(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A file system's own limit, or a shell's (ulimit -f)."""
+    import errno
+
+    from qtool.io import safetensors
+
+    def limited(_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(safetensors.os, "fsync", limited)
+    refused("refused.partial/.run/job.json: File too large", make_model())
+
+
 def test_files_that_are_copied_need_space(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,7 @@ def space_for(path: Path) -> Iterator[None]:
 
     Raises:
         NoSpace: it is.
+        OSError: anything else that was met, naming a file.
     """
     try:
         yield
@@ -354,6 +355,8 @@ def space_for(path: Path) -> Iterator[None]:
             raise NoSpace(
                 f"no space left on the disk that holds {path.parent} (writing {path.name})"
             ) from error
+        if error.errno and not error.filename:  # written bytes know no name
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
