@@ -168,7 +168,8 @@ def left_in_16_bit(formats: Formats) -> list[str]:
 def modules_in_16_bit(formats: Formats) -> list[str]:
     """:func:`left_in_16_bit`, and the modules that engines join them in.
 
-    vLLM asks for each linear of such a module, SGLang for the module alone.
+    vLLM asks for each linear of such a module, SGLang for the module alone (in compressed-tensors
+    where the model's class does not say what it joins).
     """
     plain = left_in_16_bit(formats)
     experts = [f"{name.partition('.experts.')[0]}.experts" for name in plain if ".experts." in name]

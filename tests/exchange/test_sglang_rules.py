@@ -1,7 +1,8 @@
-"""What SGLang's loaders of GPTQ and AWQ ask: the name of a joined module, of none of its linears.
+"""What SGLang's loaders ask: the name of a joined module, of none of its linears.
 
-Read in SGLang 0.5.23 (``layers/quantization``: ``get_dynamic_override``, ``is_layer_skipped_awq``).
-A weight of a module that it takes for quantized is left out there without a word.
+Read in SGLang 0.5.23 (``layers/quantization``: ``get_dynamic_override``, ``is_layer_skipped_awq``,
+``should_ignore_layer`` and ``find_matched_target`` where a class has no ``packed_modules_mapping``,
+as Llama's). A weight of a module that it takes for quantized is left out there without a word.
 """
 
 import json
@@ -26,13 +27,15 @@ JOINED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj
 
 def skipped(quantization: dict[str, Any], module: str) -> bool:
     """Whether SGLang leaves a module in 16 bits."""
+    if quantization["quant_method"] == "compressed-tensors":
+        return module in quantization["ignore"]
     if quantization["quant_method"] == "awq":
         return any(name in module for name in quantization["modules_to_not_convert"])
     rules = [rule[2:] for rule in quantization["dynamic"] if rule.startswith("-:")]
     return any(re.match(rule, module) for rule in rules)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
 @pytest.mark.parametrize("variant", ["llama", "phi3", "qwen3_moe", "mixtral"])
 def test_a_joined_module_is_found_by_its_name(
     variant: str, name: str, make_model: MakeModel, tmp_path: Path
@@ -54,6 +57,17 @@ def test_a_joined_module_is_found_by_its_name(
         assert plain == {skipped(quantization, f"{parent}.{JOINED.get(last, last)}")}, module
         found |= plain
     assert found == {True, False}
+
+
+def test_a_joined_module_is_a_target_of_its_group(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model("llama", dtype=torch.bfloat16)
+    ours = native(source, [rule("w4a16", 32, r"(o_proj|down_proj)$"), rule("w4a16", 128)])
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    for module, linears in modules(shapes(source)).items():
+        parent, _, last = module.rpartition(".")
+        asked = {f"{parent}.{JOINED.get(last, last)}", *linears}
+        assert sum(asked <= set(group["targets"]) for group in groups.values()) == 1, module
 
 
 MLA = "fused_qkv_a_proj_with_mqa", ["q_a_proj", "kv_a_proj_with_mqa"]

@@ -37,7 +37,8 @@ from qtool.exchange.target import (
     TOKEN_INT8,
     Formats,
     Target,
-    left_in_16_bit,
+    joined,
+    modules_in_16_bit,
     scheme_and_group,
 )
 from qtool.format import LinearFormat
@@ -135,14 +136,15 @@ class CompressedTensors(Target):
         kinds = {scheme_and_group(found): found for found in formats.values() if found is not None}
         groups = {}
         for index, (kind, one) in enumerate(kinds.items()):
-            targets = [name for name, found in formats.items() if scheme_and_group(found) == kind]
-            groups[f"group_{index}"] = self._group(one, targets if len(kinds) > 1 else ["Linear"])
+            named = [name for name, found in formats.items() if scheme_and_group(found) == kind]
+            targets = [*named, *joined(named)] if len(kinds) > 1 else ["Linear"]
+            groups[f"group_{index}"] = self._group(one, targets)
         used = {group["format"] for group in groups.values()}
         return {
             "quant_method": "compressed-tensors",
             "format": used.pop() if len(used) == 1 else "mixed-precision",
             "quantization_status": "compressed",
-            "ignore": ["lm_head", *left_in_16_bit(formats)],
+            "ignore": ["lm_head", *modules_in_16_bit(formats)],
             "kv_cache_scheme": FP8_KV if kv == "kv8" else None,
             "config_groups": groups,
         }
