@@ -59,6 +59,13 @@ def test_joined_linears_are_packed(plugin: Any) -> None:
     assert type(plain) is plugin.UnquantizedLinearMethod
 
 
+def test_what_a_model_joins_without_saying_so_is_packed(plugin: Any) -> None:
+    made = plugin.QtoolConfig.from_config(config_of("deepseek_v3"))
+    joined = "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa"
+    method = made.get_quant_method(plugin.LinearBase(), joined)
+    assert [name.rpartition(".")[2] for name in method.names] == ["q_a_proj", "kv_a_proj_with_mqa"]
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl"])
 def test_a_wrapper_is_refused(plugin: Any, kind: str) -> None:
     with pytest.raises(QtoolError, match=f"{kind}: multimodal models are served by vLLM only"):

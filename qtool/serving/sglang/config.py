@@ -11,17 +11,13 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import nn
 
 from qtool.errors import QtoolError
+from qtool.exchange.target import JOINED
 from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.serving.layer import PackedLinear
 from qtool.serving.sglang.parameters import TYPES
 from qtool.serving.stored import PackedLinears
 
 log = logging.getLogger(__name__)
-#: what SGLang's models join without saying so
-JOINED = {
-    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-    "gate_up_proj": ["gate_proj", "up_proj"],
-}
 
 
 class QtoolLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc]
