@@ -44,7 +44,8 @@ class Conversion(ABC):
     """Says how each tensor of ``source`` is converted.
 
     Attributes:
-        identity: facts by name that must be equal for a killed conversion to be continued.
+        identity: facts by name that must be equal for a killed conversion to be continued;
+            ``source model`` is the source's fingerprint.
         dtype: of what is not a linear's; None leaves it as it is.
     """
 
@@ -89,7 +90,8 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
 
     Raises:
         CheckFailed: a file of the source is not what its recorded hash says.
-        QtoolError: the content cannot be converted; nothing is left behind.
+        QtoolError: the content cannot be converted, or the source changed meanwhile; nothing is
+            left behind.
     """
     shards = list(shards_of(work).items())
     recorded = recorded_hashes(work.source.directory)
@@ -139,6 +141,7 @@ def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> No
 
 
 def _finish(output: Output, work: Conversion) -> None:
+    work.source.require_unchanged(work.identity["source model"])
     metadata = work.metadata()
     for file, content in metadata.files.items():
         write_json(output.partial / file, content)

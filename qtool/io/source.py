@@ -196,6 +196,18 @@ class Checkpoint:
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
+    def require_unchanged(self, fingerprint: str) -> None:
+        """Check that the files are still those that had ``fingerprint`` when reading began.
+
+        Raises:
+            QtoolError: they changed, so that what was read may be of two models.
+        """
+        if self.fingerprint() != fingerprint:
+            raise QtoolError(
+                f"{self.directory} changed while it was read, so that the result may be of two "
+                "models: leave its files as they are and begin again"
+            )
+
     def identity(self) -> dict[str, Any]:
         """The source's provenance: directory, hub id if it has one, fingerprint.
 

@@ -101,6 +101,7 @@ def quantize(
             tokens = calibration.tokens if job.needs_data else ()
             Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
         record.write()
+        source.require_unchanged(output.identity["source model"])
         output.finish(_config(job), _provenance(source, job, calibration), source.side_files())
     return out
 

@@ -3,6 +3,7 @@ reason.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,18 @@ def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.Mon
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == {
         p.name: p.read_bytes() for p in killed.iterdir()
     }
+
+
+def test_a_source_that_changes_meanwhile_makes_no_result(gptq: Path) -> None:
+    def touch(done: int, *_: object) -> None:
+        if done == 1:
+            for file in gptq.glob("*.safetensors"):
+                os.utime(file, ns=(0, 0))
+
+    out = gptq.with_name("changed")
+    with pytest.raises(QtoolError, match="foreign changed while it was read"):
+        import_checkpoint(Checkpoint(gptq), out, progress=touch)
+    assert not list(gptq.parent.glob("changed*"))
 
 
 @pytest.fixture

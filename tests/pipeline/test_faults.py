@@ -95,6 +95,21 @@ def failing_at(call: int, error: BaseException, function: Callable[..., Any]) ->
     return wrapped
 
 
+def test_a_source_that_changes_meanwhile_makes_no_result(source: Path, tmp_path: Path) -> None:
+    """The shards before are of the model that was there, those after of another one."""
+    model, out = shutil.copytree(source, tmp_path / "model"), tmp_path / "out"
+
+    def replace(done: int, *_: object) -> None:
+        if done == 4:
+            os.utime(model / "model.safetensors", ns=(0, 0))
+
+    with pytest.raises(QtoolError, match="model changed while it was read"):
+        run(model, out, progress=replace)
+    assert not out.exists()
+    with pytest.raises(QtoolError, match="was started with another source model"):
+        run(model, out, resume=True)
+
+
 @pytest.mark.parametrize("call", [5, 9])
 def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "out"
