@@ -14,6 +14,7 @@ from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.pipeline.streaming import blocks
 from qtool.pipeline.verify import verify
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -40,9 +41,16 @@ def run(model: Path, recipe: dict[str, object], out: Path, **options: object) ->
     )
 
 
+@pytest.mark.parametrize("computed", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", [STREAMED, BUILT], ids=["streamed", "built"])
-def test_every_tensor_is_there(recipe, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Norms in float32 stay so in a bfloat16 model, and what nobody knows is copied."""
+def test_every_tensor_is_there(  # type: ignore[no-untyped-def]
+    recipe, computed, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms in float32 stay so in a bfloat16 model, and what nobody knows is copied.
+
+    Also where forwards are in 16 bits, as on a GPU.
+    """
+    monkeypatch.setattr(blocks, "compute_dtype", lambda *_: computed)
     model = make_model("llama-biases", dtype=torch.bfloat16)
     norm = load_file(model / "model.safetensors")[NORM].float() + 1e-6
     extra = torch.tensor([1, 2, 300], dtype=torch.int16)

@@ -265,14 +265,11 @@ class BuiltBlocks:
         """Block ``index`` as it is stored in the source, and the formats of its linears."""
         job = self.job
         with phase("read"):
-            module = self._module(
-                index, self.read_ahead.block(index, following), self.compute or torch.float32
-            )
-            exact = (
-                {n: p.detach().float() for n, p in module.named_parameters()}
-                if self.compute
-                else {}
-            )
+            weights = self._moved(self.read_ahead.block(index, following))
+            module = self._module(index, weights, self.compute or torch.float32)
+            # of a source with some tensors in float32 (a router's bias) the module has them rounded
+            floats = weights.items() if self.compute else ()
+            exact = {n: w.float() for n, w in floats if w.is_floating_point()}
         formats = {n: f for n in job.linears(index) if (f := job.format.of(job.full(index, n)))}
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
         block = Block(
@@ -330,7 +327,7 @@ class BuiltBlocks:
                 n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")
                 for n, s in shapes.items()
             }
-            module = self._module(index, weights, dtype)
+            module = self._module(index, self._moved(weights), dtype)
             block = Block(index, module, job.block_family(index), job.namespace, {})
             linears = job.linears(index)
             formats = {name: f for name in linears if (f := job.format.of(prefix + name))}
@@ -356,6 +353,12 @@ class BuiltBlocks:
         """Stop reading ahead."""
         self.read_ahead.close()
 
+    def _moved(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``weights`` on the device; those on ``meta`` stay there."""
+        return {
+            n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
+        }
+
     def _module(
         self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> torch.nn.Module:
@@ -368,11 +371,8 @@ class BuiltBlocks:
         modules = self.model.get_submodule(self.job.family.blocks)
         module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
-        there = {
-            n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
-        }
-        all_finite({prefix + name: weight for name, weight in there.items() if not weight.is_meta})
-        fill(module, {n: as_computed(w, dtype) for n, w in there.items()}, self.device)
+        all_finite({prefix + n: weight for n, weight in weights.items() if not weight.is_meta})
+        fill(module, {n: as_computed(w, dtype) for n, w in weights.items()}, self.device)
         return module
 
 
