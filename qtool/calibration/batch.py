@@ -47,7 +47,8 @@ class Batch:
     ``passed``: what else the blocks before hand on, by name (:mod:`qtool.models.passed`).
     ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
     ``axis``: of the sequences in ``hidden``; 1 of Gemma 3n's ``[streams, B, S, H]`` and of XLNet's
-    ``[S, B, H]``. S may be more than the tokens: CPM-Ant puts a prompt before them.
+    ``[S, B, H]``, 0 of DeepSeek-V4's ``[B, S, streams, H]``. S may be more than the tokens: CPM-Ant
+    puts a prompt before them.
     """
 
     hidden: Tensor
@@ -59,7 +60,7 @@ class Batch:
     @property
     def shape(self) -> tuple[int, int]:
         """B and S."""
-        tokens = 0 if self.axis == self.hidden.dim() - 2 else -2
+        tokens = 0 if self.axis == self.hidden.dim() - 2 else self.axis + 1
         return self.hidden.shape[self.axis], self.hidden.shape[tokens]
 
     @property

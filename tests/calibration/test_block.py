@@ -55,13 +55,15 @@ def test_halves_give_the_same_outputs(block_and_batch: tuple[Block, Batch]) -> N
 
 
 @pytest.mark.parametrize("length", [16, 4])
-@pytest.mark.parametrize("model_type", ["bloom", "mpt", "llama", "xlnet", "cpmant"])
+@pytest.mark.parametrize(
+    "model_type", ["bloom", "mpt", "llama", "xlnet", "cpmant", "gemma3n_text", "deepseek_v4"]
+)
 @torch.no_grad()
 def test_parts_get_their_own_arguments(model_type: str, length: int) -> None:
     """Bloom's ALiBi has a row for each head of each sequence, MPT's for each head: here also 4.
 
     XLNet has sequences in the second dimension, also where there are as many as tokens; CPM-Ant
-    more states than tokens.
+    more states than tokens; Gemma 3n and DeepSeek-V4 several streams, before and behind these.
     """
     torch.manual_seed(0)
     config = tiny_config(model_type)
