@@ -5,6 +5,7 @@ embedding, masks) is transformers' own code.
 """
 
 import inspect
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,17 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()
+
+
+def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps tensor ``name`` of a ``model`` in ``dtype`` in float32.
+
+    So it keeps a router's weight and bias, which choose other experts where they are rounded.
+    """
+    patterns = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import qtool
 from qtool import recipes
+from qtool.calibration.block import Block
+from qtool.calibration.kv.cache import kv_constants
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
@@ -18,6 +20,7 @@ from qtool.pipeline.streaming import blocks
 from qtool.pipeline.verify import verify
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny, tiny_config
 
 ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 EXTRA = "model.layers.0.mlp.steering"
@@ -64,6 +67,37 @@ def test_every_tensor_is_there(  # type: ignore[no-untyped-def]
     recorded = json.loads((made.directory / "qtool.json").read_text())
     assert sorted(recorded["unknown_tensors"]) == sorted([EXTRA, ROTARY])
     assert load(made.directory)(TOKENS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["paper", "best"])
+def test_a_router_computes_in_float32_among_16_bits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers has it: on a GPU too it chooses the experts that it chooses when served."""
+    config, float32 = tiny_config("deepseek_v3"), ("gate.weight", "e_score_correction_bias")
+    model = save_tiny("deepseek_v3", tmp_path / "source", dtype="bfloat16")
+    tensors = load_file(model / "model.safetensors")
+    tensors = {
+        n: t.float() + 8 + 1e-4 if n.endswith("bias") else t.bfloat16() for n, t in tensors.items()
+    }
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def constants(block: Block, *rest: object) -> dict[str, torch.Tensor]:
+        block.update_module()
+        seen.append(block.module.state_dict())
+        return kv_constants(block, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blocks, "compute_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(blocks, "kv_constants", constants)
+    calibration = Calibration([TOKENS], {"text": "numbers"})
+    out = tmp_path / "out"
+    quantize(Checkpoint(model), recipes.load("w4a16", recipe), out, calibration=calibration)
+    assert len(seen) == config.num_hidden_layers
+    for name, tensor in seen[-1].items():
+        assert tensor.dtype == (torch.float32 if name.endswith(float32) else torch.bfloat16), name
+    bias = "mlp.gate.e_score_correction_bias"
+    assert torch.equal(seen[-1][bias], tensors[f"model.layers.1.{bias}"])
 
 
 def test_what_nobody_knows_and_transforms_leave_behind_is_said(

@@ -364,15 +364,20 @@ class BuiltBlocks:
     ) -> torch.nn.Module:
         """Block ``index`` of the skeleton with ``weights`` in ``dtype``.
 
-        Their names are those within the block; some may be on ``meta``.
+        But for those that transformers keeps in float32. Their names are those within the block;
+        some may be on ``meta``.
         """
-        from qtool.models.skeleton import fill
+        from qtool.models.skeleton import fill, stays_float32
 
         modules = self.model.get_submodule(self.job.family.blocks)
         module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
         all_finite({prefix + n: weight for n, weight in weights.items() if not weight.is_meta})
-        fill(module, {n: as_computed(w, dtype) for n, w in weights.items()}, self.device)
+        kept = {n for n in weights if stays_float32(self.model, prefix + n, dtype)}
+        computed = {
+            n: as_computed(w, torch.float32 if n in kept else dtype) for n, w in weights.items()
+        }
+        fill(module, computed, self.device)
         return module
 
 
