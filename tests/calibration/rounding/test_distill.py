@@ -16,6 +16,7 @@ from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.distill.distill import Distill, iterations
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
+from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models import family_of
@@ -76,6 +77,17 @@ def test_the_loss_falls_and_so_does_the_error_of_the_block(
     _, _, before = distilled(block, epochs=0)
     assert min(curve) < curve[0]
     assert error < before
+
+
+@pytest.mark.parametrize("start", ["rtn", "gptq"])
+def test_no_errors_are_noted_of_codes_that_are_not_written(
+    block: tuple[Block, list], start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of a linear that GPTQ rounds to nearest, for it saw too few tokens."""
+    monkeypatch.setattr(gptq_rounding, "saw_enough", lambda _, names, *__: "q_proj" not in names[0])
+    own, batches = block
+    Distill(**QUICK | {"start": start, "epochs": 1}).round(own, batches)
+    assert own.notes.keys() == {"distill"}
 
 
 @pytest.mark.parametrize(("decay", "last"), [(True, 0.0), (False, 1.0)])

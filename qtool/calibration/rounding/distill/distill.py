@@ -111,7 +111,8 @@ class Distill(Rounding):
         targets = [None if b is None else run(block, b, **block.full_kv) for b in teacher_batches]
         sizes = self.sizes(targets)
         student = self.student(block, batches)
-        block.notes.pop(self.start, None)  # of codes that are not written
+        for start in STARTS:  # of codes that are not written; gptq rounds starved experts by rtn
+            block.notes.pop(start, None)
         linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
         count = len(student_batches)
         held_out = max(1, round(count * self.held_out)) if self.held_out and count > 1 else 0
