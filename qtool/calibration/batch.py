@@ -125,7 +125,7 @@ def axes_of(one: Any, two: Any) -> Any:
     """The :attr:`BlockArguments.axes` of an argument, given for one sequence and for two."""
     if isinstance(one, Tensor):
         sizes = enumerate(zip(one.shape, two.shape, strict=True))
-        return next((axis for axis, (single, double) in sizes if double == 2 * single), None)
+        return next((axis for axis, (single, double) in sizes if double == 2 * single > 0), None)
     if isinstance(one, (tuple, list)):
         return [axes_of(*both) for both in zip(one, two, strict=True)]
     if isinstance(one, dict):

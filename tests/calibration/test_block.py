@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from qtool.calibration.batch import HIDDEN, Batch, first_inputs
+from qtool.calibration.batch import HIDDEN, Batch, BlockArguments, axes_of, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, propagate, run
 from qtool.calibration.rounding.rounded import Rounded
@@ -77,6 +77,15 @@ def test_parts_get_their_own_arguments(model_type: str, length: int) -> None:
     parts = [{HIDDEN: run(block, batch.part(slice(i, i + 2)))} for i in (0, 2)]
     whole = run(block, batch)
     torch.testing.assert_close(batch.joined(parts)[HIDDEN], whole, rtol=1e-5, atol=1e-5)
+
+
+def test_an_argument_without_elements_is_for_all_sequences() -> None:
+    one, two = ((torch.empty(0), torch.zeros(3, n), torch.zeros(n, 0)) for n in (1, 2))
+    axes = axes_of(one, two)
+    assert axes == [None, 1, 0]
+    arguments = BlockArguments([{"x": two}], [{"x": axes}])
+    shapes = [tuple(t.shape) for t in arguments.part(slice(1), 2)[0]["x"]]
+    assert shapes == [(0,), (3, 1), (1, 0)]
 
 
 def test_halves_show_all_inputs(block_and_batch: tuple[Block, Batch]) -> None:

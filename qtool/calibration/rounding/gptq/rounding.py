@@ -89,10 +89,11 @@ class Gptq(GptqOptions, Rounding):
         reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
-        linears = (group.linears[0] for group in block.family.groups if not group.routed)
-        shapes = {name: tuple(block.weight(name).shape) for name in linears}
-        if reference and kept_floats(block.family, shapes, tokens):
-            reference.look_once(compared(block))
+        if reference:
+            firsts = (group.linears[0] for group in block.family.groups if not group.routed)
+            shapes = {name: tuple(block.weight(name).shape) for name in firsts}
+            if kept_floats(block.family, shapes, tokens):
+                reference.look_once(compared(block))
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
         for groups in held_together(
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
