@@ -237,12 +237,12 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     cpu = torch.device("cpu")
     for memory in (1e9, 5e9, 24e9):
-        many = continuation_memory(job, 1 << 40, 512, cpu, memory)
+        many = continuation_memory(job, 1 << 40, 256, cpu, memory)
         room = CACHE_SHARE * HOST_SHARE * memory
         beside = many.bytes - many.weights
         assert beside <= room < beside * (1 + 1 / many.at_once)
-        assert continuation_memory(job, 3, 512, cpu, memory).at_once == 3
-        again = continuation_memory(job, 2 * many.at_once + 1, 512, cpu, memory)
+        assert continuation_memory(job, 3, 256, cpu, memory).at_once == 3
+        again = continuation_memory(job, 2 * many.at_once + 1, 256, cpu, memory)
         assert again.at_once == -(-(2 * many.at_once + 1) // 3)  # parts are of like size
     assert continuation_memory(job, 8, 10**9, cpu, 1e6).at_once == 1
 
@@ -327,7 +327,7 @@ def test_long_windows_are_continued_in_pieces() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     for seqlen, pieces, length, given in [
         *[(2, 8, 2, 1), (8, 8, 8, 1), (15, 8, 15, 1), (16, 8, 16, 2)],
-        *[(512, 8, 512, 64), (1023, 8, 1023, 127), (1024, 32, 256, 32), (1031, 8, 1031, 128)],
+        *[(511, 8, 511, 63), (512, 16, 256, 32), (1023, 24, 341, 42), (1024, 32, 256, 32), (1031, 8, 1031, 128)],
         *[(1600, 40, 320, 40), (2048, 64, 256, 32), (4096, 128, 256, 32)],
     ]:
         found = continuation_memory(job, 8, seqlen, torch.device("cpu"), 24e9)
@@ -336,7 +336,6 @@ def test_long_windows_are_continued_in_pieces() -> None:
 
 def test_pieces_stand_where_their_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is what the model makes of its beginning alone, as a window of its length is."""
-    monkeypatch.setattr(planning_memory, "LONG_WINDOW", 64)
     monkeypatch.setattr(planning_memory, "PIECE_TOKENS", 32)
     given = torch.cat(list(cut("paper", windows="given", samples=3, seqlen=96).tokens))
     written = torch.cat(list(cut("paper", windows="continued", samples=3, seqlen=96).tokens))

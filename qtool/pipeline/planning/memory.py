@@ -22,9 +22,9 @@ CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 #: tokens of a batch; a longer window is one by itself
 BATCH_TOKENS = 4096
-#: tokens of a window that is continued in pieces, each by itself, and of a piece, at least: eight
-#: pieces take an eighth of a window's steps, over an eighth of its keys and values
-LONG_WINDOW, PIECE_TOKENS = 1024, 256
+#: tokens, at least, of the equal pieces of a window that are continued each by itself: eight pieces
+#: take an eighth of a window's steps, over an eighth of its keys and values
+PIECE_TOKENS = 256
 #: of a piece that a text gives where the model continues it
 GIVEN_SHARE = 1 / 8
 #: of the memory that a run may plan with, for keys, values and what is beside them while the model
@@ -162,7 +162,7 @@ def continuation_memory(
     token is the same each time.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
-    counts = range(seqlen // PIECE_TOKENS if seqlen >= LONG_WINDOW else 1, 0, -1)
+    counts = range(max(1, seqlen // PIECE_TOKENS), 0, -1)
     pieces = samples * next(count for count in counts if seqlen % count == 0)
     length = samples * seqlen // pieces
     given = max(1, int(length * GIVEN_SHARE))
