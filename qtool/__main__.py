@@ -11,6 +11,9 @@ def main() -> None:
         import signal
 
         _open_closed_streams()
+        # torch's threads sleep where they wait: those that spin keep the cores from other work, and
+        # two such processes from each other
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 

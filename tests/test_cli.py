@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -227,6 +228,19 @@ def test_ctrl_c_ends_an_import_with_one_line(where: str, made: str) -> None:
     )
     assert done.returncode == 130 and done.stdout == ""
     assert done.stderr.strip() == "qtool: interrupted"
+
+
+def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise() -> None:
+    """Spinning ones of two runs on the same cores keep each other from working."""
+    for chosen, policy in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+        done = subprocess.run(
+            [sys.executable, "-m", "qtool", "plan", "demo", "--scheme", "w8a8"],
+            env=environment | {"OMP_DISPLAY_ENV": "true"} | chosen,
+            capture_output=True,
+            text=True,
+        )
+        assert re.search(rf"OMP_WAIT_POLICY *= *'{policy}'", done.stderr) and not done.returncode
 
 
 def test_closed_streams_are_no_mistake() -> None:
