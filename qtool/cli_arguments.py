@@ -242,17 +242,17 @@ PLAN = _together(
     click.option(
         "--device-memory",
         type=float,
-        help="Of the GPU of a calibrated run, in GB; an H200's by default.",
+        help="Of the GPU, in GB; an H200's by default.",
     ),
     click.option(
-        "--gpus", type=POSITIVE, default=1, show_default=True, help="Of a calibrated run."
+        "--gpus", type=POSITIVE, default=1, show_default=True, help="GPUs that share the run."
     ),
     click.option(
         "--device",
         type=click.Choice(["cuda", "cpu"]),
         default="cuda",
         show_default=True,
-        help="Of a calibrated run: cuda is an H200, cpu two cores.",
+        help="Where the run is: cuda is an H200, cpu two cores.",
     ),
 )
 SENSITIVITY = _together(

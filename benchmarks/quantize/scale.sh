@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [8b] [best] [70b] [qwen] [deepseek] [distill] [tiny]
+# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [fast] [8b] [best] [70b] [qwen] [deepseek] [distill] [tiny]
 # Each run is a fresh process and leaves its JSON in WORK; random checkpoints are made in WORK and kept (8B: 16 GB, 70B:
 # 7.4 and 14.2 GB, four blocks of Qwen3-235B 22 GB, of DeepSeek-V3 30 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
 set -e
@@ -16,6 +16,7 @@ bench() { # bench TITLE MODEL [OPTION ...]
 mkdir -p "$work"
 for what in "${@:-8b}"; do
     case $what in
+    fast) bench "llama-3-8b, 32 blocks, fast" llama-3-8b --recipe fast ;;
     8b) for recipe in "$here/paper-gptq.yaml" paper "$here/gptq.yaml"; do # the first compiles the kernels
             bench "llama-3-8b, 32 blocks, $(basename "$recipe" .yaml)" llama-3-8b --recipe "$recipe"
         done ;;

@@ -84,9 +84,7 @@ def quantize(
         )
     calibration = calibration or Calibration()
     specs = job.shards()
-    where = torch.device(
-        "cpu" if job.is_plain else device
-    )  # weights streamed one by one never leave it
+    where = torch.device(device)
     output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
         ranks.log(f"{out} is complete; nothing is left to do")

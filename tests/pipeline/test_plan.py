@@ -568,6 +568,19 @@ def test_a_run_on_the_cpu_is_planned() -> None:
     assert "on two CPU cores: time about" in said and "H200" not in said and "device" not in said
 
 
+def test_weights_are_rounded_to_nearest_on_the_device_of_the_run() -> None:
+    rotated = LQQ | {"transforms": ["norm-fusion", {"rotate": {"learn_steps": 0}}]}
+    for data in (LQQ, rotated):
+        job = Job.of(config_of("llama-tiny"), recipes.parse(data, "mine"))
+        assert not job.needs_data and job.is_plain == (data is LQQ)
+        cpu, gpu, two = (plan(job, device="cpu"), plan(job), plan(job, gpus=2))
+        assert cpu.device_bytes == 0 < gpu.device_bytes == two.device_bytes
+        assert two.seconds < gpu.seconds
+        said = as_text(gpu).splitlines()[-2]
+        assert said.startswith("on one NVIDIA H200: time about") and "calibration" not in said
+        assert as_text(cpu).splitlines()[-2].startswith("on two CPU cores: time about")
+
+
 def test_small_sizes_are_not_said_to_be_zero(make_model: MakeModel) -> None:
     said = as_text(plan(Job.of(Checkpoint(make_model()).config, recipes.load("w4a16"))))
     assert " 0.00 GB" not in said and "read 1.90 MB, write 539 kB (3.53 times smaller)" in said

@@ -342,7 +342,7 @@ def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> N
 
 
 def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
-    """It computes in other dtypes and orders; weights that are streamed never leave the CPU."""
+    """It computes in other dtypes and orders."""
     source = make_model()
 
     def kill(*_: object) -> None:
@@ -352,10 +352,20 @@ def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path:
         _calibrated(source, tmp_path / "calibrated", progress=kill)
     with pytest.raises(QtoolError, match=r"started with another device .*cpu.*, now .*cuda"):
         _calibrated(source, tmp_path / "calibrated", resume=True, device="cuda:0")
-    with pytest.raises(_Killed):
-        run(source, "w4a16", tmp_path / "plain", progress=kill)
-    whole = files(run(source, "w4a16", tmp_path / "whole"))
-    assert files(run(source, "w4a16", tmp_path / "plain", resume=True, device="cuda:0")) == whole
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "w4a8-lqq", "w4a8-qoq", "w4a4-mix"])
+def test_rounding_to_nearest_gives_the_same_bytes_on_a_gpu(
+    make_model: MakeModel, tmp_path: Path, scheme: str
+) -> None:
+    source = make_model(dtype=torch.bfloat16)
+    cpu, gpu = (
+        files(run(source, scheme, tmp_path / device, device=device)) for device in ("cpu", "cuda")
+    )
+    tensors = [name for name in cpu if name.endswith(".safetensors")]
+    assert tensors and all(cpu[name] == gpu[name] for name in tensors)
 
 
 def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:

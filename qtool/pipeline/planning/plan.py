@@ -1,7 +1,7 @@
 """The plan of a run from config.json alone: bits, bytes, memory and time, layer by layer.
 
 Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are
-estimates: of plain rounding by the constants below, on two CPU cores; of calibrated runs by
+estimates: of plain rounding by the constants below; of calibrated runs by
 :mod:`qtool.pipeline.planning.memory` and :mod:`qtool.pipeline.planning.estimate`.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qtool.calibration.rounding.rtn import CHUNK_ELEMENTS
 from qtool.errors import QtoolError, require_count
 from qtool.exchange.exportable import formats_that_take
 from qtool.models.architecture import dtype_name
@@ -25,8 +26,8 @@ from qtool.pipeline.units import bytes_text, duration, times
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.table import render
 
-#: weights rounded to nearest a second on two CPU cores, reading and writing included
-PLAIN_WEIGHTS_PER_SECOND = 60e6
+#: weights rounded to nearest a second on two CPU cores and on an H200, reading and writing included
+PLAIN_WEIGHTS_PER_SECOND = {"cpu": 60e6, "cuda": 500e6}
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ def plan(
 
     Args:
         seqlen: at most the model's context.
-        device_memory: free bytes of a GPU of a calibrated run.
+        device_memory: free bytes of a GPU.
         host_memory: free bytes of the host; by default this machine's.
-        device: of a calibrated run, ``cuda`` (an H200's rates) or ``cpu`` (two cores').
-        gpus: that share a calibrated run.
+        device: ``cuda`` (an H200's rates) or ``cpu`` (two cores').
+        gpus: that share the run.
 
     Raises:
         QtoolError: no number of GPUs, several on a CPU, or a device that has no rates.
@@ -147,12 +148,30 @@ def plan(
         "shard_bytes": job.shard_bytes(),
     }
     if not job.needs_data:
-        took = source / PLAIN_WEIGHTS_PER_SECOND
-        return Plan(**sizes, host_bytes=plain_host_bytes(job), seconds=took)
+        return Plan(**sizes, **_uncalibrated(job, source, where, gpus))
     host = free_memory.host_memory()[1] if host_memory is None else host_memory
     free = device_memory if where.type == "cuda" else host
     window = job.window(seqlen)
     return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus))
+
+
+def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:
+    """Time and memory of a run that looks at no activations: the fields of a :class:`Plan`."""
+    took = weights / PLAIN_WEIGHTS_PER_SECOND[device.type]
+    if device.type == "cpu":
+        return {"host_bytes": plain_host_bytes(job), "seconds": took}
+    if job.is_plain:
+        largest = max(n * k for b in job.distinct_blocks for n, k in job.linears(b).values())
+        used = largest * (job.source_dtype.itemsize + 2) + 20 * min(largest, CHUNK_ELEMENTS[1])
+    else:
+        took, used = seconds(job, 1, 1), memory.working_bytes(job, 1, 1, device)
+    return {
+        "host_bytes": memory.host_bytes(job, 1, 1, device, 0) * gpus,
+        "seconds": took / gpus,
+        "device": H200.name,
+        "gpus": gpus,
+        "device_bytes": used,
+    }
 
 
 def _calibrated(
@@ -371,19 +390,22 @@ def _costs(planned: Plan) -> Iterator[str]:
     """Memory, time and disk."""
     took = f"time about {duration(planned.seconds)}"
     host = f"peak host memory about {bytes_text(planned.host_bytes)}"
-    if not planned.place:
+    if not planned.place and not planned.device_bytes:
         yield f"on two CPU cores: {took}, {host}"
         return
     device, each = f"one {planned.device}", ""
     if planned.gpus > 1:
         device, each = f"{planned.gpus} {planned.device}s", " of each"
+    first = f" (first run {planned.compiling:.0f} s more)" if planned.compiling else ""
     if not planned.device_bytes:
         yield f"on {planned.device}: {took}, {host}"
     else:
         yield (
-            f"on {device}: {took} (first run {planned.compiling:.0f} s more), peak device memory"
+            f"on {device}: {took}{first}, peak device memory"
             f"{each} about {bytes_text(planned.device_bytes)}, {host}"
         )
+    if not planned.place:
+        return
     if planned.job.recipe.windows == CONTINUED and not planned.continuation:
         yield "calibration windows: the model does not fit to continue them, pass --windows given"
     if planned.continuation:

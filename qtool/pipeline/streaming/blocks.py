@@ -57,7 +57,8 @@ class StreamedBlocks:
         for name in job.linears(index):
             full = job.full(index, name)
             if linear_format := job.format.of(full):
-                weight = self.source.read(f"{full}.weight").to(self.device)
+                pinned = self.device.type == "cuda"
+                weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
                 finite(f"{full}.weight", weight)
                 rounded = round_to_nearest(linear_format.scheme_object, weight)
                 notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}

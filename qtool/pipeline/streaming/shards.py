@@ -227,11 +227,12 @@ class Shards:
     ) -> Callable[[], None]:
         """A function that writes ``shard`` in another thread.
 
-        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy.
+        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. Weights that
+        are rounded one by one are rounded in that thread too, and nothing runs beside it.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()
-            if self.device.type == "cuda"
+            if self.device.type == "cuda" and self.collective
             else None
         )
 
