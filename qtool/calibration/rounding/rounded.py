@@ -1,11 +1,14 @@
 """A rounded linear before it is packed: its codes, and a module that computes with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.base import Params, Scheme
 
@@ -29,6 +32,54 @@ def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:
     """
     codes = torch.cat([part.codes for part in parts]) if len(parts) > 1 else parts[0].codes
     return codes, scheme.stacked_params([part.params for part in parts])
+
+
+def require_packable(
+    rounding: str,
+    found: Any,
+    formats: Mapping[str, LinearFormat],
+    shapes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Refuse what a method ``rounding`` gives unless it is what ``formats`` pack.
+
+    Args:
+        found: what its ``round`` returned: a :class:`Rounded` for each linear of ``formats``.
+        shapes: of the linears, ``(N, K)``.
+
+    Raises:
+        QtoolError: naming the linear, what was found and what is expected.
+    """
+    if not isinstance(found, Mapping):
+        raise QtoolError(
+            f"{rounding}: round returns {type(found).__name__}; a Rounded for each linear is"
+            " expected"
+        )
+    for name in sorted(formats.keys() - found.keys()):
+        raise QtoolError(f"{rounding}: round returns nothing for {name}, which is to be quantized")
+    for name in sorted(found.keys() - formats.keys()):
+        raise QtoolError(f"{rounding}: round returns {name!r}, which is not to be quantized")
+    for name, linear_format in formats.items():
+        one, (n, k) = found[name], shapes[name]
+        if not isinstance(one, Rounded):
+            raise QtoolError(
+                f"{rounding}: round returns {type(one).__name__} for {name}; a Rounded is expected"
+            )
+        codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+        given = _described({"codes": one.codes, **one.params})
+        expected = _described({"codes": codes, **linear_format.parameters(n, k)})
+        if given != expected:
+            raise QtoolError(
+                f"{rounding}: round returns {', '.join(given)} for {name}; expected are"
+                f" {', '.join(expected)}"
+            )
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Name, dtype and shape of each, by name."""
+    return [
+        f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        for name, t in sorted(tensors.items())
+    ]
 
 
 class SimulatedLinear(nn.Module):

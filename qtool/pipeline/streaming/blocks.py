@@ -9,6 +9,7 @@ On CUDA forwards are in the model's 16-bit dtype; the weights that methods chang
 float32.
 """
 
+import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -23,11 +24,16 @@ from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
-from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
+from qtool.calibration.rounding.rounded import (
+    Rounded,
+    SimulatedLinear,
+    require_packable,
+    stacked,
+)
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import all_finite, finite, only_finite
 from qtool.io.read_ahead import ReadAhead
@@ -206,6 +212,8 @@ class BuiltBlocks:
             _naming(block, prefix),
         ):
             rounded = job.rounding.round(block, self.batches)
+        require_packable(job.rounding.name, rounded, formats, job.linears(index))
+        _require_json(notes)
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
@@ -241,6 +249,7 @@ class BuiltBlocks:
         for transform in job.transforms:
             with phase("search"), _naming(block, job.full(index, "")):
                 transform.apply(block, self.batches)
+        _require_stored(block, job)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
             block.reference = Reference.of(
@@ -380,6 +389,38 @@ class BuiltBlocks:
         }
         fill(module, computed, self.device)
         return module
+
+
+def _require_stored(block: Block, job: Job) -> None:
+    """Refuse what transforms noted of ``block`` where nothing would come of it.
+
+    Raises:
+        QtoolError: naming the linear.
+    """
+    for name in block.permutations:
+        if not job.format.is_permuted(job.full(block.index, name)):
+            raise QtoolError(
+                f"{job.full(block.index, name)}: a transform permutes its inputs, and none names it"
+                " in permutes, so that the order would not be stored"
+            )
+    for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
+        raise QtoolError(
+            f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
+            + suggest(name, job.linears(block.index))
+        )
+
+
+def _require_json(notes: Mapping[str, Any]) -> None:
+    """Refuse notes that cannot be written.
+
+    Raises:
+        QtoolError: naming the method.
+    """
+    for method, noted in notes.items():
+        try:
+            json.dumps(noted)
+        except (TypeError, ValueError) as error:
+            raise QtoolError(f"{method}: its notes of a block are not JSON: {error}") from error
 
 
 @contextmanager

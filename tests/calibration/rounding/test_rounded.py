@@ -1,0 +1,54 @@
+"""What a rounding gives is refused where it is not what would be packed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from qtool.calibration.rounding.rounded import Rounded, require_packable
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
+
+FORMAT = LinearFormat("w4a8-lqq", 64, "row-major")
+RIGHT = "codes uint8 [8, 128], offset uint8 [8, 2], s1 float32 [8], s2 uint8 [8, 2]"
+
+
+def rounded(n: int = 8, **changed: Any) -> Rounded:
+    scheme, weight = FORMAT.scheme_object, torch.randn(n, 128)
+    params = scheme.fit(weight)
+    found = Rounded(scheme.quantize(weight, params), params)
+    found.codes = changed.pop("codes", found.codes)
+    found.params = {k: v for k, v in (params | changed).items() if v is not None}
+    return found
+
+
+def require(found: Any) -> None:
+    require_packable("mine", found, {"up": FORMAT}, {"up": (8, 128), "down": (128, 8)})
+
+
+def test_what_is_packed_is_taken() -> None:
+    require({"up": rounded()})
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "round returns NoneType; a Rounded for each linear is expected"),
+        ({}, "round returns nothing for up, which is to be quantized"),
+        ({"up": rounded(), "down": rounded()}, "round returns 'down', which is not to be"),
+        ({"up": (1, 2)}, "round returns tuple for up; a Rounded is expected"),
+        ({"up": rounded(codes=torch.zeros(8, 128))}, "codes float32 [8, 128]"),
+        ({"up": rounded(codes=torch.zeros(128, 8, dtype=torch.uint8))}, "codes uint8 [128, 8]"),
+        ({"up": rounded(4)}, "codes uint8 [4, 128]"),
+        ({"up": rounded(s1=torch.ones(8, dtype=torch.float64))}, "s1 float64 [8]"),
+        ({"up": rounded(s1=torch.ones(8, 1))}, "s1 float32 [8, 1]"),
+        ({"up": rounded(s1=None)}, "offset uint8 [8, 2], s2 uint8 [8, 2] for up"),
+        ({"up": rounded(more=torch.ones(8))}, "more float32 [8]"),
+    ],
+)
+def test_anything_else_is_refused(found: Any, said: str) -> None:
+    with pytest.raises(QtoolError) as caught:
+        require(found)
+    assert str(caught.value).startswith("mine: ") and said in str(caught.value)
+    if "[" in said:
+        assert str(caught.value).endswith(f"for up; expected are {RIGHT}")
