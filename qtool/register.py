@@ -4,6 +4,7 @@ Call these from the function that an entry point of the group ``qtool.plugins`` 
 (:mod:`qtool.plugins`), or before the first use in a script. Names that are taken are refused.
 """
 
+from abc import ABCMeta
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,12 +106,15 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     """Let recipes name ``method`` under ``transforms`` or ``rounding``, whichever it is.
 
     Raises:
-        QtoolError: the name is taken, or it is neither, or lacks an attribute.
+        QtoolError: the name is taken, or it is neither, or lacks an attribute or a function, or
+            declares an option that no recipe could give.
     """
     from qtool.calibration import ROUNDINGS, TRANSFORMS
     from qtool.calibration.method import Rounding, Transform
+    from qtool.calibration.options import require_options
 
     _require(method, (Transform, Rounding), ("name", "needs_data"))
+    require_options(method)
     if issubclass(method, Transform):
         plugins.add(TRANSFORMS, method.name, method, "transform")
     else:
@@ -134,12 +138,15 @@ def _require_instance(given: Any, kind: type) -> None:
 
 
 def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:
-    """Refuse what is no class of ``bases``, or has none of one of ``attributes``."""
+    """Refuse what is no class of ``bases``, lacks one of ``attributes``, or is abstract."""
     if not (isinstance(given, type) and issubclass(given, bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise QtoolError(f"{given!r} is no subclass of {kinds}")
     if missing := [name for name in attributes if not hasattr(given, name)]:
         raise QtoolError(f"{given.__name__} has no {', '.join(missing)}")
+    if isinstance(given, ABCMeta) and given.__abstractmethods__:
+        functions = ", ".join(sorted(given.__abstractmethods__))
+        raise QtoolError(f"{given.__name__} does not define {functions}")
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

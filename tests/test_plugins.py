@@ -4,10 +4,10 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence  # noqa: F401  (named in a text)
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar  # noqa: F401  (named in a text)
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from click.testing import CliRunner
 import qtool
 from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
+from qtool.calibration.block import Block
 from qtool.calibration.method import Transform
+from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
 from qtool.errors import QtoolError
@@ -138,6 +140,84 @@ def test_a_rounding_without_data_or_transforms_runs(make_model: MakeModel, tmp_p
     recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "zero"}
     out = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
     assert not qtool.load(out).model.layers[0].mlp.up_proj.dequantize().any()
+
+
+def transform(do: Callable[[Block], object]) -> dict[str, Any]:
+    """A recipe with a transform ``mine``, new each time, that does ``do``."""
+
+    @dataclasses.dataclass
+    class Mine(Transform):
+        name = "mine"
+        needs_data = False
+
+        def apply(self, block, batches):  # type: ignore[no-untyped-def]
+            do(block)
+
+    TRANSFORMS.pop("mine", None)
+    qtool.register_method(Mine)
+    layers = [{"match": ".*", "scheme": "w8a8"}]
+    return {"layers": layers, "transforms": ["mine"], "rounding": "rtn"}
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (
+            lambda block: block.permute("mlp.up_proj", torch.arange(block.config.hidden_size)),
+            "layers.0.mlp.up_proj: a transform permutes its inputs, and none names it in permutes",
+        ),
+        (
+            lambda block: block.clips.update({"up_proj": (0.5, 0.5)}),
+            "a clip for 'up_proj', no linear of block 0: did you mean mlp.up_proj",
+        ),
+        (
+            lambda block: block.notes.update({"mine": torch.ones(1)}),
+            "mine: its notes of a block are not JSON: .*Tensor",
+        ),
+    ],
+)
+def test_what_a_transform_notes_and_nothing_would_come_of_is_refused(
+    do: Callable[[Block], object], said: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    with pytest.raises(QtoolError, match=said):
+        qtool.quantize(make_model(), recipe=transform(do), out=tmp_path / "out")
+
+
+def method(base: type, **body: Any) -> type:
+    return type("Mine", (base,), {"name": "mine", "needs_data": False, **body})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (method(Transform), "Mine does not define apply"),
+        (method(RoundToNearest, __annotations__={"x": float}, x=1.0), "Mine is no dataclass"),
+        (
+            dataclasses.dataclass(method(RoundToNearest, __annotations__={"x": float})),
+            "Mine.x has no default",
+        ),
+        (
+            dataclasses.dataclass(method(RoundToNearest, __annotations__={"x": list[int]}, x=None)),
+            r"Mine.x is a list\[int\]; an option is a bool",
+        ),
+        (
+            dataclasses.dataclass(method(RoundToNearest, __annotations__={"x": "Later"}, x=None)),
+            "Mine: the types of its options: name 'Later' is not defined",
+        ),
+    ],
+)
+def test_a_method_whose_options_no_recipe_could_give_is_refused(wrong: type, said: str) -> None:
+    with pytest.raises(QtoolError, match=said):
+        qtool.register_method(wrong)
+
+
+def test_options_may_be_annotated_by_texts() -> None:
+    kinds = {"x": "float | None", "y": "ClassVar[int]", "z": "Sequence[str]"}
+    own = method(RoundToNearest, __annotations__=kinds, x=None, y=3, z=(), __module__=__name__)
+    qtool.register_method(dataclasses.dataclass(own))
+    check_options(ROUNDINGS["mine"], {"x": 0.5, "z": ["a"]})
+    with pytest.raises(QtoolError, match="x is 'a'; expected a number of 0 or more"):
+        check_options(ROUNDINGS["mine"], {"x": "a"})
 
 
 def test_a_registered_recipe_without_variants() -> None:

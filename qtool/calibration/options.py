@@ -1,10 +1,15 @@
-"""Checks that a recipe's options are of the types that a method's dataclass declares."""
+"""Checks that a recipe's options are of the types that a method's dataclass declares.
 
+An option is a ``bool``, ``int``, ``float`` or ``str``, a ``Sequence`` of one of them, ``None``, or
+a union of these, and has a default. Numbers are of 0 or more.
+"""
+
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from qtool.calibration.method import Method
 from qtool.errors import QtoolError, suggest
@@ -13,13 +18,54 @@ from qtool.errors import QtoolError, suggest
 LARGEST = 2**63 - 1
 
 
+def require_options(method: type[Method]) -> None:
+    """Refuse a method whose dataclass declares options that no recipe could give.
+
+    Raises:
+        QtoolError: naming the option and why.
+    """
+    kinds, named = _kinds(method), set(inspect.get_annotations(method))
+    constants = {name for name, kind in get_type_hints(method).items() if _is_constant(kind)}
+    for option in sorted(named - constants - kinds.keys()):
+        raise QtoolError(
+            f"{method.__name__}.{option} is no option: {method.__name__} is no dataclass"
+        )
+    for field in fields(method):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise QtoolError(f"{method.__name__}.{field.name} has no default, which options have")
+        if not _is_known(kinds[field.name]):
+            raise QtoolError(
+                f"{method.__name__}.{field.name} is a {kinds[field.name]}; an option is a bool,"
+                " int, float or str, a Sequence of one of them, None, or a union of these"
+            )
+
+
+def _is_constant(kind: Any) -> bool:
+    return kind is ClassVar or get_origin(kind) is ClassVar
+
+
+def _kinds(method: type[Method]) -> dict[str, Any]:
+    """The types of the options, also where annotations are texts."""
+    try:
+        kinds = get_type_hints(method)
+    except NameError as error:
+        raise QtoolError(f"{method.__name__}: the types of its options: {error}") from error
+    return {field.name: kinds[field.name] for field in fields(method)}
+
+
+def _is_known(kind: Any) -> bool:
+    if get_origin(kind) in (UnionType, Union, Sequence):
+        return all(map(_is_known, get_args(kind)))
+    return kind in (bool, int, float, str, NoneType)
+
+
 def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
     """Refuse options that ``method`` does not have, and values of another type than declared.
 
     Raises:
         QtoolError: naming the option, its value and what would be accepted.
     """
-    kinds = {field.name: field.type for field in fields(method)}
+    kinds = _kinds(method)
     for option, value in options.items():
         if option not in kinds:
             raise QtoolError(f"{method.name}: unknown option {option!r}; {suggest(option, kinds)}")
@@ -33,7 +79,7 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
 
 def _is(kind: Any, value: Any, most: float) -> bool:
     """Whether ``value`` is of ``kind``; no number may be negative, or above ``most``."""
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (UnionType, Union):
         return any(_is(one, value, most) for one in get_args(kind))
     if get_origin(kind) is Sequence:
         of = get_args(kind)[0]
@@ -46,7 +92,7 @@ def _is(kind: Any, value: Any, most: float) -> bool:
 
 def _in_words(kind: Any, bound: str) -> str:
     """``kind`` in words; numbers are within ``bound``."""
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (UnionType, Union):
         return " or ".join(_in_words(one, bound) for one in get_args(kind))
     if get_origin(kind) is Sequence:
         return f"a list, each of it {_in_words(get_args(kind)[0], bound)}"
