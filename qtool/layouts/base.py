@@ -17,7 +17,10 @@ class Layout(ABC):
     """The places of the codes and parameters of one weight ``[N, K]``."""
 
     name: str
+    #: of a code
     bits: int
+    #: a weight's N and K are multiples of these two
+    tile: tuple[int, int]
     #: whether what is stored of weights whose rows come one after another does so too
     by_rows: bool = False
     #: the stored tensors ``pack`` makes

@@ -3,6 +3,7 @@
 Nearly all layouts are one object of this class.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,9 @@ from qtool.layouts.words import (
     split_bytes,
     split_nibbles,
 )
+
+#: the digits of an index: the first counts tiles and has no size
+DIGITS = re.compile(r"[a-z]\w*( [a-z]\w*:[1-9]\d*)*")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class DigitLayout(Layout):
         channel_order: order of a per-channel parameter over the n digits; ``None`` keeps ``[N]``.
 
     Raises:
-        QtoolError: an order that is no permutation of its digits, a nibble that is none of size 2.
+        QtoolError: an order that is no permutation of its digits, a nibble that is none of size 2,
+            digits that are not those of an index, a dtype of floats.
     """
 
     name: str
@@ -54,7 +59,20 @@ class DigitLayout(Layout):
     channel_order: str | None = None
 
     def __post_init__(self) -> None:
+        for what, text in {"n": self.n, "k": self.k}.items():
+            if not DIGITS.fullmatch(text):
+                raise QtoolError(
+                    f"layout {self.name}: {what} is {text!r}; names of digits are expected, all but"
+                    " the first with a size, as 'nt a:2 b:8'"
+                )
         rows, digits = parse_digits(self.n), parse_digits(f"{self.n} {self.k}")
+        if len({name for name, _ in digits}) < len(digits):
+            raise QtoolError(f"layout {self.name}: a digit is twice in {self.n!r} and {self.k!r}")
+        if self.low not in (0, 1) or self.dtype.is_floating_point:
+            raise QtoolError(
+                f"layout {self.name}: low is {self.low} and dtype {self.dtype}; 0 or 1 and a dtype"
+                " of whole numbers are expected"
+            )
         if self.nibble is not None and (self.nibble, 2) not in digits:
             raise QtoolError(f"layout {self.name}: nibble {self.nibble!r} is no digit of size 2")
         n = [name for name, _ in rows]
@@ -81,8 +99,7 @@ class DigitLayout(Layout):
         return all(order is None or order.replace(",", " ").split()[0] == first for order in orders)
 
     @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns a weight must be a multiple of."""
+    def tile(self) -> tuple[int, int]:  # type: ignore[override]
         return tile_size(self.n), tile_size(self.k)
 
     def require(self, n: int, k: int) -> None:
