@@ -141,6 +141,10 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     if "variants" in data:
         variants = data["variants"]
         _require_known(variants, frozenset(VARIANTS), f"{where}, variants")
+        if not variants:
+            raise QtoolError(
+                f"{where}: variants is empty; {', '.join(VARIANTS)} are accepted there"
+            )
         if variant is None:
             raise QtoolError(
                 f"{where}: variants are for built-in recipes, and this is one recipe: keep one of "
@@ -306,7 +310,9 @@ def read(path: Path) -> dict[str, Any]:
         data = yaml.load(path.read_bytes(), _Loader)
     except RecursionError as error:
         raise QtoolError(f"{path.name}: nested too deeply for a recipe") from error
-    except (yaml.YAMLError, OSError, ValueError) as error:  # a ValueError: a date that is none
+    except OSError as error:
+        raise QtoolError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date that is none
         raise QtoolError(f"{path.name}: not valid YAML ({first_line(error)})") from error
     if not isinstance(data, dict):
         raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")
