@@ -33,14 +33,15 @@ def register_scheme(
             in the row-major layout, rounded to nearest (``fast``) or by GPTQ (``paper``).
 
     Raises:
-        QtoolError: it is no scheme or lacks an attribute, the name is taken, the recipe does not
-            read, or none is given for codes that are neither 4 nor 8 bits wide, which no built-in
-            layout holds.
+        QtoolError: it is no scheme, lacks an attribute or a function or has one of another type,
+            the name is taken, the recipe does not read, or none is given for codes that are neither
+            4 nor 8 bits wide, which no built-in layout holds.
     """
     from qtool.schemes import SCHEMES, Scheme
 
-    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
+    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size", "activation")
     _require(scheme, (Scheme,), facts)
+    _require_facts(scheme)
     if recipe is None and scheme.code_bits not in (4, 8):
         raise QtoolError(
             f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
@@ -69,11 +70,12 @@ def register_layout(layout: "Layout") -> None:
     """Let recipes and ``--layout`` name ``layout``.
 
     Raises:
-        QtoolError: it is no layout, or the name is taken.
+        QtoolError: it is no layout or lacks an attribute, or the name is taken.
     """
     from qtool.layouts import LAYOUTS, Layout
 
     _require_instance(layout, Layout)
+    _require_attributes(layout, type(layout).__name__, ("name", "bits", "tile"))
     plugins.add(LAYOUTS, layout.name, layout, "layout")
 
 
@@ -137,16 +139,37 @@ def _require_instance(given: Any, kind: type) -> None:
         raise QtoolError(f"{given!r} is no instance of {kind.__name__}")
 
 
+def _require_facts(scheme: "type[Scheme]") -> None:
+    """Refuse a scheme whose attributes are not of the types that the protocol declares."""
+    from qtool.schemes.arithmetic.activation import Activation
+
+    name, bits, sizes = scheme.__name__, scheme.code_bits, scheme.group_sizes
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise QtoolError(f"{name}.code_bits is {bits!r}; a whole number of 1 to 8 is expected")
+    if not isinstance(sizes, tuple | list) or scheme.default_group_size not in sizes:
+        raise QtoolError(
+            f"{name}.group_sizes is {sizes!r}; a tuple that holds default_group_size,"
+            f" {scheme.default_group_size!r}, is expected"
+        )
+    for size in sizes:
+        if not isinstance(activation := scheme(size).activation, Activation):
+            raise QtoolError(f"{name}.activation is {activation!r}; an Activation is expected")
+
+
 def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:
     """Refuse what is no class of ``bases``, lacks one of ``attributes``, or is abstract."""
     if not (isinstance(given, type) and issubclass(given, bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise QtoolError(f"{given!r} is no subclass of {kinds}")
-    if missing := [name for name in attributes if not hasattr(given, name)]:
-        raise QtoolError(f"{given.__name__} has no {', '.join(missing)}")
+    _require_attributes(given, given.__name__, attributes)
     if isinstance(given, ABCMeta) and given.__abstractmethods__:
         functions = ", ".join(sorted(given.__abstractmethods__))
         raise QtoolError(f"{given.__name__} does not define {functions}")
+
+
+def _require_attributes(given: Any, name: str, attributes: tuple[str, ...]) -> None:
+    if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
+        raise QtoolError(f"{name} has no {', '.join(missing)}")
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

@@ -21,13 +21,15 @@ from qtool.calibration.method import Transform
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.targets import TARGETS
-from qtool.layouts import LAYOUTS, DigitLayout
+from qtool.layouts import LAYOUTS, DigitLayout, Layout
+from qtool.layouts.base import require_tile
 from qtool.models import FAMILIES, family_of
 from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8
 from qtool.schemes import SCHEMES, Scheme
+from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
 from qtool.serving.preflight import require_servable
 from tests.conftest import MakeModel
@@ -261,6 +263,81 @@ def test_names_that_are_taken_are_refused() -> None:
         qtool.register_recipe("five", 5)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="Bare has no code_bits, signed, group_sizes, default"):
         qtool.register_scheme(type("Bare", (Scheme,), {"name": "bare"}))
+
+
+def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
+    def scheme(**body: Any) -> type[Scheme]:
+        return type("Wrong", (SmoothQuant,), {"name": "wrong", **body})
+
+    for wrong, said in (
+        (scheme(matmul=Scheme.matmul), "Wrong does not define matmul"),
+        (scheme(code_bits="4"), "Wrong.code_bits is '4'; a whole number of 1 to 8"),
+        (scheme(group_sizes=64), "Wrong.group_sizes is 64; a tuple that holds default_group_size"),
+        (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
+        (scheme(activation=8), "Wrong.activation is 8; an Activation is expected"),
+    ):
+        with pytest.raises(QtoolError, match=said):
+            qtool.register_scheme(wrong)
+    bare = {name: getattr(DigitLayout, name) for name in ("require", "pack", "unpack")}
+    with pytest.raises(QtoolError, match="Bare has no name, bits, tile"):
+        qtool.register_layout(type("Bare", (Layout,), bare)())
+    with pytest.raises(QtoolError, match=r"absent.yaml: cannot be read: No such file"):
+        qtool.register_recipe("wrong", "absent.yaml")
+    with pytest.raises(QtoolError, match="wrong: variants is empty"):
+        qtool.register_recipe(
+            "wrong", {"layers": [{"match": ".*", "scheme": None}], "variants": {}}
+        )
+
+
+class ThreePlanes(Layout):
+    """Bit planes: bit b of columns 8 j .. 8 j + 7 is byte ``3 j + b`` of a row."""
+
+    name, bits, tile, by_rows = "three-planes", 3, (1, 8), True
+
+    def require(self, n: int, k: int) -> None:
+        require_tile(self.name, n, k, self.tile)
+
+    def pack(self, codes: torch.Tensor) -> dict[str, torch.Tensor]:
+        columns = codes.unflatten(1, (-1, 1, 8)).int()  # [N, K / 8, 1, 8]
+        planes = columns >> torch.arange(3, device=codes.device)[:, None] & 1
+        places = 1 << torch.arange(8, device=codes.device)
+        return {"qweight": (planes * places).sum(-1).to(torch.uint8).flatten(1)}
+
+    def unpack(
+        self, packed: dict[str, torch.Tensor], n: int, k: int, *, signed: bool
+    ) -> torch.Tensor:
+        planes = packed["qweight"].view(n, k // 8, 3, 1).int()
+        bits = planes >> torch.arange(8, device=planes.device) & 1
+        places = 1 << torch.arange(3, device=planes.device)[:, None]
+        return (bits * places).sum(2).to(torch.uint8).view(n, k)
+
+
+class ThreeBit(Marlin):
+    """Three bits."""
+
+    name, code_bits, divisor, zero, high = "three-bit", 3, 3.0, 4, 7
+
+
+def test_codes_of_three_bits_in_a_layout_of_their_own(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qtool.register_layout(ThreePlanes())
+    layers = [{"match": ".*", "scheme": "three-bit", "layout": "three-planes"}]
+    qtool.register_scheme(ThreeBit, {"layers": layers, "variants": {"fast": {}}})
+    out = qtool.quantize(make_model(), "three-bit", out=tmp_path / "out")
+    assert not [row for row in qtool.verify(out) if row.problem]
+    with pytest.raises(QtoolError, match="three-bit, whose 3-bit codes no row-major layout holds"):
+        qtool.plan("demo", recipe={"layers": [{"match": ".*", "scheme": "three-bit"}]})
+    monkeypatch.setattr(ThreePlanes, "tile", (7, 8))
+    with pytest.raises(
+        QtoolError, match=r"three-planes: a weight of .* does not divide into tiles"
+    ):
+        qtool.plan("demo", "three-bit")
+    monkeypatch.setattr(ThreePlanes, "tile", (1, 8))
+    monkeypatch.setattr(ThreeBit, "high", 9)
+    monkeypatch.setattr(ThreeBit, "zero", 6)
+    with pytest.raises(CheckFailed, match="codes of 3 bits"):
+        qtool.quantize(make_model(), "three-bit", out=tmp_path / "wide")
 
 
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(

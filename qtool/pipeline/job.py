@@ -322,6 +322,11 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
         raise QtoolError(f"a layer rule has {rule.scheme}, a recipe, for its scheme: say {meant}")
     scale_dtype = dtype_name(dtype)
     bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
+    if rule.layout is None and bits not in BY_BITS:
+        raise QtoolError(
+            f"a layer rule has {rule.scheme}, whose {bits}-bit codes no row-major layout holds, and"
+            " no layout: say one that does"
+        )
     return LinearFormat(
         rule.scheme, rule.group_size, rule.layout or BY_BITS[bits].name, scale_dtype
     )

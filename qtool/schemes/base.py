@@ -242,6 +242,9 @@ class Scheme(ABC):
         """
         groups = self.groups(codes)
         low, high = groups.amin(-1).to(torch.int32), groups.amax(-1).to(torch.int32)
+        least = -(2 ** (self.code_bits - 1)) if self.signed else 0
+        fits = (low >= least) & (high < least + 2**self.code_bits)  # a layout keeps no other bits
+        require(fits, f"codes of {self.code_bits} bits")
         self.check_range(low, high, params)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:

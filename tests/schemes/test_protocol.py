@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qtool import schemes
+from qtool.calibration.rounding.scales import float_scale
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes import Scheme, base
 
@@ -23,6 +24,9 @@ def assert_sound(scheme: Scheme, weight: Tensor) -> None:
     scheme.check(codes, params)
 
     grid = scheme.grid(params)
+    shapes = {(len(weight),), tuple(scheme.groups(weight).shape[:2])}
+    for name in params.keys() - scheme.shared_params:
+        assert tuple(params[name].shape) in shapes, f"{name} is neither [N] nor [N, G]"
     held = scheme.groups(scheme.prune(weight.float()))
     step, values = grid.step[..., None], scheme.groups(scheme.dequantize(codes, params))
     on_grid = grid.value(scheme.groups(codes.float()))
@@ -101,22 +105,35 @@ def test_every_code_of_the_grid_is_legal(scheme: Scheme, bad_weights: dict[str, 
                 scheme.check(legal_codes(scheme, params, where), params)
 
 
+def outer_values(scheme: Scheme, params: base.Params) -> Tensor:
+    """The values ``[2, N, G]`` of the lowest and the highest code that has the scheme's bits."""
+    grid, low = scheme.grid(params), -(2 ** (scheme.code_bits - 1)) if scheme.signed else 0
+    codes = (low, low + 2**scheme.code_bits - 1)
+    return torch.stack([grid.offset + code * grid.step for code in codes])
+
+
+def float_scale_of_groups(params: base.Params) -> Tensor:
+    """The float scale ``[N, G]``, or ``[N, 1]``."""
+    scale = params[float_scale(params)].float()
+    return scale.view(len(scale), -1)
+
+
 def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
     scheme: Scheme, bad_weights: dict[str, Tensor]
 ) -> None:
     for weight in bad_weights.values():
         params = scheme.fit(weight)
         if (ends := scheme.clip_bounds(params)) is None:
-            assert not {"zero", "offset"} & set(params)
+            zero = scheme.grid(params).offset / scheme.grid(params).step
+            assert (zero == zero.flatten()[0]).all(), "a scheme with zero points has clip_bounds"
             continue
         again = scheme.with_clip_bounds(params, ends)
         assert again.keys() == params.keys() and all(
             torch.equal(again[name], params[name]) for name in params
         )
-        grid = scheme.grid(params)
-        scale = params["s1"].float()[:, None]
-        expected = torch.stack([grid.offset, grid.offset + 15 * grid.step])
-        torch.testing.assert_close(ends * scale, expected)
+        torch.testing.assert_close(
+            ends * float_scale_of_groups(params), outer_values(scheme, params)
+        )
 
 
 def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme: Scheme) -> None:
@@ -128,11 +145,9 @@ def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme:
     for end, direction in ((0, 1), (0, -1), (1, 1), (1, -1)):
         moved = ends.clone()
         moved[end] += direction * 0.2 * width
-        grid = scheme.grid(scheme.with_clip_bounds(params, moved))
-        now = torch.stack([grid.offset, grid.offset + 15 * grid.step])
-        change = (
-            (now / params["s1"].float()[:, None] - ends).mean((1, 2)) / width.mean() * direction
-        )
+        now = outer_values(scheme, scheme.with_clip_bounds(params, moved))
+        change = now / float_scale_of_groups(params) - ends
+        change = change.mean((1, 2)) / width.mean() * direction
         assert (
             change[end] > 0.1 and change[1 - end].abs() < 0.1
         )  # integers: not just where it was asked to be

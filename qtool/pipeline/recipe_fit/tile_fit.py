@@ -50,11 +50,13 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:
-    """Whether the layout takes ``[n, k]``; the group size is not its concern."""
+    """Whether the layout takes ``[n, k]``, or no row-major one could; group sizes do not matter."""
     if rule.layout is None or (rule.group_size and k % rule.group_size):
         return True
+    if (layout := layouts.get(rule.layout)).bits not in BY_BITS:
+        return True
     try:
-        layouts.get(rule.layout).require(n, k)
+        layout.require(n, k)
     except QtoolError:
         return False
     return True
