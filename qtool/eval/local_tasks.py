@@ -184,7 +184,7 @@ def _check(row: Row, first: Row, form: dict[str, Any], where: str) -> None:
     _same_keys(row, first, where)
     several = form.get("doc_to_choice")
     for key in row.keys() - {"gold", several}:
-        if not isinstance(row[key], str):
+        if not isinstance(row[key], str) or (key == "continuation" and not row[key]):
             raise QtoolError(f"{where}: {key} is {row[key]!r}, expected a text")
     if several is None:
         return

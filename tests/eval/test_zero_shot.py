@@ -295,6 +295,7 @@ def test_quiet(model, tokenizer, data_dir, capfd, monkeypatch):
         ('{"query": "a", "choices": ["b", ""], "gold": 0}', "expected a list of texts"),
         ('{"query": "a", "choices": ["b", "c"], "gold": true}', "gold is True, expected"),
         ('{"context": "a", "continuation": 5}', "continuation is 5, expected a text"),
+        ('{"context": "a", "continuation": ""}', "continuation is '', expected a text"),
     ],
 )
 def test_malformed_files(tmp_path, content, message):
