@@ -30,10 +30,12 @@ def register_family(family: Family) -> None:
     """Add a family of your own, for the ``model_type`` values it names.
 
     Raises:
-        QtoolError: no :class:`Family`, or a ``model_type`` that another family covers.
+        QtoolError: no :class:`Family`, one that contradicts itself, or a ``model_type`` that
+            another family covers.
     """
     if not isinstance(family, Family):
         raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
+    family.require_consistent()
     for other in FAMILIES:
         if other is family:
             return

@@ -14,8 +14,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from qtool.errors import QtoolError
-from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
+from qtool.errors import QtoolError, suggest
+from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, RowsOf, of_expert
 
 #: sizes in config.json that every family reads, and those that may be absent
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -26,6 +26,8 @@ OPTIONAL = (
     "num_kv_heads",
     "max_position_embeddings",
 )
+#: the words for sizes that every family has
+SIZES = ("hidden", "q", "kv", "dim", "inter", "vocab")
 #: more than any model has: beyond these a config.json is damaged
 MOST_BLOCKS, MOST_EXPERTS, LARGEST_SIZE = 1024, 4096, 1 << 22
 
@@ -205,6 +207,45 @@ class Family:
                     f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} "
                     f"there{most}"
                 )
+
+    def require_consistent(self) -> None:
+        """Check that what the declaration names is declared in it.
+
+        Raises:
+            QtoolError: naming the part and what is not there.
+        """
+        if isinstance(self.model_types, str):
+            raise QtoolError(
+                f"family {self.name}: model_types is {self.model_types!r}; a tuple is expected"
+            )
+        parts = {part for parts in self.fused.values() for part in parts}
+        named: dict[str, str] = {}
+        for group in self.groups:
+            if isinstance(group.linears, str) or not isinstance(group.fold, Fold):
+                raise QtoolError(
+                    f"family {self.name}: a group has linears {group.linears!r} and fold"
+                    f" {group.fold!r}; a tuple of names and a Fold are expected"
+                )
+            named |= dict.fromkeys(group.linears, "groups")
+            if group.fold is not Fold.NONE:
+                named[group.source] = "source"
+            if group.gate:
+                named[group.gate] = "gate"
+        if self.attention:
+            projections = (self.attention.q, self.attention.k, self.attention.v, self.attention.o)
+            named |= dict.fromkeys(projections, "attention")
+        for name, where in named.items():
+            if name not in parts and f"{name}.weight" not in self.tensors:
+                raise QtoolError(
+                    f"family {self.name}: {where} names {name!r}, and tensors has no {name}.weight"
+                )
+        known = {*SIZES, *self.sizes}
+        for tensor, shape in self.tensors.items():
+            for word in shape.replace("+", " ").split():
+                if not word.isdigit() and word not in known:
+                    raise QtoolError(
+                        f"family {self.name}: the size {word!r} of {tensor}: {suggest(word, known)}"
+                    )
 
     def disk_name(self, name: str) -> str:
         """The name that checkpoints have for the tensor or module ``name``."""

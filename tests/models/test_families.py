@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
-from qtool.models import FAMILIES, Heads, family_of
-from qtool.models.families.llama import LLAMA
+from qtool.models import FAMILIES, Attention, Family, Fold, Heads, LinearGroup, family_of
+from qtool.models.families.llama import DOWN, LLAMA, UP
 from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
@@ -122,6 +122,38 @@ def test_what_register_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QtoolError, match=r"is no qtool\.models\.Family"):
         models.register_family("llama")  # type: ignore[arg-type]
     assert models.FAMILIES == FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_declared_families_name_what_they_declare(family: Family) -> None:
+    family.require_consistent()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model_types": "mine"}, "model_types is 'mine'; a tuple is expected"),
+        (
+            {"groups": (LinearGroup((DOWN,), "up", Fold.NORM),)},
+            "source names 'up', and tensors has",
+        ),
+        ({"groups": (LinearGroup((DOWN,), UP, Fold.PRODUCT, gate="g"),)}, "gate names 'g'"),
+        ({"groups": (LinearGroup(("up",), "n", Fold.NONE),)}, "groups names 'up', and tensors has"),
+        ({"groups": (LinearGroup(DOWN, UP, Fold.PRODUCT),)}, "a group has linears 'mlp.down_proj'"),
+        (
+            {"groups": (LinearGroup((DOWN,), UP, "product"),)},
+            "and fold 'product'; a tuple of names",
+        ),
+        ({"attention": Attention(q="q")}, "attention names 'q', and tensors has no q.weight"),
+        ({"tensors": {**LLAMA.tensors, "x.weight": "hiden"}}, "'hiden' of x.weight: .* hidden"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused(
+    wrong: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "FAMILIES", [*FAMILIES])
+    with pytest.raises(QtoolError, match=said):
+        models.register_family(replace(LLAMA, **{"name": "Mine", "model_types": ("mine",)} | wrong))
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
