@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import qtool
-from qtool.errors import CheckFailed, require_count
+from qtool.errors import CheckFailed, QtoolError, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
@@ -159,6 +159,11 @@ class _Export(Conversion):
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours = linear.dequantize()
             theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
+            if theirs.shape != ours.shape:
+                raise QtoolError(
+                    f"{owner}: {self.target.name} reads a weight of shape {list(theirs.shape)}"
+                    f" from its tensors; {list(ours.shape)} is expected"
+                )
             norm = float(ours.norm().clamp(min=1e-30))
             notes.setdefault(ERRORS, {})[owner] = float(theirs.sub_(ours).norm()) / norm
             yield from stored.items()

@@ -1,5 +1,7 @@
 """The table of export formats, by name."""
 
+from collections.abc import Mapping
+
 from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.exchange.formats.awq import Awq
@@ -11,6 +13,8 @@ from qtool.exchange.formats.qqq import Qqq
 from qtool.exchange.formats.qserve import QServe
 from qtool.exchange.target import Target
 
+#: what a format states, besides its functions
+ATTRIBUTES = ("name", "about", "expressible", "tile")
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -45,8 +49,20 @@ def register_export(target: Target) -> None:
     """Add a format of your own, by its ``name``.
 
     Raises:
-        QtoolError: no :class:`Target`, or a name that another format has.
+        QtoolError: no :class:`Target`, one whose attributes are absent or of another type, or a
+            name that another format has.
     """
     if not isinstance(target, Target):
         raise QtoolError(f"register_export: {target!r} is no qtool.exchange.target.Target")
+    kind = type(target).__name__
+    if missing := [name for name in ATTRIBUTES if not hasattr(target, name)]:
+        raise QtoolError(f"register_export: {kind} has no {', '.join(missing)}")
+    sizes = target.expressible
+    if not isinstance(sizes, Mapping) or not all(isinstance(of, tuple) for of in sizes.values()):
+        raise QtoolError(
+            f"register_export: {kind}.expressible is {sizes!r}; a mapping from schemes to tuples of"
+            " group sizes is expected"
+        )
+    if not isinstance(target.tile, tuple) or len(target.tile) != 2:
+        raise QtoolError(f"register_export: {kind}.tile is {target.tile!r}; a pair is expected")
     plugins.add(TARGETS, target.name, target, "format")

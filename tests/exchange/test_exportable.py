@@ -18,6 +18,7 @@ from qtool.exchange.export import export
 from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
+from qtool.exchange.target import Target
 from qtool.exchange.targets import TARGETS, register_export
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
@@ -198,3 +199,28 @@ def test_a_format_from_outside(
         register_export(Gptq("gptq", "gptq", "another of the same name"))
     with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.target\.Target"):
         register_export("gptq")  # type: ignore[arg-type]
+
+    class Flat(Gptq):
+        def weight(self, *given: Any) -> torch.Tensor:
+            return super().weight(*given).flatten()
+
+    register_export(Flat("flat", "gptq_v2", "its weights have another shape"))
+    with pytest.raises(QtoolError, match=r"flat reads a weight of shape \[\d+\] from its tensors"):
+        export(native, "flat", tmp_path / "flat")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"about": None}, "Wrong has no about, tile"),
+        ({"expressible": ["w4a16"]}, r"Wrong.expressible is \['w4a16'\]; a mapping from schemes"),
+        ({"expressible": {"w4a16": 64}}, r"Wrong.expressible is \{'w4a16': 64\}; a mapping"),
+        ({"tile": 8}, "Wrong.tile is 8; a pair is expected"),
+    ],
+)
+def test_a_format_whose_attributes_are_wrong_is_refused(wrong: dict[str, Any], said: str) -> None:
+    body = {name: getattr(Gptq, name) for name in Target.__abstractmethods__}
+    body |= {"name": "wrong", "expressible": {}}
+    body |= {} if "about" in wrong else {"about": "it", "tile": (1, 1)} | wrong
+    with pytest.raises(QtoolError, match=said):
+        register_export(type("Wrong", (Target,), body)())
