@@ -11,6 +11,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ class Equalize(Transform):
         up, down = block.weight("mlp.up_proj"), block.weight("mlp.down_proj")  # [I, H], [H, I]
         rows, columns = up.float().abs().amax(1), down.float().abs().amax(0)  # [I]
         factor = (columns / rows).sqrt().pow(self.strength)
-        up.mul_(factor[:, None])  # gate(x) * up(x) scales with up's rows
+        factor[(rows == 0) | (columns == 0)] = 1  # a channel that carries nothing
+        # gate(x) * up(x) scales with up's rows and its bias
+        block.change_rows("mlp.up_proj", partial(torch.einsum, "i,i...->i...", factor))
         down.div_(factor[None])
 
 
