@@ -1,7 +1,7 @@
 """Tables that other packages may add to, and parts of qtool that may be absent.
 
-The tables are those of schemes, layouts, families, methods and export formats. A package adds to
-them without touching qtool by an entry point in its ``pyproject.toml``::
+The tables are those of schemes, layouts, kernels, recipes, families, methods and export formats. A
+package adds to them by an entry point in its ``pyproject.toml``::
 
     [project.entry-points."qtool.plugins"]
     own-scheme = "own_scheme:register"

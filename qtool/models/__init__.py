@@ -1,6 +1,6 @@
-"""The supported model families: one short declarative file each.
+"""Model families: declared in ``families/``, else derived from transformers' model in ``derived/``.
 
-A family of your own, here one that differs from Llama in nothing but its name::
+A family of your own, here Llama's with biases on q, k and v::
 
     register_family(replace(LLAMA, name="Seed", model_types=("seed_oss",), biased=(Q, K, V)))
 """

@@ -43,11 +43,17 @@ class Scheme(ABC):
         scale_dtype: dtype the scales are stored in; codes are computed with the stored value.
     """
 
+    #: in recipes, checkpoints and on the command line
     name: ClassVar[str]
+    #: bits of a code: its layout keeps these and no more
     code_bits: ClassVar[int]
+    #: codes are int8, from -2**(code_bits - 1) on; else uint8, from 0 on
     signed: ClassVar[bool]
+    #: input channels a group that may be chosen; None: the whole output channel
     group_sizes: ClassVar[tuple[int | None, ...]]
+    #: one of :attr:`group_sizes`
     default_group_size: ClassVar[int | None]
+    #: how inputs are quantized at run time
     activation: Activation
     #: parameters whose first dimension is not N (shared by all output channels)
     shared_params: ClassVar[frozenset[str]] = frozenset()
