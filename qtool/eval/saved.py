@@ -112,10 +112,12 @@ def _show(directory: Path) -> None:
     tables: dict[str, list[TaskResult]] = {}
     for answer in read(directory):
         if answer.model == model:
-            shown = (f"{key} {answer.facts[key]}" for key in SHOWN if answer.facts.get(key))
-            tables.setdefault(", ".join(shown), []).extend(answer.tasks)
+            for task in answer.tasks:
+                facts = answer.facts | task.details  # its windows may be shorter than asked for
+                shown = (f"{key} {facts[key]}" for key in SHOWN if facts.get(key))
+                tables.setdefault(", ".join(shown), []).append(task)
     text = "\n\n".join(
-        f"On {facts}:\n\n```text\n{table(Results(tasks))}\n```" for facts, tasks in tables.items()
+        f"On {title}:\n\n```text\n{table(Results(tasks))}\n```" for title, tasks in tables.items()
     )
     before = path.read_text(encoding="utf-8")
     if (card := with_results(before, text)) != before:

@@ -113,7 +113,8 @@ def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_
         assert f"On device cpu, seqlen {seqlen}:" in shown
     facts = {"device": "cpu", "deterministic": True, "seqlen": 64, "limit": 2}
     saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
-    saved.save(out, saved.SavedResult(saved.identity(out), facts | {"deterministic": False}, []))
+    facts |= {"deterministic": False}
+    saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
     shown = (out / "README.md").read_text()
     assert "On device cpu, deterministic True, seqlen 64, limit 2:" in shown
     assert "On device cpu, seqlen 64, limit 2:" in shown
@@ -123,6 +124,16 @@ def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_
     (out / "README.md").write_text("mine\n")
     saved.save(out, saved.SavedResult(saved.identity(out), {}, []))
     assert (out / "README.md").read_text() == "mine\n"
+
+
+def test_the_card_shows_the_windows_that_ran(make_model: MakeModel, tmp_path: Path) -> None:
+    """They are no longer than the model's context, whatever was asked for."""
+    out = made(make_model(), tmp_path / "out")
+    metrics, details = {"perplexity": Metric(9, 1, False)}, {"seqlen": 16}
+    result = TaskResult("text", "perplexity", "file", 9, metrics, details)
+    facts = {"device": "cpu", "seqlen": 2048}
+    saved.save(out, saved.SavedResult(saved.identity(out), facts, [result]))
+    assert "On device cpu, seqlen 16:" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("card", ["", "---\n", "---\n[\n---\n", "---\n- a\n---\n", "no front"])
