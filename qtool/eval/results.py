@@ -80,7 +80,15 @@ class Results:
     tasks: list[TaskResult]
 
     def __getitem__(self, task: str) -> TaskResult:
-        return next(result for result in self.tasks if result.task == task)
+        """The first result of ``task``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for result in self.tasks:
+            if result.task == task:
+                return result
+        raise KeyError(task)
 
     def to_json(self) -> str:
         """Strict JSON: an infinite perplexity becomes null (its nll stays)."""

@@ -55,6 +55,12 @@ def test_each_name_goes_to_its_kind_once(results, data_dir):
     )
 
 
+def test_a_task_that_was_not_evaluated_is_no_key(results):
+    """A StopIteration would end a caller's loop or generator without a word."""
+    with pytest.raises(KeyError, match="c5"):
+        results["c5"]
+
+
 def test_json_round_trip(results):
     assert from_json(results.to_json()) == results
     infinite = Results(
