@@ -65,6 +65,8 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.name == "aten::topk":
             return _topk(*args, **kwargs)
+        if func._schema.name == "aten::_grouped_mm":
+            return _grouped_mm(*args, **kwargs)
         return _compute_in_float64(func, args, kwargs)
 
 
@@ -229,6 +231,15 @@ def _topk(
     """torch's topk that takes the first of equals, where devices differ."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """torch's grouped matmul, which takes no float64: ``[M, K], [E, K, N] -> [M, N]``.
+
+    Rows of group e end at ``offs[e]``.
+    """
+    groups = x.double().tensor_split(offs[:-1].tolist())
+    return torch.cat([rows @ w.double() for rows, w in zip(groups, weight, strict=True)]).to(x)
 
 
 def _promoted(tensors: list[Tensor]) -> torch.dtype:

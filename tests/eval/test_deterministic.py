@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qtool.eval.deterministic import arithmetic, deterministic_decoder
 from qtool.eval.evaluate import evaluate, load_tasks
@@ -52,6 +53,17 @@ def hidden(model: torch.nn.Module, seed: int) -> Tensor:
 @pytest.mark.parametrize("scheme", [None, *GROUPS])
 def test_hidden_states_are_equal_on_all_devices(scheme: str | None) -> None:
     model = packed(scheme) if scheme else make_model()
+    assert torch.equal(hidden(model, 1), hidden(model, 2))
+
+
+def test_hidden_states_of_a_mixture_are_equal_on_all_devices() -> None:
+    """transformers multiplies its experts by a grouped matmul, which torch has not in float64."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(
+        vocab_size=98, num_experts=4, num_experts_per_tok=2, num_attention_heads=4, **sizes
+    )
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
     assert torch.equal(hidden(model, 1), hidden(model, 2))
 
 

@@ -139,6 +139,16 @@ def test_of_equals_the_first_are_chosen() -> None:
     assert values.tolist() == [[3, 3], [2, 2]] and indices.tolist() == [[1, 2], [0, 1]]
 
 
+def test_each_group_has_a_matrix_of_its_own() -> None:
+    """A group may be empty."""
+    x, weight = torch.randn(5, 8), torch.randn(3, 8, 8)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    with deterministic_arithmetic():
+        y = torch._grouped_mm(x, weight.mT, ends)
+    products = x.double() @ weight.double().mT  # [3, 5, 8], of which each row needs one
+    assert torch.equal(y, products[[0, 0, 2, 2, 2], range(5)].float())
+
+
 def test_what_is_marked_is_left_alone() -> None:
     x, y = torch.randn(64, 64), torch.randn(64, 64)
     with deterministic_arithmetic():
