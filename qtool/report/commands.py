@@ -1,15 +1,16 @@
 """The commands that make a checkpoint again, from its provenance."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from qtool import recipes
+from qtool.data.corpora import SOURCES
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import SEQLEN
-from qtool.report.data import Report
+from qtool.report.data import Quality, Report
 
 RECIPE = "recipe.yaml"
 
@@ -51,10 +52,11 @@ def commands(report: Report) -> list[str]:
         quantize += " --keep-unknown"
     if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
         quantize += f" --device {device}"
+    example = f"qtool eval wikitext2 --model {directory} --compare {base} --save"
     return [
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",
-        *_evaluations(report, directory, base),
+        *(evaluations(report.quality, directory, base) or [example]),
         f"qtool report {directory} --compare {base}",
     ]
 
@@ -64,21 +66,23 @@ def _model(record: Mapping[str, Any]) -> str:
     return shlex.quote(record.get("hub id") or record.get("directory", "MODEL"))
 
 
-def _evaluations(report: Report, directory: str, base: str) -> list[str]:
-    """One command for the tasks that were evaluated with the same options."""
+def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]:
+    """One command for those of ``rows`` that were evaluated with the same options."""
     by_options: dict[str, list[str]] = {}
-    for fact in (q.facts for q in report.quality):
+    for row in rows:
+        fact, result = row.facts, row.result
         options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
         options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
         tasks = by_options.setdefault(" ".join(options), [])
-        if (task := shlex.quote(fact["task"])) not in tasks:
+        is_file = result.kind == "perplexity" and result.task not in SOURCES
+        if (task := shlex.quote(result.origin if is_file else fact["task"])) not in tasks:
             tasks.append(task)
     common = f"--model {directory} --compare {base}"
     return [
         " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
-        for options, tasks in (by_options or {"": ["wikitext2"]}).items()
+        for options, tasks in by_options.items()
     ]
 
 

@@ -384,6 +384,15 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     ]
 
 
+def test_an_evaluated_file_is_named_by_its_path(quantized):
+    identity, metric = saved.identity(quantized), {"perplexity": Metric(9.0, 0.1, False)}
+    for task, origin in (("a b.txt", "texts/a b.txt"), ("c4", "/data/c4.txt")):
+        result = TaskResult(task, "perplexity", origin, 9, metric)
+        saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
+    told = report_commands.commands(collect(quantized, None, "cpu"))
+    assert f"qtool eval 'texts/a b.txt' c4 --model {quantized} --compare llama --save" in told
+
+
 def answer(model: str, value: float, **facts) -> SavedResult:
     result = TaskResult("t", "zero_shot", "f", 9, {"acc": Metric(value, 0.1, True)})
     return SavedResult(model, {"task": "t"} | facts, [result])
