@@ -63,6 +63,11 @@ def view(report: Report) -> dict[str, Any]:
         "summed": total,
         "bandwidth": BANDWIDTH,
         "results": [(q, *numbers(q)) for q in report.quality],
+        "without_baseline": commands.evaluations(
+            [q for q in report.quality if not q.baseline],
+            shlex.quote(str(report.directory)),
+            shlex.quote(report.baseline or "BASE"),
+        ),
         "rises": [rises(q) for q in report.quality if len(q.rises) > 1],
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",

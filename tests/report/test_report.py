@@ -5,6 +5,7 @@ act.
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
@@ -391,6 +392,18 @@ def test_an_evaluated_file_is_named_by_its_path(quantized):
         saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
     told = report_commands.commands(collect(quantized, None, "cpu"))
     assert f"qtool eval 'texts/a b.txt' c4 --model {quantized} --compare llama --save" in told
+
+
+def test_a_missing_baseline_names_the_evaluation_that_lacks_it(quantized):
+    identity, metric = saved.identity(quantized), {"acc": Metric(0.5, 0.1, True)}
+    for facts in ({"limit": 9}, {"kv": "kv4"}):
+        result = TaskResult("t", "zero_shot", "f", 9, metric)
+        saved.save(quantized, SavedResult(identity, {"task": "t"} | facts, [result]))
+    collected = collect(quantized, None, "cpu")
+    beside = replace(collected.quality[1], baseline=Metric(0.75, 0.1, True))
+    words = Page(render(replace(collected, quality=[collected.quality[0], beside]))).words
+    [command] = re.findall(r"baseline's result is missing. Fill it with (.*)", words)
+    assert command == f"qtool eval t --model {quantized} --compare BASE --limit 9 --save"
 
 
 def answer(model: str, value: float, **facts) -> SavedResult:
