@@ -318,7 +318,8 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
         rule + "transforms: rotate": "transforms must be a list of steps, found 'rotate'",
         "layers: [{match: '.*', scheme: w8a8, layout: dual-nma}]": "did you mean dual-mma?",
         "layers: [{match: '.*', scheme: w8a8, layout: dual-mma}]": "8-bit",
-        "a: [": "not valid YAML",
+        "a: [": "not valid YAML (line 1: expected the node content",
+        "layers:\n\t- match: '.*'": "line 2: found character '\\t' that cannot start any token",
         "- 1": "a mapping expected",
     }.items():
         path.write_text(text)

@@ -304,6 +304,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _mistake(error: Exception) -> str:
+    """What is wrong, after its line where YAML knows it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return first_line(error)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
@@ -313,7 +320,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise QtoolError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date that is none
-        raise QtoolError(f"{path.name}: not valid YAML ({first_line(error)})") from error
+        raise QtoolError(f"{path.name}: not valid YAML ({_mistake(error)})") from error
     if not isinstance(data, dict):
         raise QtoolError(f"{path.name}: a mapping expected, found {type(data).__name__}")
     return data
