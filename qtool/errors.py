@@ -125,5 +125,6 @@ def in_one_line(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What ``error`` says, shortened."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """What ``error`` says; where it is shortened, dots say so."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else f"{line[:197]}..."

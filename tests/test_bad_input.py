@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import qtool.cli
 from qtool import recipes
 from qtool.data.corpora import data_directory
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, first_line
 from qtool.io.finite import all_finite
 from qtool.io.safetensors import space_for
 from qtool.io.source import DEMO, Checkpoint, read_config
@@ -324,6 +324,12 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
     }.items():
         path.write_text(text)
         refused(message, model, "--recipe", path, scheme="w8a8" if "w8a8" in text else "w4a8-lqq")
+
+
+def test_a_shortened_message_says_that_it_is() -> None:
+    assert first_line(OSError("no connection\nto the hub")) == "no connection"
+    assert first_line(OSError("x" * 200)) == "x" * 200
+    assert first_line(OSError("x" * 201)) == "x" * 197 + "..."
 
 
 def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
