@@ -109,7 +109,12 @@ class Output:
         self.lock = lock(self.partial / RUN / LOCK, self.partial)
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
             unfinished.unlink()  # of a killed run
-        self._record_or_check_job()
+        try:
+            self._record_or_check_job()
+        except Exception:
+            if not self.continued:
+                self.discard_empty()
+            raise
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record(shard)):
                 self.records[shard] = record

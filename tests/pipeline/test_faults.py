@@ -143,6 +143,24 @@ def test_the_disk_fills_up_while_blocks_are_computed(source, whole, tmp_path, mo
     assert files(run(source, out, resume=True)) == whole
 
 
+def test_a_disk_that_takes_nothing_is_left_as_it_was(source, whole, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.os, "fsync", fsync)
+        with pytest.raises(QtoolError, match=r"no space left on the disk .*job.json"):
+            run(source, out)
+        assert not list(tmp_path.iterdir())
+        (partial / ".run").mkdir(parents=True)  # of a run that was killed just then
+        with pytest.raises(QtoolError, match=r"no space left on the disk .*job.json"):
+            run(source, out, resume=True)
+    assert partial.is_dir()
+    assert files(run(source, out, resume=True)) == whole
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "\x00\x00"])
 @pytest.mark.parametrize("record", ["job.json", "shard-00002.json", "shard-00003.json"])
 def test_a_damaged_journal(  # type: ignore[no-untyped-def]
