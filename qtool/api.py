@@ -278,21 +278,25 @@ def sensitivity(
         found = qtool.sensitivity("demo", ["w4a16", "w8a8"], 5.0, "mixed.yaml")
         qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
     """
+    from qtool.distributed import ranks
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.run import directory_of
     from qtool.pipeline.sensitivity import write_recipe
+    from qtool.runtime.device import require_device
 
-    return write_recipe(
-        directory_of(model),
-        require_names("choices", choices),
-        budget_bits,
-        require_new_path("out", out),
-        QuantizeOptions(samples=samples, seqlen=seqlen, seed=seed, data_dir=data_dir),
-        recipe=recipe,
-        text=calibration,
-        device=device,
-        progress=progress,
-    )
+    require_device(device)
+    with ranks.process_group(device) as own:
+        return write_recipe(
+            directory_of(model),
+            require_names("choices", choices),
+            budget_bits,
+            require_new_path("out", out),
+            QuantizeOptions(samples=samples, seqlen=seqlen, seed=seed, data_dir=data_dir),
+            recipe=recipe,
+            text=calibration,
+            device=own,
+            progress=progress,
+        )
 
 
 def _config_of(model: Model) -> dict[str, Any]:
