@@ -137,13 +137,16 @@ def run(
 
     Raises:
         QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does, for a CPU with
-            ``device_memory``, or if ``out`` holds anything but an earlier measured run.
+            ``device_memory``, if ``out`` holds anything but an earlier measured run, or if
+            ``OUT.partial`` is there.
     """
     cuda = torch.device(device).type == "cuda"
     if device_memory is not None and not cuda:
         raise QtoolError(f"--device-memory {device_memory}: --device cuda is expected beside it")
     if out.exists() and "bench" not in read_record(out):
         raise QtoolError(f"{out} is no measured run, and not replaced: choose another --work")
+    if (partial := out.with_name(out.name + ".partial")).exists():
+        raise QtoolError(f"{partial} is an unfinished run: choose another --work or remove it")
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = None
@@ -159,8 +162,7 @@ def run(
             seed=0,
             device=device,
         )
-    for old in (out, out.with_name(out.name + ".partial")):
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(out, ignore_errors=True)
     ceilings = measure(checkpoint, out.parent, torch.device(device))
     if cuda:
         torch.cuda.empty_cache()

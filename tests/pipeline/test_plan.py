@@ -467,7 +467,11 @@ def test_a_checkpoint_that_is_no_measured_run_is_not_replaced(tmp_path: Path) ->
     with pytest.raises(QtoolError, match="tiny-w8a8 is no measured run, and not replaced"):
         bench_quantize(str(source), "w8a8", **options)
     assert (own / "config.json").is_file()
-    own.rename(tmp_path / "mine")
+    mine = own.rename(tmp_path / "tiny-w8a8.partial")
+    with pytest.raises(QtoolError, match=r"tiny-w8a8\.partial is an unfinished run"):
+        bench_quantize(str(source), "w8a8", **options)
+    assert (mine / "config.json").is_file()
+    mine.rename(tmp_path / "mine")
     for _ in range(2):
         bench_quantize(str(source), "w8a8", keep=True, **options)
 
