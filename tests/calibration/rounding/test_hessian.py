@@ -5,9 +5,10 @@ the damped sum.
 import pytest
 import torch
 
+from qtool import schemes
 from qtool.calibration.precision import halves, precise_matmul
 from qtool.calibration.rounding.gptq import hessian as hessian_module
-from qtool.calibration.rounding.gptq.gptq import Factor
+from qtool.calibration.rounding.gptq.gptq import Factor, gptq
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels
 from qtool.calibration.rounding.group_fit import group_error
 from qtool.errors import QtoolError
@@ -74,8 +75,16 @@ def test_the_factor_is_of_the_damped_hessian() -> None:
 def test_a_hessian_that_holds_no_numbers_has_no_factor(bad: float, column: int) -> None:
     hessian = torch.eye(8)
     hessian[3, column] = hessian[column, 3] = bad
-    with pytest.raises(QtoolError, match="NaN or Inf in the inputs"):
+    with pytest.raises(QtoolError, match=r"inputs .* are NaN or beyond float32's range"):
         Factor(hessian, 0.1)
+
+
+@pytest.mark.parametrize("largest", [1e38, 1e39])
+def test_squares_beyond_float32_are_named(largest: float) -> None:
+    """Those of 32 channels fit float32 one by one, or not even so."""
+    inputs = torch.eye(32) * (largest / 2) ** 0.5
+    with pytest.raises(QtoolError, match=r"inputs .* are NaN or beyond float32's range"):
+        gptq(torch.randn(4, 32), schemes.get("w4a16", 32), inputs=inputs)
 
 
 @CUDA

@@ -151,8 +151,9 @@ def gptq(
         options: the defaults if None.
 
     Raises:
-        QtoolError: neither or both of inputs and hessian; NaN or Inf in them or in the weight; a K
-            that the scheme's group size does not divide.
+        QtoolError: neither or both of inputs and hessian; NaN or Inf in them or in the weight, or
+            inputs whose squares are beyond float32's range; a K that the scheme's group size does
+            not divide.
 
     >>> from qtool import schemes
     >>> random = torch.Generator().manual_seed(0)
@@ -316,7 +317,7 @@ class Factor:
         damping: the share of the mean diagonal that was added.
 
     Raises:
-        QtoolError: NaN or Inf in ``H``, which no damping mends.
+        QtoolError: NaN in ``H``, or numbers whose sum is beyond float32's, which no damping mends.
     """
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
@@ -330,8 +331,11 @@ class Factor:
         diagonal = self._reversed.diagonal()
         dead = diagonal == 0
         mean = float(diagonal.mean())
-        if not math.isfinite(float(hessian.sum(dtype=torch.float64))):
-            raise QtoolError("gptq: NaN or Inf in the inputs of a linear on the calibration text")
+        if not math.isfinite(mean + float(hessian.sum(dtype=torch.float64))):
+            raise QtoolError(
+                "gptq: the squares of a linear's inputs on the calibration text, added up, are NaN "
+                "or beyond float32's range"
+            )
         diagonal[dead] = mean or 1.0
         added = 0.0
         self.damping = damping
