@@ -20,7 +20,7 @@ from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError, first_line
 from qtool.io.finite import all_finite
-from qtool.io.safetensors import space_for
+from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
@@ -443,6 +443,13 @@ def test_a_file_that_cannot_grow_is_named(refused, make_model: MakeModel, monkey
 
     monkeypatch.setattr(safetensors.os, "fsync", limited)
     refused("refused.partial/.run/job.json: File too large", make_model())
+
+
+def test_a_directory_that_takes_no_file_is_said_of_the_file_asked_for() -> None:
+    """Not even root may write to this one."""
+    with pytest.raises(OSError) as found:
+        write_text(Path("/proc/report.html"), "")
+    assert found.value.filename == "/proc/report.html"
 
 
 def test_files_that_are_copied_need_space(

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import prod
@@ -326,7 +326,7 @@ def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -
         sync: wait until the bytes are on the disk. Without it the file outlives the process, but
             not a loss of power.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with space_for(path), temporary.open("wb") as file:
             put(file)
@@ -335,8 +335,13 @@ def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 @contextmanager
@@ -355,7 +360,8 @@ def space_for(path: Path) -> Iterator[None]:
             raise NoSpace(
                 f"no space left on the disk that holds {path.parent} (writing {path.name})"
             ) from error
-        if error.errno and not error.filename:  # written bytes know no name
+        # written bytes know no name, and nobody asked for the temporary file's
+        if error.errno and error.filename in (None, str(_temporary(path))):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
