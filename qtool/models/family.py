@@ -21,6 +21,9 @@ from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, Row
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = (
     "intermediate_size",
+    "ffn_dim",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
     "head_dim",
     "num_key_value_heads",
     "num_kv_heads",
@@ -168,11 +171,13 @@ class Family:
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
         """config.json as an object, with defaults for missing keys.
 
-        A derived family's are those of the model that was built.
+        Of sizes they are those of transformers' class; a derived family's are those of the model
+        that was built.
         """
         if self.derived:
             return SimpleNamespace(**{**config, **self.defaults})
-        return SimpleNamespace(**{**self.defaults, **config})
+        sizes = _class_sizes(str(config.get("model_type")))
+        return SimpleNamespace(**{**sizes, **self.defaults, **config})
 
     def require_sizes(self, settings: SimpleNamespace) -> None:
         """Check that all sizes that the family's shapes are declared in are there.
@@ -350,6 +355,17 @@ class Family:
             "vocab": config.vocab_size,
             **{name: size(config) for name, size in self.sizes.items()},
         }
+
+
+@cache
+def _class_sizes(model_type: str) -> dict[str, int]:
+    """What transformers takes for sizes that a config.json of ``model_type`` may leave out."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # loads slowly
+
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    known = CONFIG_MAPPING[model_type]
+    return {name: n for name in OPTIONAL if isinstance(n := getattr(known, name, None), int)}
 
 
 def _each(name: str, count: int) -> range:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from qtool import models, recipes
@@ -192,6 +192,27 @@ def test_a_config_may_leave_out_what_transformers_knows(make_model: MakeModel) -
     config = config_of(make_model("gemma2"))
     del config["tie_word_embeddings"]
     assert Job.of(config, recipes.load("w4a16")).tied
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [
+        ("llama", "intermediate_size"),
+        ("mistral", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("opt", "ffn_dim"),
+    ],
+)
+def test_a_config_may_leave_out_a_size_that_transformers_knows(
+    variant: str, size: str, make_model: MakeModel
+) -> None:
+    config = config_of(make_model(variant))
+    del config[size]
+    own = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(own).state_dict()
+    found = Job.of(config, recipes.load("w8a8")).source_shapes()
+    assert found == {name: tuple(expected[name].shape) for name in found}
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe"])
