@@ -26,6 +26,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.rounding.gptq import rounding
 from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
@@ -135,7 +136,9 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     assert learned.work(many).forward_flops == few.forward_flops()
 
 
-def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> None:
+def test_the_inputs_of_all_experts_cost_one_forward(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the quantized path alone. It ends where they are reached, though 2 and 3 get no token."""
     source = make_model("qwen2_moe")
     model, job = (
@@ -160,6 +163,9 @@ def test_the_inputs_of_all_experts_cost_one_forward(make_model: MakeModel) -> No
     routers = 2 * 2 * shape.tokens * 4 * 128
     plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention_flops()
     assert plain + routers == sum(runs)
+    # the float block's run to the block's output gives all of its inputs where they are kept
+    assert Gptq().work(shape).forward_flops == Gptq(residual=0).work(shape).forward_flops
+    monkeypatch.setattr(rounding, "FLOATS", 0)
     beside = Gptq().work(shape).forward_flops - 7 * shape.attention_flops()
     alone = [n for n, names in zip(runs, firsts, strict=True) if len(names) == 1]
     assert beside - plain == sum(alone[:-1])  # the last goes on to the block's output

@@ -223,10 +223,11 @@ class Gptq(GptqOptions, Rounding):
         """The work on one block.
 
         The inputs of a group come from forwards that end there, the float block's too, of which the
-        last goes on to the block's output; those of all experts from one, to which shared experts
-        come before.
+        last goes on to the block's output, as does the only one where its inputs are kept; those of
+        all experts from one, to which shared experts come before.
         """
         work, before, last = Work(), 0.0, 0.0
+        kept = kept_floats(block.family, block.linears, block.tokens)
         routed_flops = sum(
             block.linear_flops(group.linears) for group in block.family.groups if group.routed
         )
@@ -236,8 +237,9 @@ class Gptq(GptqOptions, Rounding):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
             if problems:
-                work += Work(forward_flops=to_experts if routed else (1 + drift) * before)
-                last = before if drift else last
+                again = drift and not kept
+                work += Work(forward_flops=to_experts if routed else (1 + again) * before)
+                last = before if again else last
             seen = block.tokens * block.share(groups[0].linears[0])
             together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
             writes = drift and self._makes_up_for_stream(block.family, groups[0])
