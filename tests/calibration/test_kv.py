@@ -104,8 +104,9 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
     ).all()
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "glm4", "ernie4_5"])
-def test_kv4_weighs_no_channel_where_rope_turns_neighbours(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["cohere", "glm4", "ernie4_5", "hunyuan_v1_dense", "moshi"])
+def test_kv4_weighs_no_channel_where_queries_are_turned_otherwise(model_type: str) -> None:
+    """RoPE turns neighbours, comes before the norm, or takes angles that attention makes itself."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     _, (found, *_) = propagated(auto_class(config).from_config(config).eval(), "kv4")

@@ -105,7 +105,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         }
         if (seen := observe_keys(block, batches)) is not None:
             constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
-        # a family refuses it where RoPE turns other pairs of channels than observe_queries does
+        # a family refuses it where queries are made otherwise than observe_queries makes them
         if seen is not None and "smooth-attention" not in block.family.refuses:
             few = subset(batches, SEQUENCES)
             constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()

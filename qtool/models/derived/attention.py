@@ -28,6 +28,8 @@ class BlockAttention:
         self.block, self.fused = block, fused
         #: the pairs of channels that RoPE turns, of queries and of keys
         self.turned: list[torch.Tensor | None] = []
+        #: whether the norms on queries and keys come after RoPE
+        self.normed_after_rope = False
 
     def is_output(self, producer: str, fact: Fact) -> bool:
         """Whether the input is attention's output in the order of heads that config.json says."""
@@ -75,6 +77,8 @@ class BlockAttention:
             if None in sides or names is None or not {"q_proj", "k_proj"} <= names.keys():
                 continue
             norms = [side[1] for side in sides if side is not None]
+            made = [side[0][1].kind for side in sides if side is not None and side[1]]
+            self.normed_after_rope = Kind.TURNED in made
             kinds = [side[name].kind for side in (call.q, call.k) for name in channelwise(side)]
             self.turned = [
                 self.block.model.trace.pairs.get(name)
@@ -105,6 +109,10 @@ class BlockAttention:
         refused = {}
         if not self._in_decoder():
             refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
+        if self.normed_after_rope:
+            return refused | {"smooth-attention": "its queries and keys are normed after RoPE"}
+        if attention.rotary and self._makes_angles():
+            return refused | {"smooth-attention": "its attention makes the angles of RoPE itself"}
         if attention.rotary and not all(map(self._turns_halves, self.turned)):
             reason = "RoPE turns other pairs of channels than those half a head apart"
             return refused | {"smooth-attention": reason}
@@ -122,6 +130,11 @@ class BlockAttention:
             for name, module in block.named_children()
             if name != attention.q.partition(".")[0]
         )
+
+    def _makes_angles(self) -> bool:
+        """Whether the block is given no angles of RoPE, as Moshi's."""
+        block = self.block.model.modules[self.block.prefix[:-1]]
+        return any(name.endswith("rotary_emb") for name, _ in block.named_modules())
 
     def _in_decoder(self) -> bool:
         """Whether the model's ``get_decoder()``, which is given the cache, holds the blocks."""
