@@ -7,15 +7,14 @@ written to are poisoned; equal calls give equal bits; a CUDA graph sees the leng
 append writes the scheme's bytes and no others.
 """
 
-import argparse
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
 import torch
+from alone import main
 from torch import Tensor
 
 from qtool.kernels.attention.kv_append import definition as append_definition
@@ -314,27 +313,5 @@ def _append(shape: Shape, seed: int) -> str | None:
     return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fuzz", type=int, default=500)
-    parser.add_argument(
-        "--small", action="store_true", help="a few tiny shapes, for compute-sanitizer"
-    )
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("check_kv.py: a CUDA device is needed")
-    failures = count = 0
-    for name, wrong in checks(0 if args.small else args.fuzz, args.small):
-        count += 1
-        if wrong:
-            failures += 1
-            print(f"FAILED {name}: {wrong}", flush=True)
-    print(
-        f"{count} checks, {failures} failures; {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}"
-    )
-    return min(failures, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(checks)

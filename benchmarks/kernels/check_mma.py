@@ -8,14 +8,13 @@ float64. Every code, level-2 scale and legal offset; one-hot tokens spell out th
 are poisoned; two runs agree bit for bit.
 """
 
-import argparse
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+from alone import main
 from torch import Tensor
 
 from qtool import layouts, schemes
@@ -343,29 +342,5 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         yield f"fuzz mma {i} {kind} M={m} N={n} K={k} {tile} {dtype}", wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fuzz", type=int, default=500)
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("check_mma.py: a CUDA device is needed")
-    random.seed(0)
-    torch.manual_seed(0)
-    failures = 0
-    fuzz = 0 if args.small else args.fuzz
-    for name, wrong in checks(fuzz, args.small):
-        failures += wrong is not None
-        if wrong or not name.startswith("fuzz"):
-            print(
-                f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True
-            )
-    print(
-        f"{fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}"
-    )
-    return min(failures, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(checks)

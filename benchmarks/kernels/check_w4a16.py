@@ -8,15 +8,14 @@ fuzzed. Random sums may be off by :data:`TOLERANCE` of the sum of their terms' m
 the rounding of the output. Where wgmma multiplies rounded weights, those are what it is held to.
 """
 
-import argparse
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from alone import main
 from torch import Tensor
 
 from qtool.kernels.build import ARCHITECTURES, Source, compile_all
@@ -311,21 +310,5 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         yield f"fuzz {i} M={m} N={n} K={k} hopper={hopper} {variant} {tile}", wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fuzz", type=int, default=500)
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("check_w4a16.py: a CUDA device is needed")
-    torch.manual_seed(0)
-    results = list(checks(args.fuzz, args.small))
-    failures = [(name, wrong) for name, wrong in results if wrong]
-    for name, wrong in failures:
-        print(f"FAIL {name}: {wrong}")
-    print(f"{len(results)} checks, {len(failures)} failures")
-    return int(bool(failures))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(checks)

@@ -9,14 +9,13 @@ tile, equal to the reference's to the bit. One-hot tokens spell out the weight; 
 poisoned; two runs agree bit for bit.
 """
 
-import argparse
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from alone import main
 from torch import Tensor
 
 from qtool import layouts
@@ -284,23 +283,5 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         yield name, wrong or (case.exact(tile, tokens(m, k)) if dtype == torch.float32 else None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fuzz", type=int, default=500)
-    parser.add_argument("--small", action="store_true", help="few launches, for compute-sanitizer")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("check_w4a4.py: a CUDA device is needed")
-    torch.manual_seed(0)
-    random.seed(0)
-    failures = total = 0
-    for name, wrong in checks(args.fuzz, args.small):
-        total, failures = total + 1, failures + (wrong is not None)
-        if wrong:
-            print(f"FAIL {name}: {wrong}", flush=True)
-    print(f"{total} checks; {failures} failures")
-    return min(failures, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(checks)

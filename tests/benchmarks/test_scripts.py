@@ -184,6 +184,7 @@ SCRIPTS: dict[str, Case] = {
         before=books,
     ),
     "demo/train.py": gpu("--tokens {tmp} --out {tmp}/out"),
+    "kernels/alone.py": Case(),
     "kernels/bench.py": gpu(),
     "kernels/bench_experts.py": gpu(),
     "kernels/bench_kv.py": gpu(),
