@@ -99,13 +99,16 @@ def padded(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def clips_of(block: "Block", names: Sequence[str]) -> tuple[Clip, Clip]:
-    """The clips chosen for linears of one shape, ``[S N]`` and ``[S N, G]``; 1 where none was."""
+    """The clips chosen for linears of one input: of all their channels, and ``[channels, G]``.
+
+    1 where none was.
+    """
     if not any(name in block.clips for name in names):
         return 1.0, 1.0
-    weight = block.weight(names[0])
-    groups = block.schemes[names[0]].groups(weight).shape[1]
+    weights = [block.weight(name) for name in names]
+    groups = block.schemes[names[0]].groups(weights[0]).shape[1]
     clips, group_clips = zip(*(block.clips.get(name, (1.0, 1.0)) for name in names), strict=True)
-    rows, device = [len(weight)] * len(names), weight.device
+    rows, device = [len(weight) for weight in weights], weights[0].device
     return stacked_clips(clips, rows, device), stacked_clips(group_clips, rows, device, groups)
 
 

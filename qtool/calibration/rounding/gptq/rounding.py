@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import stacked_clips, successive
+from qtool.calibration.alike import clips_of, successive
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -61,12 +61,9 @@ class Stack:
         """The problem of all rows, or of a part of them."""
         scheme = block.schemes[self.names[0]]
         weights = [block.weight(name).float() for name in self.names]
-        groups = scheme.groups(weights[0]).shape[1]
-        clips, group_clips = zip(*(block.clips.get(n, (1.0, 1.0)) for n in self.names), strict=True)
-        rows, device = [len(weight) for weight in weights], weights[0].device
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        clip = stacked_clips(clips, rows, device)[part]
-        group_clip = stacked_clips(group_clips, rows, device, groups)[part]
+        both = clips_of(block, self.names)
+        clip, group_clip = (c[part] if isinstance(c, Tensor) else c for c in both)
         lacking = None if self.hessian.s is None else self.hessian.s[part]
         return Problem(scheme, weight[part], self.hessian, clip, group_clip, lacking)
 
