@@ -100,9 +100,9 @@ def test_experts_whose_hessians_are_held_in_turn_get_the_same_codes(at_once, blo
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch):
     found, sizes = [], []
-    for limit in (gptq_rounding.TOGETHER, 3 * gptq_rounding.problem_bytes(128, 128), 1):
+    for limit in (gptq_rounding.PROBLEMS, 3 * gptq_rounding.problem_bytes(128, 128), 1):
         block, batches = blocks(make_model(CONFIGS[name]))[0]
-        monkeypatch.setattr(gptq_rounding, "TOGETHER", limit)
+        monkeypatch.setattr(gptq_rounding, "PROBLEMS", limit)
         solve, most = gptq_rounding.solve, [0]
 
         def counted(problems, options, solve=solve, most=most):

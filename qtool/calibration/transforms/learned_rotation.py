@@ -51,7 +51,7 @@ TOKENS = 2048
 #: a step is many small operations: it takes at least as long as so many candidates of a search
 STEP_TRIES = 6
 #: numbers of a step's rows that are looked at together
-TOGETHER = 1 << 25
+STEP_NUMBERS = 1 << 25
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
 def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
     """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q."""
     found = torch.zeros_like(q)
-    for some in rows.split(max(1, TOGETHER // rows.shape[1])):
+    for some in rows.split(max(1, STEP_NUMBERS // rows.shape[1])):
         parts = len(some), len(q), -1, q.shape[-1]
         own = some.to(q).view(parts).transpose(0, 1).flatten(1, 2)  # [h, m K / (h n), n]
         turned = (own @ q).unflatten(1, (len(some), -1)).transpose(0, 1)

@@ -96,7 +96,7 @@ def test_every_row_has_its_turn() -> None:
 
 def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gradient(rows(100).double(), start(), GROUP)
-    monkeypatch.setattr(learned_rotation, "TOGETHER", 7 * H)
+    monkeypatch.setattr(learned_rotation, "STEP_NUMBERS", 7 * H)
     torch.testing.assert_close(gradient(rows(100).double(), start(), GROUP), whole)
 
 

@@ -35,7 +35,7 @@ from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 
 #: bytes of problems that are solved together: as many as that holds, one in any case
-TOGETHER = 2 << 30
+PROBLEMS = 2 << 30
 #: bytes of experts' Hessians that are held at once, likewise
 HESSIANS = 16 << 30
 #: bytes of the float block's inputs that are kept, so that one forward is enough for all of them
@@ -394,7 +394,7 @@ def problem_bytes(n: int, k: int) -> int:
 
 def at_once(n: int, k: int) -> int:
     """The number of problems ``[n, k]`` that are solved at once."""
-    return max(1, TOGETHER // problem_bytes(n, k))
+    return max(1, PROBLEMS // problem_bytes(n, k))
 
 
 def others_bytes(count: int, n: int, k: int) -> int:
