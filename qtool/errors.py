@@ -120,11 +120,6 @@ def require_names(name: str, value: object) -> list[str]:
 
 
 def in_one_line(error: Exception) -> str:
-    """The first paragraph of what ``error`` says."""
-    return " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
-
-
-def first_line(error: Exception) -> str:
-    """What ``error`` says; where it is shortened, dots say so."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= 200 else f"{line[:197]}..."
+    """The first paragraph of what ``error`` says; dots where it is longer than 300 characters."""
+    text = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

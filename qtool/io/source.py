@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qtool.errors import QtoolError, first_line, require_path
+from qtool.errors import QtoolError, in_one_line, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
@@ -89,7 +89,7 @@ def _download(model: str, patterns: list[str]) -> Path:
     except Exception as error:
         raise QtoolError(
             f"{model} is not a local directory and could not be had from the hub "
-            f"({type(error).__name__}: {first_line(error)}); pass the path of a "
+            f"({type(error).__name__}: {in_one_line(error)}); pass the path of a "
             "downloaded model directory"
         ) from error
 

@@ -23,7 +23,7 @@ from qtool.data.continuation import Journal, continued
 from qtool.data.mix import CalibrationMix, Part, facts, interleave, parse_mix
 from qtool.data.windows import cut, token_ids
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.io.output import Output
 from qtool.io.safetensors import read
 from qtool.io.source import Checkpoint
@@ -155,7 +155,7 @@ class Windows(Calibration):
                 ids = self._continued(ids, need)
             except torch.OutOfMemoryError as error:
                 raise QtoolError(
-                    f"{self.device} ran out of memory ({first_line(error)}) while the "
+                    f"{self.device} ran out of memory ({in_one_line(error)}) while the "
                     "model continued calibration windows: free memory, or pass --windows given for "
                     "windows that are all of the text"
                 ) from error

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data.mix import CalibrationMix
-from qtool.errors import QtoolError, first_line, require_positive, suggest
+from qtool.errors import QtoolError, in_one_line, require_positive, suggest
 from qtool.format import LinearFormat
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
@@ -344,7 +344,7 @@ def write_recipe(
         found = sensitivity(job, model, windows.tokens, choices, budget_bits, progress=progress)
     except torch.OutOfMemoryError as error:
         raise QtoolError(
-            f"{device} ran out of memory ({first_line(error)}) for the model and what it makes of "
+            f"{device} ran out of memory ({in_one_line(error)}) for the model and what it makes of "
             "one window: free memory, or pass a smaller --seqlen"
         ) from error
     facts = {"calibration": windows.facts, **asdict(found)}

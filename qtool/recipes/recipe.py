@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from qtool import plugins
-from qtool.errors import QtoolError, expand_home, first_line, require_text, suggest
+from qtool.errors import QtoolError, expand_home, in_one_line, require_text, suggest
 from qtool.recipes.schema import (
     CONTINUED,
     GIVEN,
@@ -308,7 +308,7 @@ def _mistake(error: Exception) -> str:
     """What is wrong, after its line where YAML knows it."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return first_line(error)
+    return in_one_line(error)
 
 
 def read(path: Path) -> dict[str, Any]:

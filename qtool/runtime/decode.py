@@ -30,7 +30,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
-from qtool.errors import first_line
+from qtool.errors import in_one_line
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
@@ -339,7 +339,7 @@ class DecodeGraphs:
                 step.record(forward, cache)
             except RuntimeError as error:  # nothing was computed while it was recorded
                 self.refused = True
-                warnings.warn(f"decoding without CUDA graphs: {first_line(error)}", stacklevel=2)
+                warnings.warn(f"decoding without CUDA graphs: {in_one_line(error)}", stacklevel=2)
                 return forward(**own)
         return step.replay(cache, kwargs)
 

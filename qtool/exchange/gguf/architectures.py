@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.models import Heads, family_of
 
 #: kinds of RoPE that all of them compute, and the frequency base of sliding windows
@@ -99,7 +99,7 @@ def settings_of(config: Mapping[str, Any]) -> Any:
         )
     except Exception as error:  # its own checks raise their own kinds
         raise QtoolError(
-            f"gguf: transformers does not take this config.json ({first_line(error)})"
+            f"gguf: transformers does not take this config.json ({in_one_line(error)})"
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.models.auto import auto_class
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
@@ -51,7 +51,7 @@ def build(config: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise QtoolError(
             f"{config.get('model_type')!r}: transformers {transformers.__version__} cannot build "
-            f"the model of this config.json ({first_line(error)})"
+            f"the model of this config.json ({in_one_line(error)})"
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.module_kinds import acts_linear, is_norm
 from qtool.models.derived.numbers import AttentionAsProducts, RandomNumbers
@@ -139,7 +139,7 @@ def _recorded(model: Any, text: str) -> Recorded:
     except Exception as error:
         raise QtoolError(
             f"the forward of {type(run).__name__} cannot be followed "
-            f"({first_line(error)} in {recorder.modules[-1] or 'the model'})"
+            f"({in_one_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
 

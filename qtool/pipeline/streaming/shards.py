@@ -24,7 +24,7 @@ from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.io.output import RUN, Output
 from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import read, read_header
@@ -85,7 +85,7 @@ class Shards:
             self._make(tokens, activations)
         except torch.OutOfMemoryError as error:
             raise QtoolError(
-                f"{self.device} ran out of memory ({first_line(error)}) after "
+                f"{self.device} ran out of memory ({in_one_line(error)}) after "
                 f"{len(self.output.records)} of {len(self.specs)} shards; these are kept: free "
                 "memory or pass --activations host, then --resume"
             ) from error
