@@ -307,13 +307,14 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
     """The norms before each linear that writes to the residual stream, up to linear ``name``.
 
     Their inputs are that stream before it is written to. None unless ``name`` writes to it, and
-    what it writes is added as it is or multiplied by one number.
+    what it writes is added as it is or multiplied by one number. Routed experts are left out: they
+    make up for nothing that the stream lacks, so that a shared expert behind them does.
     """
     norms: list[str] = []
     norm = ""
     for group in family.groups:
         norm = group.source if group.reads_residual else norm
-        norms += [norm] * group.writes_residual
+        norms += [norm] * (group.writes_residual and not group.routed)
         if group.linears == (name,) and group.writes_residual and norm and not family.why_fixed:
             return norms
     return []
