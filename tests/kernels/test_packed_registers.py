@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.kernels import registers as r
 from qtool.layouts.apex4 import APEX4
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.layouts.digit_layout import DigitLayout
@@ -20,6 +19,7 @@ from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
 from qtool.layouts.w4ax_interleaved import W4AX_INTERLEAVED
 from qtool.schemes import get
 from qtool.schemes.base import Params, Scheme
+from tests.kernels import registers as r
 
 N, K = 128, 256
 #: a lane of a warp: l = t / 4 rows (or columns), c = t % 4 along k

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.kernels import registers as r
 from qtool.schemes.lqq import LiquidQuant
 from qtool.schemes.qoq_group import ProgressiveQoQ
+from tests.kernels import registers as r
 
 K = 128
 

@@ -11,10 +11,10 @@ from qtool.format import LinearFormat
 from qtool.kernels.mma.half_gemm import Variant, shared_bytes
 from qtool.kernels.mma.half_tiles import TABLE, choose
 from qtool.kernels.mma.w4a16 import by_wgmma, w4a16_24_gemm, w4a16_gemm
-from qtool.kernels.registers import from_bytes, prmt
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24, compress
 from qtool.schemes.w4a16_24 import keep_largest
+from tests.kernels.registers import from_bytes, prmt
 
 N, K = 256, 384
 #: MARLIN's lanes are written c = lane // 4, q = lane % 4, as in csrc/mma/weights_marlin.cuh

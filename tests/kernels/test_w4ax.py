@@ -8,11 +8,11 @@ from torch import Tensor
 
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
-from qtool.kernels import registers as r
 from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange, arrangement, disarrange
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, w4ax_gemm
 from qtool.schemes.fmpq import Fmpq
+from tests.kernels import registers as r
 
 CASES = [("apex4", 128), ("apex4", 32), ("apex4", 512), ("apex4", None), ("w4ax-interleaved", 128)]
 
