@@ -103,6 +103,11 @@ def _split(given: Any) -> _Numbered:
     """What each part is given as, and its number of windows if it has one."""
     if isinstance(given, str):
         return _names(given)
+    if isinstance(given, Mapping) and "input_ids" in given:
+        raise QtoolError(
+            "calibration data: what a tokenizer gives is no mix: pass its input_ids, made without "
+            "padding"
+        )
     if isinstance(given, Mapping) and not hasattr(given, "column_names"):
         return list(given.items()) or [(given, None)]
     if isinstance(given, Sequence) and given and all(map(_is_pair, given)):

@@ -85,6 +85,7 @@ def test_one_part_is_recorded_as_it_always_was() -> None:
         ([(IDS, 2.5), (OTHER, 3)], None, "calibration data Tensor: windows 2.5"),
         (b"c4:2", None, "found a bytes of int"),
         ({}, None, "found <class 'dict'>"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, None, "pass its input_ids"),
         (datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})}), None, "split"),
     ],
 )
