@@ -1,5 +1,6 @@
 """Writes the model card: README.md of a result."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ model, tokenizer = qtool.load("{name}"), qtool.load_tokenizer("{name}")
 
 Run `import qtool.transformers` before transformers' `from_pretrained`; transformers alone refuses
 this checkpoint and says so. lm-eval's own command line:
-`python -m qtool.lm_eval run --model hf --model_args pretrained={name},dtype=auto --tasks ...`.
+`python -m qtool.lm_eval run --model hf --model_args pretrained={path},dtype=auto --tasks ...`.
 
 ## Serve
 
-`vllm serve {name}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
+`vllm serve {path}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
 that other stacks read.
 
 {results}## How it was made
@@ -40,7 +41,7 @@ that other stacks read.
 {how}
 
 `qtool.json` holds the whole recipe, the hashes of the calibration tokens and of every file, and the
-versions. `qtool verify {name}` checks them.
+versions. `qtool verify {path}` checks them.
 {base}"""
 EXPORTED = """---
 {front}---
@@ -90,6 +91,7 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         results = f"Of `{exported}`, by qtool's arithmetic. {ours}" if ours else "None yet."
     fills = {
         "name": name,
+        "path": shlex.quote(name),
         "front": yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         "base": f"\nThe card of the base model is [{BASE_CARD}]({BASE_CARD}).\n"
         if base_card.is_file()
@@ -101,7 +103,7 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         notes = "\n".join(f"- {note}" for note in provenance.get("notes", ()))
         serve = f"`{provenance['format']}`: {provenance['loaders']}."
         if "vLLM" in serve:
-            serve += f" In vLLM: `vllm serve {name}`."
+            serve += f" In vLLM: `vllm serve {fills['path']}`."
         if notes:
             serve += " Exceptions for this model are among the notes below."
         how = notes or "Exported without changes."

@@ -78,6 +78,18 @@ def test_the_card_says_how_it_was_made_and_keeps_the_bases(
         assert text in card
 
 
+def test_the_cards_commands_quote_the_name(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model().rename(tmp_path / "a model")
+    out = made(source, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    for command in ("vllm serve", "qtool verify"):
+        assert f"`{command} 'a model-w4a16'`" in card
+    assert "pretrained='a model-w4a16',dtype=auto" in card
+    export(out, "compressed-tensors", tmp_path / "foreign")
+    foreign = (tmp_path / "foreign" / "README.md").read_text()
+    assert "`vllm serve 'a model-compressed-tensors'`" in foreign
+
+
 def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--a-name" / "snapshots" / "0123"
     snapshot.parent.mkdir(parents=True)
