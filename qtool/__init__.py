@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         verify,
         write_report,
     )
+    from qtool.errors import QtoolError
     from qtool.exchange.as_export import load_as_export
     from qtool.recipes import Recipe
     from qtool.register import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "QtoolError",
     "Recipe",
     "evaluate",
     "export",
@@ -61,7 +63,11 @@ __all__ = [
 ]
 
 #: where a public name comes from, if not from :mod:`qtool.api`
-_ELSEWHERE = {"Recipe": "qtool.recipes", "load_as_export": "qtool.exchange.as_export"}
+_ELSEWHERE = {
+    "QtoolError": "qtool.errors",
+    "Recipe": "qtool.recipes",
+    "load_as_export": "qtool.exchange.as_export",
+}
 
 
 def __getattr__(name: str) -> Any:
