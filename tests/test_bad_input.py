@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import qtool.cli
 from qtool import recipes
 from qtool.data.corpora import data_directory
-from qtool.errors import QtoolError, first_line
+from qtool.errors import QtoolError, in_one_line
 from qtool.io.finite import all_finite
 from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import DEMO, Checkpoint, read_config
@@ -327,9 +327,9 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
 
 
 def test_a_shortened_message_says_that_it_is() -> None:
-    assert first_line(OSError("no connection\nto the hub")) == "no connection"
-    assert first_line(OSError("x" * 200)) == "x" * 200
-    assert first_line(OSError("x" * 201)) == "x" * 197 + "..."
+    assert in_one_line(OSError("no connection\nto the hub\n\nmore")) == "no connection to the hub"
+    assert in_one_line(OSError("x" * 300)) == "x" * 300
+    assert in_one_line(OSError("x" * 301)) == "x" * 297 + "..."
 
 
 def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

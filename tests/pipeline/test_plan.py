@@ -569,6 +569,15 @@ def test_gpus_share_what_is_split(tmp_path: Path) -> None:
         plan(job, device="cpu", gpus=2)
 
 
+def test_what_does_not_fit_the_device_is_said() -> None:
+    for recipe in (GPTQ, recipes.load("w4a16", "fast")):
+        job = Job.of(config_of("llama-3-8b"), recipe)
+        needed = plan(job, device_memory=1e9).device_bytes
+        assert "it does not fit: the device has 1.00 GB" in as_text(plan(job, device_memory=1e9))
+        assert "fit:" not in as_text(plan(job, device_memory=1.2 * needed))
+        assert "fit:" not in as_text(plan(job, device="cpu"))
+
+
 def test_a_run_on_the_cpu_is_planned() -> None:
     job = Job.of(config_of("llama-tiny"), GPTQ)
     cpu, gpu = (plan(job, host_memory=64e9, device=device) for device in ("cpu", "cuda"))

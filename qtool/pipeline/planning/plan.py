@@ -61,7 +61,8 @@ class Plan:
     Attributes:
         kinds: of blocks.
         device: what time and memory are of; ``gpus`` of them.
-        host_bytes: at the peak, of all processes. device_bytes: of each GPU.
+        host_bytes: at the peak, of all processes. device_bytes: of each GPU, which has
+            device_memory.
         compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks;
             no place where nothing is calibrated.
@@ -79,6 +80,7 @@ class Plan:
     device: str = "cpu"
     gpus: int = 1
     device_bytes: int = 0
+    device_memory: float = 0
     activation_bytes: int = 0
     place: str = ""
     compiling: float = 0
@@ -146,6 +148,7 @@ def plan(
         "kinds": kinds(job),
         "source_bytes": source * job.source_dtype.itemsize,
         "shard_bytes": job.shard_bytes(),
+        "device_memory": device_memory if where.type == "cuda" else 0,
     }
     if not job.needs_data:
         return Plan(**sizes, **_uncalibrated(job, source, where, gpus))
@@ -404,6 +407,8 @@ def _costs(planned: Plan) -> Iterator[str]:
             f"on {device}: {took}{first}, peak device memory"
             f"{each} about {bytes_text(planned.device_bytes)}, {host}"
         )
+    if planned.device_bytes > planned.device_memory:
+        yield f"it does not fit: the device has {bytes_text(planned.device_memory)}"
     if not planned.place:
         return
     if planned.job.recipe.windows == CONTINUED and not planned.continuation:
