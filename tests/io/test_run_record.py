@@ -29,16 +29,6 @@ def job(directory: Path) -> dict[str, object]:
     return found
 
 
-def test_weights_that_never_leave_the_cpu_are_recorded_so(
-    make_model: MakeModel, tmp_path: Path
-) -> None:
-    """Round to nearest streams on the CPU whatever device was asked for: here one that is not
-    there.
-    """
-    out = run(make_model(), tmp_path / "out", device="cuda:7")
-    assert read_run(out, job(out))["device"] == "cpu"
-
-
 def interrupted(source: Path, out: Path) -> None:
     """A run that stops after its second shard."""
 
