@@ -314,7 +314,7 @@ def test_a_rounded_model_that_does_not_fit_is_called_so(monkeypatch: pytest.Monk
 
 def test_memory_that_ends_meanwhile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\n\nMore")
 
     monkeypatch.setattr(calibration_text, "continued", full)
     with pytest.raises(

@@ -228,7 +228,7 @@ def test_what_cannot_be_recorded_is_run(
     graph_decoding(model)
 
     def refuse(*_: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        raise RuntimeError("operation not permitted when stream is capturing\n\nand more")
 
     monkeypatch.setattr(Step, "record", refuse)
     with pytest.warns(UserWarning, match=r"without CUDA graphs: operation not permitted .*ing$"):

@@ -227,19 +227,20 @@ class Shards:
     ) -> Callable[[], None]:
         """A function that writes ``shard`` in another thread.
 
-        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. Weights that
-        are rounded one by one are rounded in that thread too, and nothing runs beside it.
+        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. Where weights
+        are rounded one by one nothing runs beside that thread, which rounds them too.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()
-            if self.device.type == "cuda" and self.collective
+            if self.device.type == "cuda"
             else None
         )
+        stream = torch.cuda.Stream if self.collective else torch.cuda.default_stream
 
         def put() -> None:
             with (
                 self.phases.thread("write"),
-                torch.cuda.stream(ready and torch.cuda.Stream(self.device)),
+                torch.cuda.stream(ready and stream(self.device)),
             ):
                 if ready:
                     torch.cuda.current_stream(self.device).wait_event(ready)
