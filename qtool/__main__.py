@@ -11,9 +11,10 @@ def main() -> None:
         import signal
 
         _open_closed_streams()
-        # torch's threads sleep where they wait: those that spin keep the cores from other work, and
-        # two such processes from each other
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if "OMP_WAIT_POLICY" not in os.environ:
+            # torch's threads wait awake for moments only: beside other work on the same cores they
+            # would wait for each other longer than they compute
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 
