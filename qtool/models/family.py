@@ -17,18 +17,17 @@ from typing import Any
 from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, RowsOf, of_expert
 
-#: sizes in config.json that every family reads, and those that may be absent
+#: sizes in config.json that every family reads, those that may be absent, and those of some
+#: families, which the config.json of another may set to 0
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = (
     "intermediate_size",
-    "ffn_dim",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
     "head_dim",
     "num_key_value_heads",
     "num_kv_heads",
     "max_position_embeddings",
 )
+OF_SOME = ("ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 #: the words for sizes that every family has
 SIZES = ("hidden", "q", "kv", "dim", "inter", "vocab")
 #: more than any model has: beyond these a config.json is damaged
@@ -364,8 +363,8 @@ def _class_sizes(model_type: str) -> dict[str, int]:
 
     if model_type not in CONFIG_MAPPING:
         return {}
-    known = CONFIG_MAPPING[model_type]
-    return {name: n for name in OPTIONAL if isinstance(n := getattr(known, name, None), int)}
+    found = {name: getattr(CONFIG_MAPPING[model_type], name, None) for name in OPTIONAL + OF_SOME}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
 def _each(name: str, count: int) -> range:

@@ -215,6 +215,14 @@ def test_a_config_may_leave_out_a_size_that_transformers_knows(
     assert found == {name: tuple(expected[name].shape) for name in found}
 
 
+def test_a_config_may_set_a_size_of_another_family_to_0(make_model: MakeModel) -> None:
+    """Qwen3-Coder's does."""
+    config = config_of(make_model("qwen3_moe"))
+    shapes = Job.of(config, recipes.load("w8a8")).source_shapes()
+    config["shared_expert_intermediate_size"] = 0
+    assert Job.of(config, recipes.load("w8a8")).source_shapes() == shapes
+
+
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_a_config_may_leave_out_how_many_experts_a_token_goes_to(
     variant: str, make_model: MakeModel
