@@ -39,7 +39,7 @@ def register_scheme(
     """
     from qtool.schemes import SCHEMES, Scheme
 
-    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size", "activation")
+    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
     _require(scheme, (Scheme,), facts)
     _require_facts(scheme)
     if recipe is None and scheme.code_bits not in (4, 8):
@@ -152,7 +152,8 @@ def _require_facts(scheme: "type[Scheme]") -> None:
             f" {scheme.default_group_size!r}, is expected"
         )
     for size in sizes:
-        if not isinstance(activation := scheme(size).activation, Activation):
+        activation = getattr(scheme(size), "activation", None)  # it may follow the group size
+        if not isinstance(activation, Activation):
             raise QtoolError(f"{name}.activation is {activation!r}; an Activation is expected")
 
 

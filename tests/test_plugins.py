@@ -265,6 +265,12 @@ def test_names_that_are_taken_are_refused() -> None:
         qtool.register_scheme(type("Bare", (Scheme,), {"name": "bare"}))
 
 
+@pytest.mark.parametrize("scheme", [*SCHEMES])
+def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
+    """The activation of w4a4 follows its group size."""
+    qtool.register_scheme(type("Own", (SCHEMES[scheme],), {"name": "own"}))
+
+
 def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     def scheme(**body: Any) -> type[Scheme]:
         return type("Wrong", (SmoothQuant,), {"name": "wrong", **body})
