@@ -204,9 +204,9 @@ def plan(
         calibration: likewise; its windows are counted, and nothing of it is read.
         kv: likewise.
         options: likewise; ``samples`` and ``seqlen`` are those of a calibrated run.
-        device_memory: of the GPU of a calibrated run, in GB (1e9 bytes); by default an H200's.
-        device: of a calibrated run: ``cuda``, which is an H200, or ``cpu``, two cores.
-        gpus: that share it.
+        device_memory: of the GPU, in GB (1e9 bytes); by default an H200's.
+        device: ``cuda``, which is an H200, or ``cpu``, two cores.
+        gpus: that share the run.
 
     Raises:
         QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.
