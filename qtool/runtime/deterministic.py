@@ -44,6 +44,8 @@ EXACT = frozenset(
 SUMS = frozenset({"add", "add_", "sub", "sub_"})
 #: by a number, a GPU multiplies by its reciprocal
 QUOTIENTS = frozenset({"div", "div_"})
+#: torch's grouped matmul, and transformers' own where torch 2.9 or 2.10 has none
+GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 #: query tokens of an attention that are computed at once, and scores: what a CPU's cache holds,
 #: half a gigabyte
@@ -61,12 +63,12 @@ class _Operations(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func._schema.name in GROUPED:
+            return _grouped_mm(*args, **kwargs)
         if _is_exact(func, args, kwargs):
             return func(*args, **kwargs)
         if func._schema.name == "aten::topk":
             return _topk(*args, **kwargs)
-        if func._schema.name == "aten::_grouped_mm":
-            return _grouped_mm(*args, **kwargs)
         return _compute_in_float64(func, args, kwargs)
 
 
@@ -234,7 +236,7 @@ def _topk(
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """torch's grouped matmul, which takes no float64: ``[M, K], [E, K, N] -> [M, N]``.
+    """A grouped matmul, of which torch's takes no float64: ``[M, K], [E, K, N] -> [M, N]``.
 
     Rows of group e end at ``offs[e]``.
     """

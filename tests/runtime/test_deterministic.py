@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe  # noqa: F401  (registers its grouped matmul)
 
 from qtool.models.experts import separate_experts
 from qtool.runtime import deterministic
@@ -139,12 +140,15 @@ def test_of_equals_the_first_are_chosen() -> None:
     assert values.tolist() == [[3, 3], [2, 2]] and indices.tolist() == [[1, 2], [0, 1]]
 
 
-def test_each_group_has_a_matrix_of_its_own() -> None:
+@pytest.mark.parametrize(
+    "grouped_mm", [torch._grouped_mm, torch.ops.transformers.grouped_mm_fallback]
+)
+def test_each_group_has_a_matrix_of_its_own(grouped_mm: Callable[..., torch.Tensor]) -> None:
     """A group may be empty."""
     x, weight = torch.randn(5, 8), torch.randn(3, 8, 8)
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     with deterministic_arithmetic():
-        y = torch._grouped_mm(x, weight.mT, ends)
+        y = grouped_mm(x, weight.mT, ends)
     products = x.double() @ weight.double().mT  # [3, 5, 8], of which each row needs one
     assert torch.equal(y, products[[0, 0, 2, 2, 2], range(5)].float())
 
