@@ -22,7 +22,7 @@ from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming import activations
+from qtool.pipeline.streaming import activations, blocks
 from tests.conftest import save_model
 
 RECIPE: dict[str, Any] = {
@@ -123,6 +123,14 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
             run(source, out)
     assert not out.exists()
     assert files(run(source, out, resume=True)) == whole
+
+
+def test_out_of_memory_where_nothing_is_calibrated(source, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """There are no activations to keep elsewhere."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+    monkeypatch.setattr(blocks, "round_to_nearest", failing_at(9, error, blocks.round_to_nearest))
+    with pytest.raises(QtoolError, match=r"kept: free memory, then --resume$"):
+        quantize(Checkpoint(source), recipes.load("w4a16", "fast"), tmp_path / "out")
 
 
 def test_the_disk_fills_up_while_blocks_are_computed(source, whole, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -84,10 +84,11 @@ class Shards:
         try:
             self._make(tokens, activations)
         except torch.OutOfMemoryError as error:
+            others = " or pass --activations host" if self.job.needs_data else ""
             raise QtoolError(
                 f"{self.device} ran out of memory ({in_one_line(error)}) after "
                 f"{len(self.output.records)} of {len(self.specs)} shards; these are kept: free "
-                "memory or pass --activations host, then --resume"
+                f"memory{others}, then --resume"
             ) from error
 
     def _make(self, tokens: Sequence[Tensor], activations: str) -> None:
