@@ -222,6 +222,17 @@ def test_options_may_be_annotated_by_texts() -> None:
         check_options(ROUNDINGS["mine"], {"x": "a"})
 
 
+def test_a_field_that_is_not_given_is_no_option() -> None:
+    @dataclasses.dataclass
+    class Mine(RoundToNearest):
+        name = "mine"
+        seen: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict, init=False)
+
+    qtool.register_method(Mine)
+    with pytest.raises(QtoolError, match="mine: unknown option 'seen'"):
+        check_options(Mine, {"seen": 1})
+
+
 def test_a_registered_recipe_without_variants() -> None:
     layers = [{"match": ".*", "scheme": "w8a8"}]
     qtool.register_recipe("mine", {"layers": layers, "rounding": "gptq"})

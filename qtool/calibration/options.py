@@ -7,7 +7,7 @@ a union of these, and has a default. Numbers are of 0 or more.
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -26,11 +26,11 @@ def require_options(method: type[Method]) -> None:
     """
     kinds, named = _kinds(method), set(inspect.get_annotations(method))
     constants = {name for name, kind in get_type_hints(method).items() if _is_constant(kind)}
-    for option in sorted(named - constants - kinds.keys()):
+    for option in sorted(named - constants - {field.name for field in fields(method)}):
         raise QtoolError(
             f"{method.__name__}.{option} is no option: {method.__name__} is no dataclass"
         )
-    for field in fields(method):
+    for field in _options(method):
         if field.default is MISSING and field.default_factory is MISSING:
             raise QtoolError(f"{method.__name__}.{field.name} has no default, which options have")
         if not _is_known(kinds[field.name]):
@@ -44,13 +44,18 @@ def _is_constant(kind: Any) -> bool:
     return kind is ClassVar or get_origin(kind) is ClassVar
 
 
+def _options(method: type[Method]) -> list[Field[Any]]:
+    """The fields that are given; a method may have others for what it learns."""
+    return [field for field in fields(method) if field.init]
+
+
 def _kinds(method: type[Method]) -> dict[str, Any]:
     """The types of the options, also where annotations are texts."""
     try:
         kinds = get_type_hints(method)
     except NameError as error:
         raise QtoolError(f"{method.__name__}: the types of its options: {error}") from error
-    return {field.name: kinds[field.name] for field in fields(method)}
+    return {field.name: kinds[field.name] for field in _options(method)}
 
 
 def _is_known(kind: Any) -> bool:
