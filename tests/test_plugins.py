@@ -185,6 +185,14 @@ def test_what_a_transform_notes_and_nothing_would_come_of_is_refused(
         qtool.quantize(make_model(), recipe=transform(do), out=tmp_path / "out")
 
 
+def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    recipe = transform(lambda block: block.permute("mlp.up_proj", torch.arange(128)))
+    recipe["layers"] = [{"match": "up_proj", "scheme": None}, *recipe["layers"]]
+    TRANSFORMS["mine"].permutes = lambda *_: ("mlp.up_proj",)  # type: ignore[method-assign]
+    with pytest.raises(QtoolError, match="its inputs, and it stays in 16 bits"):
+        qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+
+
 def method(base: type, **body: Any) -> type:
     return type("Mine", (base,), {"name": "mine", "needs_data": False, **body})
 

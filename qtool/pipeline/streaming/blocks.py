@@ -398,10 +398,12 @@ def _require_stored(block: Block, job: Job) -> None:
         QtoolError: naming the linear.
     """
     for name in block.permutations:
-        if not job.format.is_permuted(job.full(block.index, name)):
+        full = job.full(block.index, name)
+        if name not in block.schemes or not job.format.is_permuted(full):
+            why = "none names it in permutes" if name in block.schemes else "it stays in 16 bits"
             raise QtoolError(
-                f"{job.full(block.index, name)}: a transform permutes its inputs, and none names it"
-                " in permutes, so that the order would not be stored"
+                f"{full}: a transform permutes its inputs, and {why}, so that the order would not"
+                " be stored"
             )
     for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
         raise QtoolError(
