@@ -203,5 +203,6 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_an_order_that_is_no_permutation_is_refused(wrong: dict[str, Any], said: str) -> None:
     right = {"n": "nt a:8", "k": "kt h:2", "order": "nt, kt a", "nibble": "h"}
     DigitLayout(name="mine", **right)  # type: ignore[arg-type]
+    DigitLayout(name="mine", n="N  A:8", k="K\nH:2", order="N, K A", nibble="H")
     with pytest.raises(QtoolError, match=f"layout mine: {said}"):
         DigitLayout(name="mine", **right | wrong)  # type: ignore[arg-type]
