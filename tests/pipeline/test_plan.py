@@ -594,7 +594,8 @@ def test_weights_are_rounded_to_nearest_on_the_device_of_the_run() -> None:
         assert not job.needs_data and job.is_plain == (data is LQQ)
         cpu, gpu, two = (plan(job, device="cpu"), plan(job), plan(job, gpus=2))
         assert cpu.device_bytes == 0 < gpu.device_bytes == two.device_bytes
-        assert two.seconds < gpu.seconds
+        shared = gpu.seconds if data is LQQ else gpu.seconds - H200.start  # the rest is each one's
+        assert gpu.seconds - shared / 2 <= two.seconds < gpu.seconds
         said = as_text(gpu).splitlines()[-2]
         assert said.startswith("on one NVIDIA H200: time about") and "calibration" not in said
         assert as_text(cpu).splitlines()[-2].startswith("on two CPU cores: time about")

@@ -160,17 +160,18 @@ def plan(
 
 def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:
     """Time and memory of a run that looks at no activations: the fields of a :class:`Plan`."""
-    took = weights / PLAIN_WEIGHTS_PER_SECOND[device.type]
+    took = weights / PLAIN_WEIGHTS_PER_SECOND[device.type] / gpus
     if device.type == "cpu":
         return {"host_bytes": plain_host_bytes(job), "seconds": took}
     if job.is_plain:
         largest = max(n * k for b in job.distinct_blocks for n, k in job.linears(b).values())
         used = largest * (job.source_dtype.itemsize + 2) + 20 * min(largest, CHUNK_ELEMENTS[1])
     else:
-        took, used = seconds(job, 1, 1), memory.working_bytes(job, 1, 1, device)
+        took = seconds(job, 1, 1, gpus=gpus)
+        used = memory.working_bytes(job, 1, 1, device)
     return {
         "host_bytes": memory.host_bytes(job, 1, 1, device, 0) * gpus,
-        "seconds": took / gpus,
+        "seconds": took,
         "device": H200.name,
         "gpus": gpus,
         "device_bytes": used,
