@@ -206,7 +206,7 @@ def plan(
         options: likewise; ``samples`` and ``seqlen`` are those of a calibrated run.
         device_memory: of the GPU, in GB (1e9 bytes); by default an H200's.
         device: ``cuda``, which is an H200, or ``cpu``, two cores.
-        gpus: that share the run.
+        gpus: that share the run. The host's memory is that of this machine.
 
     Raises:
         QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.

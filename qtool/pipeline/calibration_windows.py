@@ -40,7 +40,6 @@ from qtool.pipeline.planning.memory import (
 )
 from qtool.pipeline.quantize import Calibration, fingerprint
 from qtool.pipeline.rounded_model import load_rounded
-from qtool.pipeline.units import bytes_text
 from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
 
@@ -183,16 +182,13 @@ class Windows(Calibration):
         """How the model continues the windows ``ids``.
 
         Raises:
-            QtoolError: the model does not fit the device whole.
+            QtoolError: the model fits the device or the host not whole.
         """
         whole, free = _memory(self.device)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
-        if not need.fits(free, HOST_SHARE * host_memory()[1]):
+        if short := need.shortage(self.device, free, HOST_SHARE * host_memory()[1]):
             raise QtoolError(
-                "the recipe has windows: continued, and to continue calibration windows takes the "
-                f"whole model{need.how}, {bytes_text(need.bytes)} with its cache, where "
-                f"{bytes_text(free)} of {self.device.type} memory are free for it: pass "
-                "--windows given for windows that are all of the text"
+                f"the recipe has windows: continued, and to continue calibration windows {short}"
             )
         return need
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import weakref
 from dataclasses import replace
@@ -135,6 +136,20 @@ def test_the_plan_says_that_the_model_does_not_fit() -> None:
     job = asked("best").job
     assert "pass --windows given" in as_text(plan(job, device_memory=1e6))
     assert "pass --windows given" not in as_text(plan(job))
+
+
+def test_the_memory_that_does_not_hold_the_model_is_named() -> None:
+    """The weights of a model on a GPU pass through the host."""
+    job = asked("best").job
+    room: dict[str, Any] = {"device_memory": 1e9, "host_memory": 1e5}
+    for device, what in (("cuda", "MB"), ("cpu", "with its cache")):
+        said = as_text(plan(job, **room, device=device))
+        assert re.search(
+            rf"to continue them takes the whole model, .* {what}, where 50 kB of host memory",
+            said,
+        )
+    room = {"device_memory": 1e5, "host_memory": 1e9}
+    assert re.search(r"with its cache, where 90 kB of cuda memory", as_text(plan(job, **room)))
 
 
 def test_the_plan_says_that_the_model_is_rounded() -> None:

@@ -15,6 +15,7 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
+from qtool.pipeline.units import bytes_text
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
@@ -146,9 +147,24 @@ class ContinuationMemory:
         """Bytes of keys and values that a step reads, in the mean of a growing cache."""
         return self.cache * (self.given + self.length) / (2 * self.length)
 
-    def fits(self, device_memory: float, host_memory: float) -> bool:
-        """Whether there is room on the device, and on the host, which the weights pass through."""
-        return self.bytes <= device_memory and self.weights <= host_memory
+    def shortage(self, device: torch.device, device_memory: float, host_memory: float) -> str:
+        """What it takes and which memory lacks the room, in words; empty where both have it.
+
+        The weights of a model on a GPU pass through the host's.
+        """
+        where = "host" if device.type == "cpu" else device.type
+        needs = (
+            (self.bytes, " with its cache", device_memory, where),
+            (self.weights, "", host_memory, "host"),
+        )
+        for needed, what, free, kind in needs:
+            if needed > free:
+                return (
+                    f"takes the whole model{self.how}, {bytes_text(needed)}{what}, where "
+                    f"{bytes_text(free)} of {kind} memory are free for it: pass --windows given "
+                    "for windows that are all of the text"
+                )
+        return ""
 
 
 def continuation_memory(

@@ -67,7 +67,7 @@ class Plan:
         activation_bytes, place: the calibration activations and where they are kept between blocks;
             no place where nothing is calibrated.
         continuation: of the calibration windows, most of which the model writes first; it is held
-            whole meanwhile.
+            whole meanwhile. shortage: why it cannot, in words.
         repacked: the format whose codes are taken as they are; nothing where weights are quantized.
     """
 
@@ -85,6 +85,7 @@ class Plan:
     place: str = ""
     compiling: float = 0
     continuation: memory.ContinuationMemory | None = None
+    shortage: str = ""
     repacked: str = ""
 
     @property
@@ -197,11 +198,12 @@ def _calibrated(
     on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
     host_bytes = memory.host_bytes(job, tokens, seqlen, device, in_memory - on_device)
     device_bytes = memory.working_bytes(job, tokens, seqlen, device) + on_device
-    continued = None
+    continued, shortage = None, ""
     if job.recipe.windows == CONTINUED:
         continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
         share = memory.DEVICE_SHARE if device.type == "cuda" else memory.HOST_SHARE
-        if not continued.fits(share * device_memory, memory.HOST_SHARE * host_memory):
+        free = share * device_memory, memory.HOST_SHARE * host_memory
+        if shortage := continued.shortage(device, *free):
             continued = None
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
@@ -218,6 +220,7 @@ def _calibrated(
         "place": "host" if device.type == "cpu" and place == "device" else place,
         "compiling": rates.compiling,
         "continuation": continued,
+        "shortage": shortage,
     }
 
 
@@ -412,8 +415,8 @@ def _costs(planned: Plan) -> Iterator[str]:
         yield f"it does not fit: the device has {bytes_text(planned.device_memory)}"
     if not planned.place:
         return
-    if planned.job.recipe.windows == CONTINUED and not planned.continuation:
-        yield "calibration windows: the model does not fit to continue them, pass --windows given"
+    if planned.shortage:
+        yield f"calibration windows: to continue them {planned.shortage}"
     if planned.continuation:
         yield (
             "calibration windows: started by the text and continued by the "
