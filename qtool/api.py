@@ -265,7 +265,9 @@ def sensitivity(
             the recipe has.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
         data_dir: of local copies of corpora.
-        samples: windows. seqlen: tokens of each. seed: of their choice.
+        samples: calibration windows.
+        seqlen: tokens of each.
+        seed: of the choice of windows.
         device: where the model runs.
         progress: called after each group with ``(done, total, notes)``.
 
@@ -495,10 +497,14 @@ def import_(
     layout: str | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Repack a symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model, code for code.
+    """Repack a 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model, code for code.
+
+    A symmetric one becomes ``w4a16``; one with zero points a channel ``w4a8-qoq``, which has 8-bit
+    activations.
 
     Args:
-        model: its directory or hub id. out: the native checkpoint's directory.
+        model: its directory or hub id.
+        out: the native checkpoint's directory.
         layout: of every linear; by default w4a16's, row-major where its tile does not fit.
         progress: called after each shard with ``(done, total, notes)``.
 
@@ -548,7 +554,9 @@ def write_report(
         compare: the model it was made from; fills what needs both.
         tasks: evaluated first and kept, as :func:`evaluate` with ``save`` would.
         out: by default ``report.html`` in a local checkpoint, ``MODEL-report.html`` here for a
-            hub id.
+            hub id; a file that is there is replaced.
+        data_dir: local copies of corpora and tasks.
+        device: where the model and the baseline run.
 
     Returns:
         The file.

@@ -362,8 +362,8 @@ def export(
 def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> None:
     """Repack a 4-bit GPTQ, AWQ or AutoRound model.
 
-    A symmetric 4-bit GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native one, code
-    for code.
+    A symmetric GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native w4a16 one, code
+    for code; one with zero points a channel becomes w4a8-qoq, which has 8-bit activations.
     """
     from qtool import api
 

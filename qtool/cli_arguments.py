@@ -219,7 +219,7 @@ QUANTIZE = _together(
     ),
     DATA_DIR,
     click.option(
-        "--seed", default=0, show_default=True, help="Of the choice of calibration windows."
+        "--seed", default=0, show_default=True, help="Chooses and continues calibration windows."
     ),
     ACTIVATIONS,
     DEVICE,
@@ -242,7 +242,7 @@ PLAN = _together(
     click.option(
         "--device-memory",
         type=float,
-        help="Of the GPU, in GB; an H200's by default.",
+        help="Memory of the GPU in GB; an H200's by default.",
     ),
     click.option(
         "--gpus", type=POSITIVE, default=1, show_default=True, help="GPUs that share the run."
@@ -282,7 +282,13 @@ EVALUATE = _together(
     DATA_DIR,
     SEQLEN,
     click.option("--limit", type=POSITIVE, help="At most this many windows or items a task."),
-    click.option("--batch-size", type=POSITIVE, default=8, show_default=True),
+    click.option(
+        "--batch-size",
+        type=POSITIVE,
+        default=8,
+        show_default=True,
+        help="Windows or items at once.",
+    ),
     click.option(
         "--kv",
         type=KV_NAME,
@@ -297,7 +303,7 @@ EVALUATE = _together(
     click.option(
         "--dtype",
         type=click.Choice(["bfloat16", "float16", "float32"]),
-        help="Of all that is not quantized.",
+        help="Dtype of all that is not quantized.",
     ),
     click.option(
         "--deterministic",

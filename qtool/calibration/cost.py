@@ -62,10 +62,12 @@ class BlockShape:
     """A block and its calibration text in numbers.
 
     Attributes:
-        family: as this block looks. config: the model's, with the sizes of its attention and
-            experts.
-        linears: ``(N, K)`` of every linear. quantized: of those that are rounded.
-        samples, seqlen: calibration sequences, and the tokens of each.
+        family: as this block looks.
+        config: the model's, with the sizes of its attention and experts.
+        linears: ``(N, K)`` of every linear.
+        quantized: of those that are rounded.
+        samples: calibration sequences.
+        seqlen: tokens of each.
         itemsize: bytes of a number in a forward.
     """
 

@@ -58,6 +58,8 @@ def load_as_export(
     It needs the memory of the 16-bit model and runs none of qtool's kernels.
 
     Args:
+        directory: of a native checkpoint.
+        format: ``compressed-tensors``, or that with ``-w4a16``, ``-w8a8`` or ``-w4a8``.
         device: as in :func:`qtool.load`.
         dtype: likewise; transformers' load of the export must have the same.
         dequantize: as transformers loads it with ``dequantize=True``. Weights with zero points it

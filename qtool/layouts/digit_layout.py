@@ -31,7 +31,8 @@ class DigitLayout(Layout):
     """A layout stated by digits.
 
     Args:
-        n: digits of the output channel. k: digits of the input channel.
+        n: digits of the output channel.
+        k: digits of the input channel.
         order: the byte address; every digit once but the nibble digit.
         nibble: the digit (size 2) that chooses the nibble of the byte; ``None`` for 8-bit codes.
         low: the value of the nibble digit that lies in the low nibble.

@@ -44,21 +44,22 @@ class Family:
         groups: the linears of a block, in the order data flows through them.
         attention: the attention of a block.
         tensors: every weight of a block and its shape in words.
-        biased: linears that always have a bias. biased_if: those that do when a config key is true.
+        biased: linears that always have a bias.
+        biased_if: those that do when a config key is true.
         fused: linears that are several in one: their parts in order, each with its number of rows
             in words.
         fused_by_head: their rows go by kv head, with each part's share of it (Falcon).
         readers: modules in 16 bit that read a norm too (routers), by norm.
-        post_norms: norms of what is written to the residual stream. norm_offset: norms multiply by
-            this plus weight.
+        post_norms: norms of what is written to the residual stream.
+        norm_offset: norms multiply by this plus weight.
         layer_norm: norms subtract the mean over channels and have biases.
         experts: where experts are; groups and tensors with ``*`` in their names are repeated for
             each.
         text: the part that takes text alone, where the whole model takes none; mostly ``""``,
             the whole.
         positions: the table of learned positions, which the residual stream begins with too.
-        sizes: sizes that config.json has under other keys than Llama's. defaults: of keys it may
-            leave out.
+        sizes: sizes that config.json has under other keys than Llama's.
+        defaults: of keys it may leave out.
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns: the length of the tuple that a block returns its output in; 0: in none.

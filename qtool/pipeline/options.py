@@ -110,7 +110,7 @@ class QuantizeOptions(RecipeOverrides):
     Attributes:
         samples: calibration windows; by default what the parts of a mix say, or 128.
         seqlen: tokens a window, at most the model's context.
-        seed: of the choice of windows.
+        seed: of the choice of windows, and of the tokens that the model continues them with.
         data_dir: a directory with local copies of corpora; by default ``QTOOL_DATA_DIR``'s.
         activations: where calibration activations are between blocks: ``device``, ``host``,
             ``disk``, or ``auto``, the first with room.
