@@ -149,7 +149,9 @@ def test_the_memory_that_does_not_hold_the_model_is_named() -> None:
             said,
         )
     room = {"device_memory": 1e5, "host_memory": 1e9}
-    assert re.search(r"with its cache, where 90 kB of cuda memory", as_text(plan(job, **room)))
+    tight = plan(job, **room)
+    assert re.search(r"with its cache, where 90 kB of cuda memory", as_text(tight))
+    assert as_dict(tight)["windows_shortage"] == tight.shortage != ""
 
 
 def test_the_plan_says_that_the_model_is_rounded() -> None:

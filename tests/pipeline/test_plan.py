@@ -573,7 +573,9 @@ def test_what_does_not_fit_the_device_is_said() -> None:
     for recipe in (GPTQ, recipes.load("w4a16", "fast")):
         job = Job.of(config_of("llama-3-8b"), recipe)
         needed = plan(job, device_memory=1e9).device_bytes
-        assert "it does not fit: the device has 1.00 GB" in as_text(plan(job, device_memory=1e9))
+        tight = plan(job, device_memory=1e9)
+        assert "it does not fit: the device has 1.00 GB" in as_text(tight)
+        assert as_dict(tight)["device_memory_bytes"] == 1e9 < as_dict(tight)["peak_device_bytes"]
         assert "fit:" not in as_text(plan(job, device_memory=1.2 * needed))
         assert "fit:" not in as_text(plan(job, device="cpu"))
 

@@ -304,10 +304,12 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "device": planned.device,
         "gpus": planned.gpus,
         "peak_device_bytes": planned.device_bytes,
+        "device_memory_bytes": planned.device_memory,
         "activation_bytes": planned.activation_bytes,
         "activations": planned.place,
         "windows": CONTINUED if planned.continuation else GIVEN,
         "continued_by": memory.ROUNDED_SCHEME if rounded else None,
+        "windows_shortage": planned.shortage or None,
         "disk_bytes": planned.disk_bytes,
         "resume_bytes": planned.resume_bytes,
     }
