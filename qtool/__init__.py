@@ -71,7 +71,9 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used."""
+    """A public name, or the module ``api``, imported when it is first used."""
+    if name == "api":
+        return import_module("qtool.api")
     if name not in __all__:
         raise AttributeError(f"module 'qtool' has no attribute {name!r}")
     room = "qtool.register" if name.startswith("register_") else "qtool.api"

@@ -265,11 +265,19 @@ SENSITIVITY = _together(
         "--budget-bits", type=float, required=True, help="Most stored bits a weight, as 4.25."
     ),
     click.option("--out", type=NewPath(), required=True, help="The recipe, a YAML file."),
-    click.option("--recipe", type=Name(lambda: VARIANTS), default="best", show_default=True),
+    click.option(
+        "--recipe",
+        type=Name(lambda: VARIANTS),
+        default="best",
+        show_default=True,
+        help="fast, paper or best: whose methods the recipe has.",
+    ),
     CALIB,
     DATA_DIR,
     click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
-    click.option("--seqlen", type=TWO_OR_MORE, default=512, show_default=True),
+    click.option(
+        "--seqlen", type=TWO_OR_MORE, default=512, show_default=True, help="Tokens a window."
+    ),
     DEVICE,
 )
 EVALUATE = _together(

@@ -116,8 +116,12 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @MODEL
 @click.option("--against", default="fp8,bf16,w4a16", show_default=True, help="Baselines.")
 @click.option("--batches", default="1,16,64,256,512", show_default=True, help="Sequences at once.")
-@click.option("--input-tokens", type=POSITIVE, default=1024, show_default=True)
-@click.option("--output-tokens", type=POSITIVE, default=512, show_default=True)
+@click.option(
+    "--input-tokens", type=POSITIVE, default=1024, show_default=True, help="Of each prompt."
+)
+@click.option(
+    "--output-tokens", type=POSITIVE, default=512, show_default=True, help="Of each answer."
+)
 @click.option(
     "--memory", type=float, help="GB of each GPU that an engine may use; nearly all by default."
 )

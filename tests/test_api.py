@@ -100,6 +100,12 @@ def test_dir_lists_what_can_be_called() -> None:
         _ = qtool.quantise
 
 
+def test_qtool_alone_has_the_module_that_the_reference_names() -> None:
+    code = "import qtool; print(qtool.api.schemes()[0][0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in {name for name, *_ in qtool.api.schemes()}
+
+
 def test_importing_qtool_imports_nothing_heavy_and_no_hook() -> None:
     code = (
         "import sys; hooks = list(sys.meta_path)\n"
