@@ -201,10 +201,12 @@ class Case:
 
 
 def draw(low: int, high: int, *shape: int) -> Tensor:
+    """Random bytes of ``low`` to ``high - 1``."""
     return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
 
 def report(wrong: Tensor) -> str | None:
+    """How many elements are ``wrong`` and where the first is; None if none are."""
     return (
         f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
         if wrong.any()
@@ -281,6 +283,7 @@ def quantization(m: int, k: int, mixed: bool) -> str | None:
 
 
 def operands() -> list[MmaOperand]:
+    """Those of all kinds of W4A8 and W4Ax weights."""
     return [w4a8_mma.operand(*kind) for kind in W4A8] + [w4ax_mma.operand(*kind) for kind in W4AX]
 
 
@@ -292,6 +295,7 @@ def prepare(dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
+    """A random weight ``[n, k]`` of a kind of W4A8 or W4Ax."""
     return Case.random_w4a8(*kind, n, k) if kind in W4A8 else Case.random_w4ax(*kind, n, k)  # type: ignore[arg-type]
 
 

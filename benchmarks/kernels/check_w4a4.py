@@ -151,6 +151,7 @@ def tokens(m: int, k: int) -> Tensor:
 
 
 def where(wrong: Tensor, got: Tensor) -> str | None:
+    """How many elements are ``wrong``, where the first is and what it is; None if none are."""
     if not wrong.any():
         return None
     first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()

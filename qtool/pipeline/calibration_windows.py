@@ -182,7 +182,7 @@ class Windows(Calibration):
         """How the model continues the windows ``ids``.
 
         Raises:
-            QtoolError: the model fits the device or the host not whole.
+            QtoolError: the device or the host has no room for the whole model.
         """
         whole, free = _memory(self.device)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)

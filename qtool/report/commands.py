@@ -13,6 +13,8 @@ from qtool.eval.perplexity import SEQLEN
 from qtool.report.data import Quality, Report
 
 RECIPE = "recipe.yaml"
+#: what is evaluated where nothing was yet
+TASKS = "wikitext2 piqa"
 
 
 def commands(report: Report) -> list[str]:
@@ -52,11 +54,10 @@ def commands(report: Report) -> list[str]:
         quantize += " --keep-unknown"
     if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
         quantize += f" --device {device}"
-    example = f"qtool eval wikitext2 --model {directory} --compare {base} --save"
     return [
         f"{quantize} --out {directory}",
         f"qtool verify {directory}",
-        *(evaluations(report.quality, directory, base) or [example]),
+        *(evaluations(report.quality, directory, base) or [evaluation(TASKS, directory, base)]),
         f"qtool report {directory} --compare {base}",
     ]
 
@@ -79,11 +80,16 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
         is_file = result.kind == "perplexity" and result.task not in SOURCES
         if (task := shlex.quote(result.origin if is_file else fact["task"])) not in tasks:
             tasks.append(task)
-    common = f"--model {directory} --compare {base}"
     return [
-        " ".join(["qtool eval", *tasks, common, *([options] if options else []), "--save"])
+        evaluation(" ".join(tasks), directory, base, options)
         for options, tasks in by_options.items()
     ]
+
+
+def evaluation(tasks: str, directory: str, base: str, options: str = "") -> str:
+    """The command that evaluates ``tasks`` beside the baseline and keeps the results."""
+    parts = ("qtool eval", tasks, f"--model {directory} --compare {base}", options, "--save")
+    return " ".join(filter(None, parts))
 
 
 def recipe_file(report: Report) -> str:

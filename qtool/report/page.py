@@ -49,6 +49,7 @@ def render(report: Report) -> str:
 def view(report: Report) -> dict[str, Any]:
     """The variables that the template shows of ``report``."""
     record = report.provenance
+    models = shlex.quote(str(report.directory)), shlex.quote(report.baseline or "BASE")
     return {
         "report": report,
         "title": title(report),
@@ -64,10 +65,9 @@ def view(report: Report) -> dict[str, Any]:
         "bandwidth": BANDWIDTH,
         "results": [(q, *numbers(q)) for q in report.quality],
         "without_baseline": commands.evaluations(
-            [q for q in report.quality if not q.baseline],
-            shlex.quote(str(report.directory)),
-            shlex.quote(report.baseline or "BASE"),
+            [q for q in report.quality if not q.baseline], *models
         ),
+        "without_results": commands.evaluation(commands.TASKS, *models),
         "rises": [rises(q) for q in report.quality if len(q.rises) > 1],
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",

@@ -293,7 +293,7 @@ def test_the_commands_say_all_that_was_asked(base, tmp_path):
         "qtool quantize acme/Tiny --scheme w4a8-lqq --recipe fast --adapter 'my lora'"
         f" --dtype float16 --keep-unknown --out '{out}'",
         f"qtool verify '{out}'",
-        f"qtool eval wikitext2 --model '{out}' --compare acme/Tiny --save",
+        f"qtool eval wikitext2 piqa --model '{out}' --compare acme/Tiny --save",
         f"qtool report '{out}' --compare acme/Tiny",
     ]
     found.provenance["imported from"] = {"format": "GPTQ"}

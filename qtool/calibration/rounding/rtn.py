@@ -61,7 +61,12 @@ class RoundToNearest(Rounding):
 
     def held_bytes(self, block: BlockShape) -> int:
         codes = block.weights
-        return block.exact_bytes + codes + 20 * min(block.weights, CHUNK_ELEMENTS[1])
+        return block.exact_bytes + codes + chunk_bytes(block.weights)
+
+
+def chunk_bytes(weights: int) -> int:
+    """Bytes of temporaries while a GPU rounds ``weights`` numbers, a chunk at a time."""
+    return 20 * min(weights, CHUNK_ELEMENTS[1])
 
 
 def round_to_nearest(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qtool.calibration.rounding.rtn import CHUNK_ELEMENTS
+from qtool.calibration.rounding.rtn import chunk_bytes
 from qtool.errors import QtoolError, require_count
 from qtool.exchange.exportable import formats_that_take
 from qtool.models.architecture import dtype_name
@@ -26,8 +26,10 @@ from qtool.pipeline.units import bytes_text, duration, times
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.table import render
 
-#: weights rounded to nearest a second on two CPU cores and on an H200, reading and writing included
-PLAIN_WEIGHTS_PER_SECOND = {"cpu": 60e6, "cuda": 500e6}
+#: weights rounded to nearest a second on two CPU cores, reading and writing included
+CPU_WEIGHTS_PER_SECOND = 60e6
+#: on an H200, beside the start of a run there
+H200_WEIGHTS_PER_SECOND = 580e6
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,15 @@ class Plan:
     Attributes:
         kinds: of blocks.
         device: what time and memory are of; ``gpus`` of them.
-        host_bytes: at the peak, of all processes. device_bytes: of each GPU, which has
-            device_memory.
+        host_bytes: at the peak, of all processes.
+        device_bytes: at the peak of each GPU.
+        device_memory: bytes that each GPU has.
         compiling: seconds that the first run on a machine takes longer.
         activation_bytes, place: the calibration activations and where they are kept between blocks;
             no place where nothing is calibrated.
         continuation: of the calibration windows, most of which the model writes first; it is held
-            whole meanwhile. shortage: why it cannot, in words.
+            whole meanwhile.
+        shortage: why the model cannot continue them, in words.
         repacked: the format whose codes are taken as they are; nothing where weights are quantized.
     """
 
@@ -161,12 +165,13 @@ def plan(
 
 def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:
     """Time and memory of a run that looks at no activations: the fields of a :class:`Plan`."""
-    took = weights / PLAIN_WEIGHTS_PER_SECOND[device.type] / gpus
     if device.type == "cpu":
+        took = weights / CPU_WEIGHTS_PER_SECOND
         return {"host_bytes": plain_host_bytes(job), "seconds": took}
-    if job.is_plain:
+    if job.is_plain:  # one weight at a time, its codes and what is packed
+        took = H200.start + weights / H200_WEIGHTS_PER_SECOND / gpus
         largest = max(n * k for b in job.distinct_blocks for n, k in job.linears(b).values())
-        used = largest * (job.source_dtype.itemsize + 2) + 20 * min(largest, CHUNK_ELEMENTS[1])
+        used = largest * (job.source_dtype.itemsize + 2) + chunk_bytes(largest)
     else:
         took = seconds(job, 1, 1, gpus=gpus)
         used = memory.working_bytes(job, 1, 1, device)
