@@ -11,7 +11,7 @@ loaded once, the first time that anything is looked up by name, so that what lis
 (the formats that take a model, the kernels of a scheme) lists theirs too.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -68,6 +68,16 @@ def add(table: MutableMapping[str, T], name: str, entry: T, kind: str) -> None:
     if name in table and table[name] != entry:
         raise QtoolError(f"the {kind} {name!r} is registered already; choose another name")
     table[name] = entry
+
+
+def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:
+    """Refuse ``given``, which users call ``name``, where it lacks one of ``attributes``.
+
+    Raises:
+        QtoolError: naming those that it lacks.
+    """
+    if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
+        raise QtoolError(f"{name} has no {', '.join(missing)}")
 
 
 def optional(module: str, name: str, purpose: str) -> Any:

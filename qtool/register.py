@@ -75,7 +75,7 @@ def register_layout(layout: "Layout") -> None:
     from qtool.layouts import LAYOUTS, Layout
 
     _require_instance(layout, Layout)
-    _require_attributes(layout, type(layout).__name__, ("name", "bits", "tile"))
+    plugins.require_attributes(layout, type(layout).__name__, ("name", "bits", "tile"))
     plugins.add(LAYOUTS, layout.name, layout, "layout")
 
 
@@ -162,15 +162,10 @@ def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -
     if not (isinstance(given, type) and issubclass(given, bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise QtoolError(f"{given!r} is no subclass of {kinds}")
-    _require_attributes(given, given.__name__, attributes)
+    plugins.require_attributes(given, given.__name__, attributes)
     if isinstance(given, ABCMeta) and given.__abstractmethods__:
         functions = ", ".join(sorted(given.__abstractmethods__))
         raise QtoolError(f"{given.__name__} does not define {functions}")
-
-
-def _require_attributes(given: Any, name: str, attributes: tuple[str, ...]) -> None:
-    if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
-        raise QtoolError(f"{name} has no {', '.join(missing)}")
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

@@ -55,8 +55,7 @@ def register_export(target: Target) -> None:
     if not isinstance(target, Target):
         raise QtoolError(f"register_export: {target!r} is no qtool.exchange.target.Target")
     kind = type(target).__name__
-    if missing := [name for name in ATTRIBUTES if not hasattr(target, name)]:
-        raise QtoolError(f"register_export: {kind} has no {', '.join(missing)}")
+    plugins.require_attributes(target, kind, ATTRIBUTES)
     sizes = target.expressible
     if not isinstance(sizes, Mapping) or not all(isinstance(of, tuple) for of in sizes.values()):
         raise QtoolError(
