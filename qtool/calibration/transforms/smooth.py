@@ -11,6 +11,10 @@ SmoothQuant itself has ``beta = 1 - alpha`` and one alpha for all (``alpha: 0.5`
 weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe finds alpha near 0
 best for the output modules (o, down); the search finds that by itself where it is so.
 
+A channel that is large in X and as small in W was made so by whoever trained or rewrote the model,
+and no exponents but ``alpha + beta = 1`` undo it. ``balance`` evens out such channels first, so
+that the others get the factors that they would have without them.
+
 The factor folds into what makes X: a norm's weight, the rows of v (shared by the query heads of a
 kv head) or the rows of up.
 """
@@ -42,6 +46,8 @@ from qtool.schemes.base import Scheme
 
 #: calibration tokens that are looked at: more change little
 SEEN = 1 << 16
+#: times the median: from there on a channel is large, and below its inverse small
+UNLIKE = 16
 
 
 @dataclass(kw_only=True)
@@ -53,6 +59,8 @@ class Smooth(Transform):
             ``heads`` (o), ``product`` (down).
         alpha: SmoothQuant's migration strength, 0 to 1, taken as it is; None: search.
         steps: grid steps in alpha and in beta, each from 0 to 1.
+        balance: search from factors that even out channels which are large in the inputs and small
+            in the weights.
         tokens: size of the random sample of inputs the error is measured on, from the first 65,536
             tokens.
         seed: of that sample.
@@ -61,6 +69,7 @@ class Smooth(Transform):
     groups: Sequence[str] = ("norm", "heads", "product")
     alpha: float | None = None
     steps: int = 5
+    balance: bool = False
     tokens: int = 512
     seed: int = 0
 
@@ -92,7 +101,7 @@ class Smooth(Transform):
         # smoothed
         for groups in together(block, judged, self.tokens):
             seen = [inputs[group.linears[0]] for group in groups]
-            factors, values = search(block, groups, seen, self.grid())
+            factors, values = search(block, groups, seen, self.grid(), self.balance)
             for group, factor in zip(groups, factors, strict=True):
                 fold_factor(block, group, factor)
                 names.append(group.linears[0])
@@ -144,7 +153,11 @@ def together(
 
 
 def search(
-    block: Block, groups: Sequence[LinearGroup], inputs: Sequence[Inputs], grid: Tensor
+    block: Block,
+    groups: Sequence[LinearGroup],
+    inputs: Sequence[Inputs],
+    grid: Tensor,
+    balance: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`best_factors` of a group of linears, or of several groups of one linear each.
 
@@ -173,6 +186,7 @@ def search(
         x_amax,
         w_amax,
         grid,
+        balancing_factor(x_amax, w_amax) if balance else None,
     )
 
 
@@ -191,6 +205,7 @@ def smooth_factors(
     grid: Tensor | None = None,
     x_amax: Tensor | None = None,
     w_amax: Tensor | None = None,
+    balance: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The best factors ``lambda [K]`` of linears that read one input, with their errors.
 
@@ -201,6 +216,7 @@ def smooth_factors(
             taken even where no smoothing is better.
         x_amax: ``[K]`` of the formula; None: the largest of ``inputs``.
         w_amax: ``[K]`` of the formula; None: the largest of ``weights``.
+        balance: search from :func:`balancing_factor`.
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
@@ -227,6 +243,7 @@ def smooth_factors(
         x_amax[None],
         w_amax[None],
         exponent_grid(5) if grid is None else grid,
+        balancing_factor(x_amax, w_amax)[None] if balance else None,
     )
     return factors[0], values[0]
 
@@ -238,6 +255,7 @@ def best_factors(
     x_amax: Tensor,
     w_amax: Tensor,
     grid: Tensor,
+    start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`smooth_factors` of E groups: ``lambda [E, K]``, and ``[E, 4]``.
 
@@ -247,11 +265,15 @@ def best_factors(
         x: samples ``[E, T, K]``, zeros behind the ``tokens`` of each.
         x_amax, w_amax: ``[E, K]``.
         grid: ``[C, 2]``.
+        start: ``[E, K]``, the factors that a channel has beside the searched ones; None: 1.
     """
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
-    factors = smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
-    candidates, outputs = [None, *factors], 0
+    start = torch.ones_like(x_amax) if start is None else start
+    factors = start * smoothing_factor(
+        x_amax / start, w_amax * start, pairs[..., :1], pairs[..., 1:]
+    )  # [C, E, K]
+    candidates, outputs = [start, *factors], 0
     errors = torch.zeros(len(candidates), len(x), dtype=torch.float64, device=x.device)
     for scheme, weight in stacks:
         target = products(x, weight.mT)
@@ -261,14 +283,14 @@ def best_factors(
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each number and zeros: exact
     errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
-    start, errors = errors[0], errors[1:]
+    unsmoothed, errors = errors[0], errors[1:]
     least = errors.argmin(0, keepdim=True)  # of equals the first
     best = errors.gather(0, least)[0]
-    better = (best < start) | (len(grid) == 1)
+    better = (best < unsmoothed) | (len(grid) == 1)
     factor = factors.gather(0, least[..., None].expand(1, *x_amax.shape))[0]
     choice = torch.where(better[:, None], grid[least[0]], 0.0)
-    found = torch.stack([torch.where(better, best, start), start], 1)
-    return torch.where(better[:, None], factor, 1.0), torch.cat([choice, found], 1)
+    found = torch.stack([torch.where(better, best, unsmoothed), unsmoothed], 1)
+    return torch.where(better[:, None], factor, start), torch.cat([choice, found], 1)
 
 
 def smoothing_factor(
@@ -291,17 +313,30 @@ def smoothing_factor(
     return torch.where(count > 0, found, 1.0).clamp(1e-4, 1e4)
 
 
+def balancing_factor(x_amax: Tensor, w_amax: Tensor) -> Tensor:
+    """``[..., K]``: what evens out channels that are large in X and small in W; 1 for all others.
+
+    Large is more than ``UNLIKE`` times the median channel, small less than the median over it.
+    """
+    x, w = (amax / _median(amax) for amax in (x_amax, w_amax))
+    unlike = (x > UNLIKE) & (w * UNLIKE < 1) & (w > 0) & x.isfinite()
+    return torch.where(unlike, (x / w).sqrt(), 1.0)
+
+
+def _median(amax: Tensor) -> Tensor:
+    """Of each row, as ``[..., 1]``; by a sort, which is deterministic on a GPU too."""
+    return amax.sort(-1).values[..., amax.shape[-1] // 2, None]
+
+
 def output_error(
-    x: Tensor, scheme: Scheme, weight: Tensor, target: Tensor, factor: Tensor | None
+    x: Tensor, scheme: Scheme, weight: Tensor, target: Tensor, factor: Tensor
 ) -> Tensor:
     """Squared errors ``[E]`` of the outputs ``target [S, T, N]`` of linears ``[S, N, K]``.
 
     Their inputs ``x [E, T, K]`` and weights are quantized, after they were smoothed by ``factor [E,
     K]``.
     """
-    smoothed, scaled = x, weight
-    if factor is not None:
-        smoothed, scaled = x / factor[:, None], weight * factor[:, None]
+    smoothed, scaled = x / factor[:, None], weight * factor[:, None]
     rows = scaled.flatten(0, 1)
     params = scheme.fit(rows, finite=True)
     rounded = scheme.fake_weight(rows, params).view_as(scaled)

@@ -11,7 +11,13 @@ from qtool.calibration.statistics import collect
 from qtool.calibration.transforms import smooth
 from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.rotate import Rotate
-from qtool.calibration.transforms.smooth import Smooth, search, smoothing_factor
+from qtool.calibration.transforms.smooth import (
+    Smooth,
+    balancing_factor,
+    search,
+    smooth_factors,
+    smoothing_factor,
+)
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold
 from qtool.schemes import get
@@ -133,6 +139,32 @@ def test_dead_channels_move_with_the_others():
     torch.testing.assert_close(factor, torch.tensor([0.5, 0.5, 0.125, 0.125, 8.0]))
     assert smoothing_factor(amax[:2], weights[:2], 0.5, 0.5).tolist() == [1, 1]
     assert smoothing_factor(torch.tensor([1.0, 4.0]), torch.ones(2), 1, 0).tolist() == [0.5, 2]
+
+
+def test_channels_scaled_against_their_columns_leave_the_others_their_factors():
+    """As if they had not been: the others' factors are searched from the same start."""
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
+    x[:, 5] *= 30  # large in the inputs alone: no reason to balance it
+    scale = torch.ones(64)
+    scale[[3, 40]] = 1000
+    scheme = get("w4a8-lqq", 32)
+    plain, (*_, error, _) = smooth_factors([weight], x, [scheme], balance=True)
+    same, _ = smooth_factors([weight], x, [scheme])
+    assert torch.equal(plain, same)
+    found, (*_, balanced, _) = smooth_factors([weight / scale], x * scale, [scheme], balance=True)
+    *_, unbalanced, _ = smooth_factors([weight / scale], x * scale, [scheme])[1]
+    assert abs(balanced - error) < (unbalanced - error) / 4
+    others = scale == 1
+    ratio = (found / plain)[others]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=0.1, atol=0)
+
+
+def test_only_channels_large_in_the_one_and_small_in_the_other_are_balanced():
+    x = torch.tensor([1.0, 1, 1, 64, 64, 0, 64])
+    w = torch.tensor([1.0, 1, 1, 1 / 64, 1, 1 / 64, 0])
+    torch.testing.assert_close(balancing_factor(x, w), torch.tensor([1.0, 1, 1, 64, 1, 1, 1]))
+    assert balancing_factor(torch.zeros(4), torch.ones(4)).tolist() == [1] * 4
 
 
 def test_rotating_after_smoothing_is_refused():
