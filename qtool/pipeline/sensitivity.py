@@ -215,7 +215,8 @@ def sensitivity(
         budget_bits: most stored bits a weight, over all that may be quantized.
 
     Raises:
-        QtoolError: a budget below the smallest choice, or linears that the model holds joined.
+        QtoolError: a budget below the smallest choice or for 16 bits everywhere, or linears that
+            the model holds joined.
     """
     found = recipes_of(choices)
     jobs = {
@@ -250,6 +251,11 @@ def sensitivity(
     least = sum(min(bits.values()) for bits in stored.values()) / weights
     if budget_bits < least:
         raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
+    if budget_bits >= 16 and None in found.values():
+        raise QtoolError(
+            f"--budget-bits {budget_bits}: every linear fits in 16 bits, so none would be "
+            "quantized; pass less than 16"
+        )
     options: dict[Group, list[Option]] = {}
     probe = Probe(model, windows)
     for number, (group, bits) in enumerate(stored.items(), 1):

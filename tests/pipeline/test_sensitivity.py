@@ -193,6 +193,7 @@ def test_a_directory_that_takes_no_file_is_refused_before_anything_is_measured(
         (["none", "none:64"], 6.0, "--choices none, none:64: two or more"),
         (["w4a4-mix", "w8a8"], 6.0, "--choices w4a4-mix: one scheme"),
         (["w4a16:32", "w8a8"], 4.0, r"--budget-bits 4.0: at least 5.000 are needed"),
+        (["w8a8", "none"], 16.0, r"--budget-bits 16.0: every linear fits in 16 bits"),
     ],
 )
 def test_what_cannot_be_chosen(
