@@ -71,7 +71,8 @@ def log(line: str) -> None:
 def process_group(device: str) -> Iterator[str]:
     """Join the ranks that the launcher started; yields this rank's device.
 
-    It is the current one meanwhile. Of several ranks ``cuda`` becomes cuda:LOCAL_RANK.
+    It is the current one meanwhile. ``cuda`` becomes the current one, of several ranks
+    cuda:LOCAL_RANK.
 
     Raises:
         QtoolError: a device that the ranks cannot share out.
@@ -80,7 +81,8 @@ def process_group(device: str) -> Iterator[str]:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
-            yield device
+            # a bare cuda is the caller's current GPU, and would be GPU 0 to every other thread
+            yield f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
         return
     device = _own_device(device)
     store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,17 @@ def together(request: pytest.FixtureRequest, models: Path) -> Path:
     ended = forks.run_ranks(request.param, lambda: rank_cases.make_all(models, out), models)
     assert not any(rank.code for rank in ended), ended
     return out
+
+
+def test_one_process_keeps_the_gpu_that_its_caller_made_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its number: to another thread a bare ``cuda`` is GPU 0."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device, expected in (("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
+        with ranks.process_group(device) as own:
+            assert own == expected
 
 
 @pytest.mark.parametrize("case", [name for name in rank_cases.CASES if name != "llama-distill"])
