@@ -6,7 +6,7 @@ that costs. A linear whose input is gathered has its columns put back in the mod
 (``params["permutation"]``): possible where a channel has one scale, since groups would be torn
 apart.
 
-    symmetric 4 bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 and w4ax-fmpq (codes + 8)
+    symmetric 4 bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 (codes + 8)
     asymmetric 4 bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z);
                                                  the symmetric ones
     8 bit              codes s8, zero 0          w8a8; w4a8-lqq and w4a8-qoq-g128 (the level-1
@@ -33,7 +33,6 @@ SYMMETRIC_4: GroupSizes = {
     "w4a16": (32, 64, 128, None),
     "w4a16-24": (32, 64, 128, None),
     "w4a4": (32, 64, 128, None),
-    "w4ax-fmpq": (128,),
 }
 ASYMMETRIC_4: GroupSizes = {**SYMMETRIC_4, "w4a8-qoq": (None,), "w4a8-qoq-g128": (32, 64, 128)}
 INT_8: GroupSizes = {"w8a8": (None,), "w4a8-lqq": (32, 64, 128), "w4a8-qoq-g128": (32, 64, 128)}
