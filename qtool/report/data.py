@@ -63,6 +63,22 @@ class Quality:
     def value(self) -> Metric:
         return self.result.metrics[self.metric]
 
+    @property
+    def options(self) -> list[str]:
+        """How the task was evaluated, in words."""
+        facts = {**self.facts, **self.result.details}  # its windows may be shorter than asked for
+        found = [f"the first {facts['limit']} only"] if facts.get("limit") else []
+        found += [f"windows of {facts['seqlen']} tokens"] if facts.get("seqlen") else []
+        found += [f"KV cache {facts['kv']}"] if facts.get("kv") else []
+        found += [facts["dtype"]] if facts.get("dtype") else []
+        found += ["deterministic arithmetic"] if self.result.deterministic else []
+        return found + ([self.result.engine] if self.result.engine else [])
+
+    @property
+    def title(self) -> str:
+        """The task, and how it was evaluated."""
+        return ", ".join((self.result.task, *self.options))
+
 
 @dataclass(frozen=True)
 class LayerErrors:

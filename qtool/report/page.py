@@ -91,12 +91,14 @@ def title(report: Report) -> str:
 def verdict(report: Report) -> list[tuple[str, bool]]:
     """The findings that matter first, each with whether it is good news; a failed check leads."""
     whole = total(report.sizes)
-    found = [(f"{2 * whole.weights / whole.nbytes:.1f}x smaller than 16 bits", True)]
+    changes: dict[str, str] = {}  # of equal options the latest
     for q in report.quality:
         if q.change and q.change.is_log:
-            found.append((f"{q.change.ratio - 1:+.1%} perplexity ({q.result.task})", True))
+            changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity ({q.title})"
         elif q.change and q.metric == "acc":
-            found.append((f"{100 * q.change.change:+.1f} points {q.result.task}", True))
+            changes[q.title] = f"{100 * q.change.change:+.1f} points ({q.title})"
+    smaller = f"{2 * whole.weights / whole.nbytes:.1f}x smaller than 16 bits"
+    found = [(finding, True) for finding in (smaller, *changes.values())]
     bad = sum(len(check.problems) for check in report.checks)
     if bad:
         return [(f"{bad} check{'s' * (bad > 1)} FAILED", False), *found]
@@ -139,7 +141,7 @@ def numbers(q: Quality) -> tuple[str, str, str, str]:
 def rises(q: Quality) -> dict[str, Any]:
     """The plot of log-perplexity's rise by window."""
     mean, worse = fmean(q.rises), sum(rise > 0 for rise in q.rises)
-    heading = f"{q.result.task}: rise of log-perplexity by window"
+    heading = f"{q.title}: rise of log-perplexity by window"
     drawn = plots.strip(
         heading,
         dict(enumerate(q.rises)),

@@ -35,7 +35,7 @@ from qtool.report import build, glossary
 from qtool.report import commands as report_commands
 from qtool.report.build import collect, report, weight_errors
 from qtool.report.data import Expert, experts, gains, quality, recorded_errors
-from qtool.report.page import render
+from qtool.report.page import render, verdict
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
 from tests.conftest import save_model
@@ -434,6 +434,15 @@ def test_kept_results_stand_in_the_page_with_their_intervals(base, quantized):
         and "75.00 ± 19.60 %" in words
         and "−25.00 ± 27.72 points" in words
     )
+
+
+def test_the_headline_says_each_task_once_for_its_options(base, quantized):
+    own, other = saved.identity(quantized), saved.identity(base)
+    for facts in ({"torch": "1"}, {"torch": "2"}, {"limit": 2}):
+        for model, value in ((own, 0.5 + 0.1 * ("limit" in facts)), (other, 0.75)):
+            saved.save(quantized, answer(model, value, **facts))
+    found = [text for text, _ in verdict(collect(quantized, None, "cpu"))]
+    assert found[1:-1] == ["-25.0 points (t)", "-15.0 points (t, the first 2 only)"]
 
 
 def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
