@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
@@ -21,6 +22,15 @@ class CheckFailed(QtoolError):
 
 class NoSpace(QtoolError):
     """A disk is full; files written before are whole, and the work can continue from them."""
+
+
+@contextmanager
+def checking(name: str) -> Iterator[None]:
+    """A check that fails meanwhile says that it is of ``name``."""
+    try:
+        yield
+    except CheckFailed as error:
+        raise CheckFailed(f"{name}: {error}") from error
 
 
 def suggest(word: object, known: Iterable[str]) -> str:

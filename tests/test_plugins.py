@@ -361,7 +361,7 @@ def test_codes_of_three_bits_in_a_layout_of_their_own(
     monkeypatch.setattr(ThreePlanes, "tile", (1, 8))
     monkeypatch.setattr(ThreeBit, "high", 9)
     monkeypatch.setattr(ThreeBit, "zero", 6)
-    with pytest.raises(CheckFailed, match="codes of 3 bits"):
+    with pytest.raises(CheckFailed, match=r"^model\.layers\.0\.\S+: .* codes of 3 bits"):
         qtool.quantize(make_model(), "three-bit", out=tmp_path / "wide")
 
 

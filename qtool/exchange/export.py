@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import qtool
-from qtool.errors import CheckFailed, QtoolError, require_count
+from qtool.errors import QtoolError, checking, require_count
 from qtool.exchange import targets
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
@@ -151,10 +151,8 @@ class _Export(Conversion):
             codes, params = linear.unpack()
             if linear.permutation is not None:
                 params = params | {"permutation": linear.permutation}
-            try:
+            with checking(owner):
                 stored = dict(self._linear(owner, codes, params))
-            except CheckFailed as error:
-                raise CheckFailed(f"{owner}: {error}") from error
             prefix = f"{self.family.disk_name(owner)}."
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours = linear.dequantize()

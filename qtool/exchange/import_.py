@@ -23,7 +23,7 @@ from torch import Tensor
 
 import qtool
 from qtool import recipes
-from qtool.errors import CheckFailed, QtoolError
+from qtool.errors import QtoolError, checking
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
 from qtool.exchange.source_format import SYMMETRIC, ZERO_POINTS, Grid, SourceFormat, grid_of
 from qtool.exchange.sources import describe
@@ -139,10 +139,8 @@ class Import(Conversion):
         codes, params = self._read(owner)
         if grid.order is not None:
             codes = codes[:, grid.order]
-        try:
+        with checking(owner):
             made.scheme_object.check(codes, params)
-        except CheckFailed as error:
-            raise CheckFailed(f"{owner}: {error}") from error
         for part, tensor in made.pack(codes, params).items():
             yield f"{owner}.{part}", tensor
         if self.native.is_permuted(owner):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError, checking
 from qtool.format import LinearFormat
 from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.base import Params, Scheme
@@ -32,6 +32,21 @@ def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:
     """
     codes = torch.cat([part.codes for part in parts]) if len(parts) > 1 else parts[0].codes
     return codes, scheme.stacked_params([part.params for part in parts])
+
+
+def check(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
+    """:meth:`Scheme.check` of linears of one shape, at once.
+
+    Raises:
+        CheckFailed: naming the linear.
+    """
+    try:
+        scheme.check(*stacked(scheme, [*linears.values()]))
+    except CheckFailed:
+        for name, rounded in linears.items():
+            with checking(name):
+                scheme.check(rounded.codes, rounded.params)
+        raise
 
 
 def require_packable(

@@ -27,8 +27,8 @@ from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.rounding.rounded import (
     Rounded,
     SimulatedLinear,
+    check,
     require_packable,
-    stacked,
 )
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.timing import PhaseTimer, phase
@@ -66,7 +66,9 @@ class StreamedBlocks:
                 pinned = self.device.type == "cuda"
                 weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
                 finite(f"{full}.weight", weight)
-                rounded = round_to_nearest(linear_format.scheme_object, weight)
+                scheme = linear_format.scheme_object
+                rounded = round_to_nearest(scheme, weight)
+                check(scheme, {full: rounded})
                 notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
                 for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
                     yield f"{full}.{part}", tensor
@@ -220,7 +222,7 @@ class BuiltBlocks:
             turns = list(_together(formats, job.linears(index), self.device))
             for names in ranks.local_items(turns):
                 scheme = formats[names[0]].scheme_object
-                scheme.check(*stacked(scheme, [rounded[name] for name in names]))
+                check(scheme, {prefix + name: rounded[name] for name in names})
             for names in turns:
                 linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
                 packed = linear_format.pack_all([(one.codes, one.params) for one in found])

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from qtool.calibration.rounding.rounded import Rounded, require_packable
-from qtool.errors import QtoolError
+from qtool.calibration.rounding.rounded import Rounded, check, require_packable
+from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
 
 FORMAT = LinearFormat("w4a8-lqq", 64, "row-major")
@@ -52,3 +52,10 @@ def test_anything_else_is_refused(found: Any, said: str) -> None:
     assert str(caught.value).startswith("mine: ") and said in str(caught.value)
     if "[" in said:
         assert str(caught.value).endswith(f"for up; expected are {RIGHT}")
+
+
+def test_of_linears_that_are_checked_at_once_the_broken_one_is_named() -> None:
+    wide = rounded(codes=torch.full((8, 128), 16, dtype=torch.uint8))
+    check(FORMAT.scheme_object, {"block.q": rounded(), "block.k": rounded()})
+    with pytest.raises(CheckFailed, match=r"^block\.k: invariant codes of 4 bits broken at \(0, 0"):
+        check(FORMAT.scheme_object, {"block.q": rounded(), "block.k": wide})
