@@ -83,11 +83,15 @@ def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
     """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after those that are there.
 
     Raises:
-        QtoolError: it is no kernel.
+        QtoolError: it is no kernel, or there is no such scheme or layout.
     """
+    from qtool.layouts import LAYOUTS
     from qtool.runtime.dispatch import KERNELS, Kernel
+    from qtool.schemes import SCHEMES
 
     _require_instance(kernel, Kernel)
+    plugins.find(SCHEMES, scheme, "scheme")
+    plugins.find(LAYOUTS, layout, "layout")
     there = KERNELS.get((scheme, layout), ())
     if kernel not in there:
         KERNELS[scheme, layout] = (*there, kernel)

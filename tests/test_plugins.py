@@ -404,6 +404,10 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     assert stored["rules"][0]["layout"] == "column-major-8"
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
     assert max(qtool.export(native, "gptq-of-mine").errors.values()) < 1e-3  # scales in 16 bit
-    qtool.register_kernel("eight", "row-major-8", W8A8)
-    qtool.register_kernel("eight", "row-major-8", W8A8)
-    assert KERNELS["eight", "row-major-8"] == (W8A8,)
+    qtool.register_kernel("w8a8", "column-major-8", W8A8)
+    qtool.register_kernel("w8a8", "column-major-8", W8A8)
+    assert KERNELS["w8a8", "column-major-8"] == (W8A8,)
+    with pytest.raises(QtoolError, match="unknown scheme 'w8a9': did you mean w8a8"):
+        qtool.register_kernel("w8a9", "row-major-8", W8A8)
+    with pytest.raises(QtoolError, match="unknown layout 'column-majr-8': did you mean column-maj"):
+        qtool.register_kernel("w8a8", "column-majr-8", W8A8)
