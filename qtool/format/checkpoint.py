@@ -6,6 +6,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from qtool.errors import QtoolError
@@ -62,7 +63,13 @@ class CheckpointFormat:
         return next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
 
     def is_permuted(self, name: str) -> bool:
-        return any(name.endswith("." + suffix) for suffix in self.permuted)
+        """Whether the linear ``name`` (full module path) stores an input permutation."""
+        parts = name.split(".")
+        return any(".".join(parts[i:]) in self._permuted for i in range(1, len(parts)))
+
+    @cached_property
+    def _permuted(self) -> frozenset[str]:
+        return frozenset(self.permuted)  # a mixture has hundreds
 
     def to_dict(self) -> dict[str, Any]:
         """The ``quantization_config`` of config.json."""
