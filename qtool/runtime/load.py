@@ -161,6 +161,8 @@ def _from_pretrained(
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains it better
         raise QtoolError(_unloadable(path, error)) from error
+    if found[1]["missing_keys"]:
+        Checkpoint(path)  # what is wrong with its files explains it better
     return _complete(path, *found)
 
 

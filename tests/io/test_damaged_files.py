@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import qtool
 from qtool.errors import QtoolError
 from qtool.io.safetensors import read_header
 from qtool.io.source import INDEX, SINGLE, Checkpoint
@@ -76,6 +79,13 @@ def test_an_index_beside_a_file_of_all_weights(sharded: Path, make_model: MakeMo
     names = read_header(sharded / SINGLE)
     (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE)}))
     assert Checkpoint(sharded).entries == names
+
+
+def test_loading_names_a_file_of_some_weights_beside_the_index(sharded: Path) -> None:
+    """And not the tensors that transformers, which reads that file alone, does not find."""
+    save_file({"model.norm.weight": torch.ones(128)}, sharded / SINGLE, {"format": "pt"})
+    with pytest.raises(QtoolError, match=rf"transformers reads {SINGLE} there"):
+        qtool.load(sharded)
 
 
 @pytest.mark.parametrize("named", [SINGLE, INDEX, "other.safetensors"])
