@@ -24,7 +24,7 @@ from typing import Any
 
 from qtool import calibration, recipes
 from qtool.bench.quantize import BESIDE
-from qtool.exchange.targets import TARGETS
+from qtool.exchange.export_formats import EXPORT_FORMATS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -97,7 +97,7 @@ def formats() -> str:
     """The export formats by name."""
     return markdown(
         ["format", "what it is"],
-        [[f"`{target.name}`", target.about] for target in TARGETS.values()],
+        [[f"`{target.name}`", target.about] for target in EXPORT_FORMATS.values()],
     )
 
 

@@ -643,10 +643,10 @@ def departures() -> list[tuple[str, str, str, str]]:
 
 def export_formats() -> list[tuple[str, str]]:
     """All formats that :func:`export` writes, plugins' included: name and description."""
-    from qtool.exchange.targets import TARGETS
+    from qtool.exchange.export_formats import EXPORT_FORMATS
 
     plugins.load()
-    return [(target.name, target.about) for target in TARGETS.values()]
+    return [(target.name, target.about) for target in EXPORT_FORMATS.values()]
 
 
 def _native(model: Name) -> Path:

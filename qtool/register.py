@@ -15,7 +15,7 @@ from qtool.recipes.recipe import ADDED
 
 if TYPE_CHECKING:
     from qtool.calibration.method import Rounding, Transform
-    from qtool.exchange.target import Target
+    from qtool.exchange.export_format import ExportFormat
     from qtool.layouts import Layout
     from qtool.models import Family
     from qtool.runtime.dispatch import Kernel
@@ -127,15 +127,15 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
         plugins.add(ROUNDINGS, method.name, method, "rounding")
 
 
-def register_export(target: "Target") -> None:
+def register_export(target: "ExportFormat") -> None:
     """Let ``export --format NAME`` write ``target``.
 
     Raises:
         QtoolError: the name is taken.
     """
-    from qtool.exchange import targets
+    from qtool.exchange import export_formats
 
-    targets.register_export(target)
+    export_formats.register_export(target)
 
 
 def _require_instance(given: Any, kind: type) -> None:

@@ -352,13 +352,13 @@ FAULTS = [
             "tests/exchange/test_qserve.py",
         ),
         (
-            "qtool/exchange/target.py",
+            "qtool/exchange/export_format.py",
             "uniform: ClassVar[bool] = True",
             "uniform: ClassVar[bool] = False",
             "tests/exchange/test_export.py -k group_size",
         ),
         (
-            "qtool/exchange/target.py",
+            "qtool/exchange/export_format.py",
             "bool((cast != 0).all())",
             "bool((cast == cast).all())",
             "tests/exchange/test_export.py -k fp16",
@@ -394,7 +394,7 @@ FAULTS = [
             "tests/exchange/test_import.py -k configs",
         ),
         (
-            "qtool/exchange/source_format.py",
+            "qtool/exchange/import_format.py",
             "(index.bincount(minlength=groups) != k // groups).any()",
             "(index.bincount(minlength=groups) == 0).any()",
             "tests/exchange/test_import_exact.py",

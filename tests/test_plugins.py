@@ -22,7 +22,7 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
-from qtool.exchange.targets import TARGETS
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.base import require_tile
 from qtool.models import FAMILIES, family_of
@@ -41,7 +41,7 @@ OWN = Path(__file__).parents[1] / "examples" / "own_scheme"
 def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is gone after it, and no plugin is loaded before it."""
     tables: tuple[dict[Any, Any], ...] = (
-        *(SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, TARGETS, KERNELS),
+        *(SCHEMES, LAYOUTS, TRANSFORMS, ROUNDINGS, EXPORT_FORMATS, KERNELS),
         ADDED,
     )
     before, families = [dict(table) for table in tables], list(FAMILIES)
@@ -110,7 +110,9 @@ def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
 
     def register() -> None:
         qtool.register_kernel("w4a16", "row-major", dataclasses.replace(W8A8, name="mine"))
-        qtool.register_export(type(TARGETS["gptq"])("gptq-of-mine", "gptq", "the same again"))
+        qtool.register_export(
+            type(EXPORT_FORMATS["gptq"])("gptq-of-mine", "gptq", "the same again")
+        )
 
     class Entry:
         name, value = "mine", "mine:register"
@@ -390,7 +392,7 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
             pass
 
     qtool.register_method(Nothing)
-    gptq = TARGETS["gptq"]
+    gptq = EXPORT_FORMATS["gptq"]
     mine = type(gptq)("gptq-of-mine", "gptq", "the same under another name")
     qtool.register_export(mine)
     recipe = {

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import qtool
 from qtool.data import corpora
 from qtool.data.windows import cut, token_ids
-from qtool.exchange.sources import describe
+from qtool.exchange.import_formats import import_format_of
 from qtool.io.source import Checkpoint, resolve
 from qtool.pipeline.inspect import total
 from qtool.runtime.load import load_as_stored
@@ -97,7 +97,7 @@ def stored(
     checkpoint = Checkpoint(directory)
     if checkpoint.config["quantization_config"]["quant_method"] != "gptq":
         return load_as_stored(directory, device=arguments.device, dtype=torch.float32)
-    source, foreign = Checkpoint(resolve(arguments.model)), describe(checkpoint.config)
+    source, foreign = Checkpoint(resolve(arguments.model)), import_format_of(checkpoint.config)
     tensors = {name: source.read(name) for name in source.entries}
     for packed in [name for name in checkpoint.entries if name.endswith(".qweight")]:
         linear = packed.removesuffix(".qweight")

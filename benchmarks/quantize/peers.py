@@ -27,7 +27,7 @@ from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
 from qtool.bench.stored import store
-from qtool.exchange.sources import describe
+from qtool.exchange.import_formats import import_format_of
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.table import render
@@ -192,7 +192,7 @@ def dequantized(checkpoint: Checkpoint, name: str, linear: nn.Linear) -> Tensor 
     if checkpoint.config["quantization_config"]["quant_method"] == "qtool":
         found = native_format(checkpoint.config).of(name) if "qweight" in parts else None
         return found.scheme_object.dequantize(*found.unpack(parts, n, k)) if found else None
-    foreign = describe(checkpoint.config)
+    foreign = import_format_of(checkpoint.config)
     return foreign.read(parts, n, k).weight() if foreign.weight in parts else None
 
 

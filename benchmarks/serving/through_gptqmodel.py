@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
-from qtool.exchange import targets
+from qtool.exchange import export_formats
 from qtool.exchange.export import export
 from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.quantize import quantize
@@ -105,7 +105,7 @@ def _model(variant: str, directory: Path) -> Path:
 def _expected(native: Path, out: Path, name: str) -> nn.Module:
     """Our model with the weights that the export says a loader computes with, in float32."""
     target, checkpoint, model = (
-        targets.get(name),
+        export_formats.get(name),
         Checkpoint(out),
         load(native, dtype=torch.float32),
     )

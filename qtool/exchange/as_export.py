@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError, require_path
-from qtool.exchange import targets
+from qtool.exchange import export_formats
 from qtool.exchange.export import experts_not_loaded, keeps_kv_scales
+from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
-from qtool.exchange.target import TOKEN_INT8, Target
 from qtool.format import native_format
 from qtool.io.source import read_config
 from qtool.models import family_of
@@ -92,12 +92,12 @@ def load_as_export(
 
 
 def require_runs(format: str) -> CompressedTensors:
-    """The target ``format``.
+    """The export format ``format``.
 
     Raises:
         QtoolError: unknown, or not one that transformers runs.
     """
-    target = targets.get(format)
+    target = export_formats.get(format)
     if not isinstance(target, CompressedTensors) or format not in RUNS:
         raise QtoolError(
             f"transformers runs no {format} by itself; formats that it runs: {', '.join(RUNS)}"
@@ -124,7 +124,7 @@ def library_activation(x: Tensor) -> Tensor:
 
 
 def _exported(
-    linear: QuantLinear, target: Target, dtype: torch.dtype, dequantize: bool
+    linear: QuantLinear, target: ExportFormat, dtype: torch.dtype, dequantize: bool
 ) -> nn.Linear:
     """``linear`` with the weight that a loader of the export gets."""
     codes, params = linear.unpack()

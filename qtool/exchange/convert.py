@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import NoSpace, QtoolError
-from qtool.exchange.target import as_dtype
+from qtool.exchange.export_format import as_dtype
 from qtool.io.finite import finite
 from qtool.io.integrity import read_record, recorded_hashes, require_file_intact
 from qtool.io.output import Output

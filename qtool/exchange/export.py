@@ -20,12 +20,12 @@ from torch import Tensor
 
 import qtool
 from qtool.errors import QtoolError, checking, require_count
-from qtool.exchange import targets
+from qtool.exchange import export_formats
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
+from qtool.exchange.export_format import ExportFormat, native_activations
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.exchange.gguf.write import FILE, write_gguf
-from qtool.exchange.target import Target, native_activations
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import read_record
 from qtool.io.model_card import results_in
@@ -94,7 +94,7 @@ def export(
     """
     require_count("--tensor-parallel", tensor_parallel)
     checkpoint = Checkpoint(directory)
-    work = _Export(checkpoint, targets.get(name), tensor_parallel)
+    work = _Export(checkpoint, export_formats.get(name), tensor_parallel)
     if work.target.one_file:
         shards = [write_gguf(work, work.formats, work.facts(), out, progress)]
         after = (out / FILE).stat().st_size
@@ -106,9 +106,9 @@ def export(
 
 
 class _Export(Conversion):
-    """A native checkpoint on its way into ``target``."""
+    """A native checkpoint on its way into the format ``target``."""
 
-    def __init__(self, source: Checkpoint, target: Target, tensor_parallel: int) -> None:
+    def __init__(self, source: Checkpoint, target: ExportFormat, tensor_parallel: int) -> None:
         self.source, self.target, self.dtype = source, target, target.dtype
         native = native_format(source.config)
         self.family = family_of(source.config)
@@ -126,7 +126,7 @@ class _Export(Conversion):
     def owner(self, name: str) -> str | None:
         module, _, part = name.rpartition(".")
         if part in NEUTRAL:
-            return None  # kv4's: every target makes its own 4-bit cache
+            return None  # kv4's: every engine makes its own 4-bit cache
         if part in SCALES:
             return f"{module}.{SCALES[0]}" if self.kv else None
         if parts := self.family.rows_on_disk.get(name):
@@ -222,7 +222,7 @@ class _Export(Conversion):
             for published in _published(self.family, name)
         }
         if self.target.read_by_transformers:
-            head = {self.family.head} - {"lm_head"}  # which every target names
+            head = {self.family.head} - {"lm_head"}  # which every format names
             named |= self.all_formats | dict.fromkeys(head)
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
@@ -286,7 +286,7 @@ def _published(family: Family, linear: str) -> list[str]:
     return list(dict.fromkeys(names)) or [family.disk_name(linear)]
 
 
-def keeps_kv_scales(target: Target, kv: str | None, family: Family) -> bool:
+def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> bool:
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
     vLLM finds them by the name ``self_attn`` alone; its Falcon stops at any other.
@@ -339,7 +339,7 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
 
 
 def experts_not_loaded(
-    target: Target, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
+    target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
 ) -> list[str]:
     """Why transformers does not load the experts of an export, a sentence each; none if it does."""
     experts = family_of(config).experts
@@ -374,7 +374,9 @@ def _converted(work: _Export) -> str:
     return next(taken, "")
 
 
-def _dtype_notes(target: Target, formats: Mapping[str, LinearFormat], dtype: str) -> list[str]:
+def _dtype_notes(
+    target: ExportFormat, formats: Mapping[str, LinearFormat], dtype: str
+) -> list[str]:
     """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
     if target.dtype is not None:
         theirs = dtype_name(target.dtype)

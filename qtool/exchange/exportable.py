@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.exchange import targets
-from qtool.exchange.target import (
-    Target,
+from qtool.exchange import export_formats
+from qtool.exchange.export_format import (
+    ExportFormat,
     file_group_size,
     fused_shards_agree,
     joined,
@@ -30,7 +30,7 @@ SPLIT_EXPERTS = {
 
 
 def exported_formats(
-    target: Target,
+    target: ExportFormat,
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
@@ -45,7 +45,7 @@ def exported_formats(
     try:
         return _formats(target, *model)
     except QtoolError as error:
-        others = [name for name, other in targets.TARGETS.items() if _takes(other, *model)]
+        others = _that_take(*model)
         can = (
             f"formats that can: {', '.join(others)}"
             if others
@@ -64,10 +64,15 @@ def formats_that_take(
     """
     _require_exportable(checkpoint_format, config)
     model = checkpoint_format, config, tensor_parallel
-    return [name for name, target in targets.TARGETS.items() if _takes(target, *model)]
+    return _that_take(*model)
 
 
-def _takes(target: Target, *model: Any) -> bool:
+def _that_take(*model: Any) -> list[str]:
+    formats = export_formats.EXPORT_FORMATS
+    return [name for name, target in formats.items() if _takes(target, *model)]
+
+
+def _takes(target: ExportFormat, *model: Any) -> bool:
     try:
         _formats(target, *model)
     except QtoolError:
@@ -105,7 +110,7 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
 
 
 def _formats(
-    target: Target,
+    target: ExportFormat,
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int,
@@ -176,7 +181,7 @@ def _fused(family: Family) -> list[list[str]]:
 
 
 def _require_experts(
-    target: Target, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
+    target: ExportFormat, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
 ) -> None:
     """Refuse experts that loaders cannot run, or not as the one stack that a block has there."""
     names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
@@ -190,7 +195,7 @@ def _require_experts(
         raise QtoolError(f"{names[0]} is an expert; {target.name} cannot hold it: {reason}")
 
 
-def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
+def _require_scheme(target: ExportFormat, name: str, found: LinearFormat) -> None:
     """Refuse a scheme or group size, naming those that ``target`` takes."""
     sizes = target.expressible.get(found.scheme)
     if sizes and found.group_size in sizes:
@@ -205,7 +210,7 @@ def _require_scheme(target: Target, name: str, found: LinearFormat) -> None:
 
 
 def _ranks(
-    target: Target, family: Family, namespace: SimpleNamespace, ranks: int
+    target: ExportFormat, family: Family, namespace: SimpleNamespace, ranks: int
 ) -> dict[str, tuple[int, int]]:
     """Into how many parts each linear's N and K are split.
 
@@ -219,7 +224,7 @@ def _ranks(
     return family.tensor_parallel(namespace, ranks)
 
 
-def _require_uniform(target: Target, formats: Mapping[str, LinearFormat | None]) -> None:
+def _require_uniform(target: ExportFormat, formats: Mapping[str, LinearFormat | None]) -> None:
     """Refuse mixtures where the format has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:

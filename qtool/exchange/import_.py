@@ -25,8 +25,8 @@ import qtool
 from qtool import recipes
 from qtool.errors import QtoolError, checking
 from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
-from qtool.exchange.source_format import SYMMETRIC, ZERO_POINTS, Grid, SourceFormat, grid_of
-from qtool.exchange.sources import describe
+from qtool.exchange.import_format import SYMMETRIC, ZERO_POINTS, Grid, ImportFormat, grid_of
+from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.check_source import check_source
 from qtool.io.source import Checkpoint
@@ -86,7 +86,7 @@ class Import(Conversion):
     """
 
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
-        self.source, self.foreign = source, describe(source.config)
+        self.source, self.foreign = source, import_format_of(source.config)
         adopt(source, Architecture(source.config, family_of(source.config)))
         shapes = _linears(source, self.foreign)
         self.plain = _plain(source, self.foreign, shapes)
@@ -177,7 +177,7 @@ class Import(Conversion):
         return Metadata(config, provenance, {})
 
 
-def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, int]]:
+def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, int]]:
     """The quantized linears and their ``(N, K)``."""
     model = family_of(source.config)
     namespace, linears = model.settings(source.config), {}
@@ -204,7 +204,7 @@ def _linears(source: Checkpoint, foreign: SourceFormat) -> dict[str, tuple[int, 
 
 
 def _plain(
-    source: Checkpoint, foreign: SourceFormat, linears: Mapping[str, tuple[int, int]]
+    source: Checkpoint, foreign: ImportFormat, linears: Mapping[str, tuple[int, int]]
 ) -> set[str]:
     """The names of all tensors but the quantized linears', after a check that none is lost.
 

@@ -18,7 +18,7 @@ from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError
-from qtool.exchange.sources import already_quantized
+from qtool.exchange.import_formats import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.source import dequantized_note, plain_config
 from qtool.layouts.row_major import BY_BITS

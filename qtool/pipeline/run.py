@@ -70,11 +70,11 @@ def run(
         reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
         _log_unused(options, CALIBRATING, reason, text)
     if export_format is not None:
-        from qtool.exchange import targets
+        from qtool.exchange import export_formats
         from qtool.exchange.exportable import exported_formats
 
         untied = {"tie_word_embeddings": False} if job.unties else {}
-        exported_formats(targets.get(export_format), job.format, source.config | untied)
+        exported_formats(export_formats.get(export_format), job.format, source.config | untied)
         if not options.resume:
             require_new(out.with_name(f"{out.name}-{export_format}"))
     calibration = None

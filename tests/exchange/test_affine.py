@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtool.exchange import targets
+from qtool.exchange import export_formats
 from qtool.exchange.formats.affine import (
     ASYMMETRIC_4,
     INT_8,
@@ -63,4 +63,4 @@ def test_a_form_takes_every_group_size_and_keeps_the_weight(scheme: str, size: i
     ],
 )
 def test_an_export_takes_what_its_form_takes(scheme: str, size: int, formats: set[str]) -> None:
-    assert all(size in targets.get(name).expressible[scheme] for name in formats)
+    assert all(size in export_formats.get(name).expressible[scheme] for name in formats)

@@ -14,8 +14,8 @@ from qtool.cli import cli
 from qtool.errors import QtoolError
 from qtool.exchange.as_export import RUNS
 from qtool.exchange.export import export
-from qtool.exchange.target import SIXTEEN_BIT, TOKEN_INT8
-from qtool.exchange.targets import TARGETS
+from qtool.exchange.export_format import SIXTEEN_BIT, TOKEN_INT8
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models.cache_argument import CACHE, OLDER
 from qtool.pipeline.quantize import Calibration, quantize
@@ -150,7 +150,7 @@ def test_experts(make_model: MakeModel, tmp_path: Path) -> None:
 
 
 def test_the_formats_it_runs_are_those_with_activations_it_knows() -> None:
-    for name, target in TARGETS.items():
+    for name, target in EXPORT_FORMATS.items():
         known = all(
             target.activations(scheme) in (SIXTEEN_BIT, TOKEN_INT8) for scheme in target.expressible
         )

@@ -12,7 +12,7 @@ import qtool
 from qtool import recipes
 from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.exchange.export import export
-from qtool.exchange.targets import TARGETS
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
@@ -243,7 +243,7 @@ def test_a_killed_export_continues(
 ) -> None:
     directory = native(make_model(num_hidden_layers=3), rule("w4a16", 128))
     whole = export(directory, "gptq", tmp_path / "whole")
-    target, calls = type(TARGETS["gptq"]), []
+    target, calls = type(EXPORT_FORMATS["gptq"]), []
     convert = target.tensors
 
     def killed(self: Any, *arguments: Any) -> Any:
@@ -364,7 +364,7 @@ def test_falcon_leaves_kv_scales_out(make_model: MakeModel, tmp_path: Path) -> N
 
 
 def test_every_format_is_described() -> None:
-    for name, target in TARGETS.items():
+    for name, target in EXPORT_FORMATS.items():
         assert target.name == name
         assert 20 < len(target.about) < 120
 

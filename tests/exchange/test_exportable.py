@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
-from qtool.exchange import targets
+from qtool.exchange import export_formats
 from qtool.exchange.export import export
+from qtool.exchange.export_format import ExportFormat
+from qtool.exchange.export_formats import EXPORT_FORMATS, register_export
 from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
-from qtool.exchange.target import Target
-from qtool.exchange.targets import TARGETS, register_export
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
@@ -34,7 +34,7 @@ TOKENS = torch.randint(0, 320, (4, 64), generator=torch.Generator().manual_seed(
 def refusals(directory: Path) -> dict[str, str]:
     """What each format says to the checkpoint; "" if it takes it."""
     config, said = Checkpoint(directory).config, {}
-    for name, target in TARGETS.items():
+    for name, target in EXPORT_FORMATS.items():
         try:
             exported_formats(target, native_format(config), config)
             said[name] = ""
@@ -184,7 +184,7 @@ def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -
 def test_a_format_from_outside(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "TARGETS", dict(TARGETS))
+    monkeypatch.setattr(export_formats, "EXPORT_FORMATS", dict(EXPORT_FORMATS))
     mine = Gptq("mine", "gptq_v2", "GPTQ under a name of its own, for a test")
     register_export(mine)
     register_export(mine)
@@ -197,7 +197,7 @@ def test_a_format_from_outside(
     assert "mine" in formats_that_take(native_format(config), config)
     with pytest.raises(QtoolError, match="the format 'gptq' is registered already"):
         register_export(Gptq("gptq", "gptq", "another of the same name"))
-    with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.target\.Target"):
+    with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.export_format\.ExportFormat"):
         register_export("gptq")  # type: ignore[arg-type]
 
     class Flat(Gptq):
@@ -219,8 +219,8 @@ def test_a_format_from_outside(
     ],
 )
 def test_a_format_whose_attributes_are_wrong_is_refused(wrong: dict[str, Any], said: str) -> None:
-    body = {name: getattr(Gptq, name) for name in Target.__abstractmethods__}
+    body = {name: getattr(Gptq, name) for name in ExportFormat.__abstractmethods__}
     body |= {"name": "wrong", "expressible": {}}
     body |= {} if "about" in wrong else {"about": "it", "tile": (1, 1)} | wrong
     with pytest.raises(QtoolError, match=said):
-        register_export(type("Wrong", (Target,), body)())
+        register_export(type("Wrong", (ExportFormat,), body)())

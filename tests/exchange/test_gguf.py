@@ -19,11 +19,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import qtool
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import Exported, export
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.exchange.formats.gguf import Gguf
 from qtool.exchange.gguf.architectures import ARCHITECTURES
 from qtool.exchange.gguf.tokenizer import SPACES, WORDS, caution
 from qtool.exchange.gguf.write import FILE
-from qtool.exchange.targets import TARGETS
 from qtool.format import LinearFormat
 from qtool.io.output import LOCK, lock
 from qtool.io.source import Checkpoint
@@ -325,7 +325,7 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     for number, (config, said) in enumerate(settings):
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
-        TARGETS["gguf"].require_model({"model_type": "starcoder2"})
+        EXPORT_FORMATS["gguf"].require_model({"model_type": "starcoder2"})
     gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     local = {"rope_type": "default", "rope_theta": 5e4}
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
@@ -352,11 +352,11 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
         ({"model_type": "gemma3_text", "rope_parameters": gemma3}, "RoPE of base 10000"),
     ):
         with pytest.raises(QtoolError, match=said):
-            TARGETS["gguf"].require_model(config)
+            EXPORT_FORMATS["gguf"].require_model(config)
     for kind in ("mixtral", "gemma", "gemma2", "gemma3_text"):  # as transformers has them
-        TARGETS["gguf"].require_model({"model_type": kind})
+        EXPORT_FORMATS["gguf"].require_model({"model_type": kind})
     first_gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
-    TARGETS["gguf"].require_model(first_gemma)
+    EXPORT_FORMATS["gguf"].require_model(first_gemma)
 
 
 def test_without_the_package(

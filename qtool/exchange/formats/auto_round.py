@@ -9,19 +9,19 @@ from dataclasses import replace
 
 from qtool.errors import QtoolError
 from qtool.exchange.formats import awq, gptq
-from qtool.exchange.source_format import Config, SourceFormat, require_setting
+from qtool.exchange.import_format import Config, ImportFormat, require_setting
 
 #: by packing_format: auto_gptq stores zero points minus 1, the others as they are
-PACKINGS: dict[str, Callable[[Config], SourceFormat]] = {
-    "auto_round:auto_gptq": gptq.source_format,
-    "auto_round:auto_awq": awq.source_format,
-    "auto_round:gptqmodel": lambda config: gptq.source_format(
+PACKINGS: dict[str, Callable[[Config], ImportFormat]] = {
+    "auto_round:auto_gptq": gptq.import_format,
+    "auto_round:auto_awq": awq.import_format,
+    "auto_round:gptqmodel": lambda config: gptq.import_format(
         {**config, "checkpoint_format": "gptq_v2"}
     ),
 }
 
 
-def source_format(config: Config) -> SourceFormat:
+def import_format(config: Config) -> ImportFormat:
     """The format of an AutoRound checkpoint's linears.
 
     Raises:

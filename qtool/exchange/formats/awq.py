@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
-from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import (
+from qtool.exchange.export_format import (
+    ExportFormat,
     Formats,
-    Target,
     file_group_size,
     half,
     modules_in_16_bit,
     one_format,
 )
+from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
+from qtool.exchange.import_format import Config, ImportFormat, require_setting
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.schemes import Params
@@ -38,7 +38,7 @@ WORDS = DigitLayout(
 )
 
 
-class Awq(Target):
+class Awq(ExportFormat):
     """``awq``."""
 
     name = "awq"
@@ -89,7 +89,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int) -> Tensor:
     return WORDS.unpack({"qweight": qzeros}, n, groups, signed=False)
 
 
-def source_format(config: Config) -> SourceFormat:
+def import_format(config: Config) -> ImportFormat:
     """The format of an AWQ checkpoint's linears.
 
     Raises:
@@ -99,7 +99,7 @@ def source_format(config: Config) -> SourceFormat:
     require_setting(bits, "bits", 4, "AWQ", "w4a16 is the only weight-only scheme")
     if (version := str(config.get("version", "gemm")).lower()) != "gemm":
         raise QtoolError(f"AWQ version {version!r} cannot be imported; only 'gemm' can")
-    return SourceFormat(
+    return ImportFormat(
         "AWQ",
         "qweight",
         "scales",

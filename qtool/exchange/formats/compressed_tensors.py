@@ -7,7 +7,7 @@ zero points ``weight_zero_point`` int32 ``[N / 8, G]``, nibble ``n % 8`` of word
 8-bit weights and activations are ``int-quantized``: ``weight`` int8 ``[N, K]``, ``weight_scale [N,
 1]``.
 
-The same codes may be run under several kinds of activations; each is a target of its own, so that
+The same codes may be run under several kinds of activations; each is a format of its own, so that
 nobody gets another arithmetic than the chosen one.
 """
 
@@ -19,6 +19,16 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.exchange.export_format import (
+    ANY,
+    SIXTEEN_BIT,
+    TOKEN_INT8,
+    ExportFormat,
+    Formats,
+    joined,
+    modules_in_16_bit,
+    scheme_and_group,
+)
 from qtool.exchange.formats import gptq
 from qtool.exchange.formats.affine import (
     ASYMMETRIC_4,
@@ -30,17 +40,7 @@ from qtool.exchange.formats.affine import (
     int_8,
     symmetric_4,
 )
-from qtool.exchange.source_format import Config, SourceFormat
-from qtool.exchange.target import (
-    ANY,
-    SIXTEEN_BIT,
-    TOKEN_INT8,
-    Formats,
-    Target,
-    joined,
-    modules_in_16_bit,
-    scheme_and_group,
-)
+from qtool.exchange.import_format import Config, ImportFormat
 from qtool.format import LinearFormat
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.schemes import Params
@@ -82,8 +82,8 @@ class CompressedFormat:
         return INT if self.form is int_8 else PACKED
 
 
-class CompressedTensors(Target):
-    """A compressed-tensors target: a table of :class:`CompressedFormat` by scheme."""
+class CompressedTensors(ExportFormat):
+    """One kind of compressed-tensors checkpoint: a :class:`CompressedFormat` by scheme."""
 
     uniform: ClassVar[bool] = False
     any_architecture: ClassVar[bool] = True
@@ -276,7 +276,7 @@ COMPRESSED_TENSORS = (
 )
 
 
-def source_format(config: Config) -> SourceFormat:
+def import_format(config: Config) -> ImportFormat:
     """The format of a 4-bit weight-only compressed-tensors checkpoint's linears.
 
     Raises:
@@ -307,7 +307,7 @@ def source_format(config: Config) -> SourceFormat:
             "compressed-tensors with a kv_cache_scheme cannot be imported: qtool has no fp8 KV "
             "cache"
         )
-    return SourceFormat(
+    return ImportFormat(
         "compressed-tensors",
         "weight_packed",
         "weight_scale",

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
+from qtool.exchange.export_format import ANY, ExportFormat, Formats
 from qtool.exchange.formats.affine import Affine, int_8, symmetric_4
 from qtool.exchange.gguf import architectures
-from qtool.exchange.target import ANY, Formats, Target
 from qtool.format import LinearFormat
 from qtool.schemes import Params
 
 BLOCK = 32
 
 
-class Gguf(Target):
+class Gguf(ExportFormat):
     """``gguf``: a packed linear's only tensor is ``weight`` uint8 ``[N, K / 32 * bytes]``."""
 
     name = "gguf"

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.formats.affine import SYMMETRIC_4, Affine, symmetric_4
-from qtool.exchange.source_format import Config, SourceFormat, require_setting
-from qtool.exchange.target import (
+from qtool.exchange.export_format import (
+    ExportFormat,
     Formats,
-    Target,
     file_group_size,
     half,
     modules_in_16_bit,
     one_format,
 )
+from qtool.exchange.formats.affine import SYMMETRIC_4, Affine, symmetric_4
+from qtool.exchange.import_format import Config, ImportFormat, require_setting
 from qtool.format import LinearFormat
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.row_major import ROW_MAJOR
@@ -43,7 +43,7 @@ WORDS = DigitLayout(
 ZERO_OFFSET = {"gptq": 1, "gptq_v2": 0}
 
 
-class Gptq(Target):
+class Gptq(ExportFormat):
     """``gptq`` (v1) or ``gptq-v2``."""
 
     expressible = SYMMETRIC_4
@@ -111,7 +111,7 @@ def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> T
     return ((stored.t() + ZERO_OFFSET[checkpoint_format]) % 16).contiguous()
 
 
-def source_format(config: Config) -> SourceFormat:
+def import_format(config: Config) -> ImportFormat:
     """The format of a GPTQ checkpoint's linears.
 
     Raises:
@@ -132,7 +132,7 @@ def source_format(config: Config) -> SourceFormat:
         raise QtoolError(
             f"GPTQ checkpoint_format {stored!r} cannot be imported; known: {', '.join(ZERO_OFFSET)}"
         )
-    return SourceFormat(
+    return ImportFormat(
         f"GPTQ ({stored})",
         "qweight",
         "scales",

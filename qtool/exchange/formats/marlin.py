@@ -17,8 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qtool.exchange.export_format import (
+    ExportFormat,
+    Formats,
+    file_group_size,
+    one_format,
+    scale_as,
+)
 from qtool.exchange.formats.affine import Affine, symmetric_4
-from qtool.exchange.target import Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.base import Layout
 from qtool.layouts.marlin import MARLIN
@@ -26,7 +32,7 @@ from qtool.layouts.marlin_24 import MARLIN_24
 from qtool.schemes import Params
 
 
-class MarlinFile(Target):
+class MarlinFile(ExportFormat):
     """``marlin`` or ``marlin-24``: a layout, and the names its tensors have in the file."""
 
     leaves_16_bit: ClassVar[bool] = False

@@ -19,14 +19,21 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.exchange.export_format import (
+    TOKEN_INT8,
+    ExportFormat,
+    Formats,
+    file_group_size,
+    one_format,
+    scale_as,
+)
 from qtool.exchange.formats.affine import symmetric_4
-from qtool.exchange.target import TOKEN_INT8, Formats, Target, file_group_size, one_format, scale_as
 from qtool.format import LinearFormat
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
 from qtool.schemes import Params
 
 
-class Qqq(Target):
+class Qqq(ExportFormat):
     """``qqq``."""
 
     name = "qqq"

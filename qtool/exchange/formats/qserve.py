@@ -21,22 +21,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.formats.affine import in_model_order
-from qtool.exchange.target import (
+from qtool.exchange.export_format import (
     TOKEN_INT8,
+    ExportFormat,
     Formats,
-    Target,
     as_dtype,
     file_group_size,
     one_format,
     scale_as,
 )
+from qtool.exchange.formats.affine import in_model_order
 from qtool.format import LinearFormat
 from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.schemes import Params
 
 
-class QServe(Target):
+class QServe(ExportFormat):
     """``qserve``."""
 
     name = "qserve"

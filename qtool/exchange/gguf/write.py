@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exchange.convert import Conversion, Json, Progress, shards_of
+from qtool.exchange.export_format import Formats
 from qtool.exchange.gguf.architectures import (
     ARCHITECTURES,
     as_stored,
@@ -25,7 +26,6 @@ from qtool.exchange.gguf.architectures import (
     write_hyper_parameters,
 )
 from qtool.exchange.gguf.tokenizer import write_tokenizer
-from qtool.exchange.target import Formats
 from qtool.io.integrity import RECORD, recorded_hashes, require_file_intact
 from qtool.io.model_card import model_card
 from qtool.io.output import LOCK, lock, require_new

@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import nn
 
 from qtool.errors import QtoolError
-from qtool.exchange.target import JOINED
+from qtool.exchange.export_format import JOINED
 from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.serving.layer import PackedLinear
 from qtool.serving.sglang.parameters import TYPES

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.exchange.export_format import ANY, size_text
 from qtool.exchange.formats.affine import Affine
-from qtool.exchange.target import ANY, size_text
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
 
@@ -30,7 +30,7 @@ INSTEAD = (
 
 
 @dataclass(frozen=True)
-class SourceFormat:
+class ImportFormat:
     """The format of a foreign checkpoint's linears.
 
     Attributes:
@@ -100,7 +100,7 @@ def require_setting(config: Config, key: str, wanted: int | str, what: str, why:
         )
 
 
-def grid_of(source: Checkpoint, foreign: SourceFormat, name: str, shape: tuple[int, int]) -> Grid:
+def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[int, int]) -> Grid:
     """The grid of a linear, from its scales, zero points and group index.
 
     Raises:

@@ -5,17 +5,17 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.exchange.formats import auto_round, awq, compressed_tensors, gptq
-from qtool.exchange.source_format import INSTEAD, Config, SourceFormat
+from qtool.exchange.import_format import INSTEAD, Config, ImportFormat
 
-SOURCES: dict[str, Callable[[Config], SourceFormat]] = {
-    "gptq": gptq.source_format,
-    "awq": awq.source_format,
-    "auto-round": auto_round.source_format,
-    "compressed-tensors": compressed_tensors.source_format,
+IMPORT_FORMATS: dict[str, Callable[[Config], ImportFormat]] = {
+    "gptq": gptq.import_format,
+    "awq": awq.import_format,
+    "auto-round": auto_round.import_format,
+    "compressed-tensors": compressed_tensors.import_format,
 }
 
 
-def describe(config: Mapping[str, Any]) -> SourceFormat:
+def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
     """The foreign format of config.json.
 
     Raises:
@@ -29,11 +29,12 @@ def describe(config: Mapping[str, Any]) -> SourceFormat:
     method = quantization.get("quant_method")
     if method == "qtool":
         raise QtoolError("quant_method 'qtool': it is a native checkpoint already")
-    if method not in SOURCES:
+    if method not in IMPORT_FORMATS:
         raise QtoolError(
-            f"quant_method {method!r} cannot be imported; known: {', '.join(SOURCES)}; {INSTEAD}"
+            f"quant_method {method!r} cannot be imported; known: {', '.join(IMPORT_FORMATS)};"
+            f" {INSTEAD}"
         )
-    return SOURCES[method](quantization)
+    return IMPORT_FORMATS[method](quantization)
 
 
 def already_quantized(config: Mapping[str, Any]) -> str:
@@ -42,10 +43,7 @@ def already_quantized(config: Mapping[str, Any]) -> str:
     method = quantization.get("quant_method")
     found = f"the model is quantized already (quant_method {method!r})"
     try:
-        described = describe(config)
+        known = import_format_of(config)
     except QtoolError as error:
         return f"{found}: pass the original checkpoint ({error})"
-    return (
-        f"{found}: pass the original checkpoint, or repack this {described.name} with "
-        "`qtool import`"
-    )
+    return f"{found}: pass the original checkpoint, or repack this {known.name} with `qtool import`"

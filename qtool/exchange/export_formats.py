@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from qtool import plugins
 from qtool.errors import QtoolError
+from qtool.exchange.export_format import ExportFormat
 from qtool.exchange.formats.awq import Awq
 from qtool.exchange.formats.compressed_tensors import COMPRESSED_TENSORS
 from qtool.exchange.formats.gguf import Gguf
@@ -11,11 +12,10 @@ from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.formats.marlin import MARLIN_FILES
 from qtool.exchange.formats.qqq import Qqq
 from qtool.exchange.formats.qserve import QServe
-from qtool.exchange.target import Target
 
 #: what a format states, besides its functions
 ATTRIBUTES = ("name", "about", "expressible", "tile")
-TARGETS: dict[str, Target] = {
+EXPORT_FORMATS: dict[str, ExportFormat] = {
     target.name: target
     for target in (
         *COMPRESSED_TENSORS,
@@ -36,24 +36,26 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def get(name: str) -> Target:
-    """The target ``name``.
+def get(name: str) -> ExportFormat:
+    """The export format ``name``.
 
     Raises:
         QtoolError: an unknown format.
     """
-    return plugins.find(TARGETS, name, "format")
+    return plugins.find(EXPORT_FORMATS, name, "format")
 
 
-def register_export(target: Target) -> None:
+def register_export(target: ExportFormat) -> None:
     """Add a format of your own, by its ``name``.
 
     Raises:
-        QtoolError: no :class:`Target`, one whose attributes are absent or of another type, or a
-            name that another format has.
+        QtoolError: no :class:`ExportFormat`, one whose attributes are absent or of another type, or
+            a name that another format has.
     """
-    if not isinstance(target, Target):
-        raise QtoolError(f"register_export: {target!r} is no qtool.exchange.target.Target")
+    if not isinstance(target, ExportFormat):
+        raise QtoolError(
+            f"register_export: {target!r} is no qtool.exchange.export_format.ExportFormat"
+        )
     kind = type(target).__name__
     plugins.require_attributes(target, kind, ATTRIBUTES)
     sizes = target.expressible
@@ -64,4 +66,4 @@ def register_export(target: Target) -> None:
         )
     if not isinstance(target.tile, tuple) or len(target.tile) != 2:
         raise QtoolError(f"register_export: {kind}.tile is {target.tile!r}; a pair is expected")
-    plugins.add(TARGETS, target.name, target, "format")
+    plugins.add(EXPORT_FORMATS, target.name, target, "format")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.import_ import import_checkpoint
-from qtool.exchange.sources import describe
+from qtool.exchange.import_formats import import_format_of
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.pipeline.job import Job
 from tests.conftest import MakeModel
@@ -44,7 +44,7 @@ def test_a_quantized_model_is_not_quantized_again(quantization: Any, said: str) 
         Job.of(config, recipes.load("w4a16"))
     if quantization is not GPTQ:
         with pytest.raises(QtoolError):
-            describe(config)
+            import_format_of(config)
 
 
 def test_a_model_that_is_dequantized_is_not_imported(tmp_path: Path) -> None:

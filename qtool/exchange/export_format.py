@@ -27,7 +27,7 @@ JOINED = {
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 
 
-class Target(ABC):
+class ExportFormat(ABC):
     """One format of one family of serving stacks.
 
     A format states which schemes and shapes it holds, its tensors (:meth:`tensors`), what a loader
@@ -141,7 +141,7 @@ def file_group_size(group_size: int | None) -> int:
 
 
 def native_activations(linear_format: LinearFormat) -> str:
-    """The activations of our own arithmetic, in the words of :meth:`Target.activations`."""
+    """The activations of our own arithmetic, in the words of :meth:`ExportFormat.activations`."""
     kind = linear_format.scheme_object.activation
     if kind.bits == 16:
         return SIXTEEN_BIT
@@ -151,7 +151,7 @@ def native_activations(linear_format: LinearFormat) -> str:
 
 
 def one_format(formats: Formats) -> LinearFormat:
-    """The format that all linears of a uniform target share."""
+    """The native format that all linears share under a uniform export format."""
     return next(found for found in formats.values() if found is not None)
 
 
