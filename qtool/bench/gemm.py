@@ -55,17 +55,13 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
     rows = max(m, 32) if kind == "int8" else m  # _int_mm refuses fewer than 17 rows
     for _ in range(copies(n * k * (2 if kind == "bf16" else 1))):
         if kind == "bf16":
-            a, b = (
-                torch.randn(rows, k, device="cuda").bfloat16(),
-                torch.randn(n, k, device="cuda").bfloat16(),
-            )
+            a = torch.randn(rows, k, device="cuda").bfloat16()
+            b = torch.randn(n, k, device="cuda").bfloat16()
             calls.append(lambda a=a, b=b: torch.mm(a, b.t()))  # type: ignore[misc]
         elif kind == "fp8":
             fp8 = torch.float8_e4m3fn
-            a, b = (
-                torch.randn(rows, k, device="cuda").to(fp8),
-                torch.randn(n, k, device="cuda").to(fp8),
-            )
+            a = torch.randn(rows, k, device="cuda").to(fp8)
+            b = torch.randn(n, k, device="cuda").to(fp8)
             one = torch.ones((), device="cuda")
             calls.append(
                 lambda a=a, b=b, one=one: torch._scaled_mm(

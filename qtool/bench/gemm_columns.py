@@ -65,9 +65,8 @@ def kernel_calls(
 ) -> list[Callable[[], object]]:
     """One launch per weight, for ``m`` random tokens, bf16 out."""
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
-    sx = torch.rand(
-        max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda"
-    )  # [G, M4]
+    # [G, M4]
+    sx = torch.rand(max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda")
     token_sum = x.sum(1, dtype=torch.int32)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
@@ -137,9 +136,8 @@ class HalfColumn:
                 -(2**31), 2**31, (k // inputs, 2 * n), dtype=torch.int32, device="cuda"
             )
             scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-2).bfloat16()
-            positions = torch.full(
-                (k // 32, 2 * n), -0x1112, dtype=torch.int16, device="cuda"
-            )  # 2 and 3 of each four
+            # 2 and 3 of each four
+            positions = torch.full((k // 32, 2 * n), -0x1112, dtype=torch.int16, device="cuda")
             return HalfWeight(qweight, scale, positions if self.sparse else None)
 
         return [random_weight() for _ in range(copies(n * k * self.bits / 8))]
@@ -174,10 +172,8 @@ class MmaColumn:
             return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
         def random_weight() -> MmaWeight:
-            qweight, scale = (
-                draw(0, 256, n, k // 2).view(torch.int8),
-                torch.rand(n, device="cuda") * 1e-3,
-            )
+            qweight = draw(0, 256, n, k // 2).view(torch.int8)
+            scale = torch.rand(n, device="cuda") * 1e-3
             if self.group_size is None:
                 return MmaWeight(qweight, scale, zero1=draw(0, 16, n))
             level2 = (k // self.group_size, n)
@@ -192,10 +188,8 @@ class MmaColumn:
     ) -> list[Callable[[], object]]:
         x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
         sx, token_sum = torch.rand(m, device="cuda"), x.sum(1, dtype=torch.int32)
-        out, operand = (
-            torch.empty(m, n, dtype=torch.bfloat16, device="cuda"),
-            w4a8_mma.operand(self.scheme, self.group_size),
-        )
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        operand = w4a8_mma.operand(self.scheme, self.group_size)
 
         def call(weight: MmaWeight) -> Callable[[], object]:
             return lambda: mma.run(operand, x, sx, weight, out, k, token_sum=token_sum)

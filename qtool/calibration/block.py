@@ -58,9 +58,8 @@ class Block:
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
     reference: "Reference | None" = None
-    _copied: dict[str, int] = field(
-        default_factory=dict, init=False
-    )  # the version of an exact tensor the module has
+    #: the version of an exact tensor the module has
+    _copied: dict[str, int] = field(default_factory=dict, init=False)
 
     @property
     def heads(self) -> Heads:

@@ -143,9 +143,8 @@ def collect(
         an_experts = expert_place(block.module, next(iter(of_place.values()))) is not None
         collectors[place] = _Collector(of_place, _positions(total, tokens, seed, an_experts))
     names = [name for of_place in places.values() for name in of_place.values()]
-    routed = any(
-        group.routed for group in block.family.groups
-    )  # an expert's tokens are known only when it was run
+    # an expert's tokens are known only when it was run
+    routed = any(group.routed for group in block.family.groups)
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
             observe(block, [batches[turn]], collectors)

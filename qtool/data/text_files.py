@@ -19,16 +19,8 @@ from qtool.data.chat import Row
 from qtool.errors import QtoolError
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-ENDINGS = {
-    ".raw",
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".txt",
-    ".utf8",
-    ".md",
-    *COMPRESSION,
-}  # what a file's name looks like
+#: endings by which a name is taken for a file's
+ENDINGS = {".raw", ".jsonl", ".json", ".parquet", ".txt", ".utf8", ".md", *COMPRESSION}
 #: where a row's content is, and what it is: a document, or a chat
 COLUMNS = {"text": str, "messages": list}
 

@@ -44,9 +44,8 @@ def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks
             "a text they are"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]] + [
-        len(text)
-    ]  # of each token, in characters
+    # of each token, in characters
+    starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
     places = range(0, len(starts) - CONTEXT - NEXT, CONTEXT + NEXT)
     if len(places) < CHOICES:
         raise QtoolError(

@@ -52,11 +52,8 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
         "metrics": ("perplexity", "acc"),
     },
 }
-ENDS_WITH_ANSWER = {
-    "piqa",
-    "arc_easy",
-    "arc_challenge",
-}  # lm-eval's prompt for them ends "\nAnswer:"
+#: lm-eval's prompt for them ends "\nAnswer:"
+ENDS_WITH_ANSWER = {"piqa", "arc_easy", "arc_challenge"}
 AGGREGATION = {
     "acc": ("mean", True),
     "acc_norm": ("mean", True),
@@ -89,9 +86,8 @@ def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "Configur
         if name in ENDS_WITH_ANSWER:
             row["query"] = row["query"].removesuffix("\n") + "\nAnswer:"
         if form["output_type"] == "loglikelihood":
-            row["continuation"] = (
-                " " + row["continuation"]
-            )  # lm-eval adds no delimiter to this kind
+            # lm-eval adds no delimiter to this kind
+            row["continuation"] = " " + row["continuation"]
     return build(name, rows, **form)
 
 
@@ -116,16 +112,14 @@ def _as_published(
     try:
         data = {"test": Dataset.from_list(rows)}
         changed = {"task": name, "custom_dataset": lambda **_: data, **splits}
-        task = index.load([{"group": "local", "task": [changed]}])["tasks"][
-            name
-        ]  # a member is the task known, changed
+        # a member is the task known, changed
+        task = index.load([{"group": "local", "task": [changed]}])["tasks"][name]
         for document in task.eval_docs:
             task.doc_to_text(document), task.doc_to_target(document)
             if task.OUTPUT_TYPE == "multiple_choice":
                 task.doc_to_choice(document)
-    except (
-        Exception
-    ) as error:  # whatever a task's own code raises where a field is not as it wants it
+    # whatever a task's own code raises where a field is not as it wants it
+    except Exception as error:
         raise QtoolError(
             f"{message}, or the fields of lm-eval's data set for {name} "
             f"({type(error).__name__}: {error})"

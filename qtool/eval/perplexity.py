@@ -190,8 +190,7 @@ def _forward_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     step = max(1, FLOAT32_LOGITS // (logits.shape[0] * logits.shape[2]))
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.device)
     for part, wanted in zip(logits.split(step, dim=1), targets.split(step, dim=1), strict=True):
-        nll = cross_entropy(
-            part.float().flatten(0, 1), wanted.flatten(), reduction="none"
-        )  # [b * step]
+        # [b * step]
+        nll = cross_entropy(part.float().flatten(0, 1), wanted.flatten(), reduction="none")
         sums += nll.view_as(wanted).double().sum(dim=1)
     return sums

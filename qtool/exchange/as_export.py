@@ -131,9 +131,8 @@ def _exported(
     if linear.permutation is not None:
         params = params | {"permutation": linear.permutation}
     stored = target.tensors(linear.format, codes, params)
-    scale = (
-        stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)
-    )  # loaded as a parameter
+    # loaded as a parameter
+    scale = stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)
     weight = target.weight(linear.format, stored | {"weight_scale": scale}, *codes.shape).to(
         scale.dtype
     )

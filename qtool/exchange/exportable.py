@@ -129,10 +129,8 @@ def _formats(
     formats: ByLinear = dict.fromkeys(model.other_linears)
     for block in range(int(namespace.num_hidden_layers)):
         family = model.at(namespace, block)
-        shapes, ranks = (
-            family.block_shapes(namespace),
-            _ranks(target, family, namespace, tensor_parallel),
-        )
+        shapes = family.block_shapes(namespace)
+        ranks = _ranks(target, family, namespace, tensor_parallel)
         for linear in family.linears():
             name = f"{family.blocks}.{block}.{linear}"
             formats[name] = found = checkpoint_format.of(name)

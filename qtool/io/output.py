@@ -88,9 +88,8 @@ class Output:
         self.continued = self.partial.exists()
         if ranks.rank() == 0:
             if self.finished:
-                shutil.rmtree(
-                    directory / RUN, ignore_errors=True
-                )  # killed after the directory took its name
+                # killed after the directory took its name
+                shutil.rmtree(directory / RUN, ignore_errors=True)
             else:
                 self._open(resume)
         self.finished, self.continued, self.records = ranks.broadcast(

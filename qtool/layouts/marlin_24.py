@@ -117,9 +117,8 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     Raises:
         QtoolError: if a quad has more than two non-zeros.
     """
-    quads = (
-        as_words(codes, torch.int32) & 0x0F0F0F0F
-    ) ^ zero * 0x01010101  # [N, K/4], a zero is now 0
+    # [N, K/4], a zero is now 0
+    quads = (as_words(codes, torch.int32) & 0x0F0F0F0F) ^ zero * 0x01010101
     nonzero = ((quads + 0x0F0F0F0F) >> 4) & 0x01010101
     which = ((nonzero * 0x01020408) >> 24) & 0xF  # the four bytes gathered into four bits
     table = torch.tensor(POSITIONS, dtype=torch.uint8, device=codes.device)
@@ -146,9 +145,8 @@ def expand(values: Tensor, positions: Tensor, codes: Tensor, *, zero: int) -> No
             "layout marlin-24: the metadata names a position twice or out of order; the file is "
             "damaged"
         )
-    pairs = (
-        values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)
-    )  # [N, K/4], a zero is now 0
+    # [N, K/4], a zero is now 0
+    pairs = values.view(torch.int16).to(torch.int32).bitwise_xor_(zero * 0x0101)
     quads = (pairs & 0xFF).bitwise_left_shift_(first)
     quads.bitwise_or_(pairs.bitwise_right_shift_(8).bitwise_left_shift_(second))
     torch.bitwise_xor(quads, zero * 0x01010101, out=codes.view(torch.int32))

@@ -313,9 +313,8 @@ class Family:
         if name not in parts:
             return slice(None)
         turns = Heads.of(config).kv if self.fused_by_head else 1
-        sizes = {
-            part: _size(words, dims) // turns for part, words in parts.items()
-        }  # rows of each in a turn
+        # rows of each in a turn
+        sizes = {part: _size(words, dims) // turns for part, words in parts.items()}
         names = list(parts)
         start = sum(sizes[part] for part in names[: names.index(name)])
         if turns == 1:
@@ -326,9 +325,8 @@ class Family:
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors of a block, by name within the block; reads no weights."""
         dims = self.dimensions(config)
-        known = {
-            words: _shape(words, dims) for words in set(self.tensors.values())
-        }  # few, also of many experts
+        # few, also of many experts
+        known = {words: _shape(words, dims) for words in set(self.tensors.values())}
         shapes = {name: known[words] for name, words in self.tensors.items()}
         biased = set(self.biased)
         for key, linears in self.biased_if.items():

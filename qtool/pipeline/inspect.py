@@ -26,9 +26,8 @@ class Row:
     shape: tuple[int, ...]
     weights: int
     nbytes: int
-    eight_bit: Tensor | None = (
-        None  # blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
-    )
+    #: blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
+    eight_bit: Tensor | None = None
 
     @property
     def w4a4_share(self) -> float | None:
@@ -54,9 +53,8 @@ def inspect(directory: Path) -> list[Row]:
         seen.update(parts)
         linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)
         nbytes = sum(checkpoint.entry(part).nbytes for part in parts)
-        scheme, layout = (
-            (linear_format.scheme, linear_format.layout) if linear_format else ("?", "?")
-        )
+        scheme = linear_format.scheme if linear_format else "?"
+        layout = linear_format.layout if linear_format else "?"
         blocks = checkpoint.read(f"{name}.eight_bit") if f"{name}.eight_bit" in checkpoint else None
         rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
     for name, entry in checkpoint.entries.items():

@@ -56,9 +56,8 @@ class QtoolQuantizer(HfQuantizer):
         self.stored: set[str] = set()  # the names of importances that the checkpoint holds
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from qtool.runtime.kv_cache import (
-            quantize_kv,
-        )  # it may be what imported transformers, and so this file
+        # it may be what imported transformers, and so this file
+        from qtool.runtime.kv_cache import quantize_kv
 
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
         for directory in {Path(file).parent for file in files}:

@@ -176,9 +176,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         for name, spec in scales.items():
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
-                device = next(
-                    chain(attention.parameters(), attention.buffers())
-                ).device  # packed: only buffers
+                # packed: only buffers
+                device = next(chain(attention.parameters(), attention.buffers())).device
                 neutral = torch.full(
                     spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device
                 )

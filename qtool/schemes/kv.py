@@ -134,9 +134,8 @@ class KV4(KVQuantizer):
         return x.float() - self._offset(x)
 
     def _offset(self, like: Tensor) -> Tensor | float:
-        return (
-            0.0 if self.offset is None else self.offset.to(like.device, torch.float32)[:, None]
-        )  # [H, 1, D]
+        # [H, 1, D]
+        return 0.0 if self.offset is None else self.offset.to(like.device, torch.float32)[:, None]
 
 
 class KV4Channel(KVQuantizer):
@@ -159,9 +158,8 @@ class KV4Channel(KVQuantizer):
             raise QtoolError(
                 f"kv4-channel: {x.shape[2]} tokens are not whole groups of {self.tokens}"
             )
-        by_channel = x.unflatten(2, (-1, self.tokens)).transpose(
-            3, 4
-        )  # [B, H, T/tokens, D, tokens]
+        # [B, H, T/tokens, D, tokens]
+        by_channel = x.unflatten(2, (-1, self.tokens)).transpose(3, 4)
         codes, scale, zero = quantize_asymmetric(by_channel)
         codes = codes.transpose(3, 4).flatten(2, 3)
         return {"codes": pack_nibbles(codes), "scale": scale.squeeze(4), "zero": zero.squeeze(4)}

@@ -45,9 +45,8 @@ if find_spec("triton"):
         value = (q4 * s2 + low) * s1
         tl.store(out_ptr + at, value - weight if LESS else value, inside)
 
-    @triton.jit(
-        do_not_specialize=["groups", "by_row", "by_group"]
-    )  # one build for all shapes and clips
+    # one build for all shapes and clips
+    @triton.jit(do_not_specialize=["groups", "by_row", "by_group"])
     def _fit(  # type: ignore[no-untyped-def]
         low_ptr,
         high_ptr,

@@ -68,9 +68,8 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
     for name in linears:
         scheme, weight = block.schemes[name], block.weight(name).float()[:, order]
         size = scheme.group_size or x.shape[1]
-        error = (
-            (x - four_bit(scheme, weight, x)).unflatten(1, (-1, size)).transpose(0, 1)
-        )  # [G, T, g]
+        # [G, T, g]
+        error = (x - four_bit(scheme, weight, x)).unflatten(1, (-1, size)).transpose(0, 1)
         outputs = error @ weight.unflatten(1, (-1, size)).permute(1, 2, 0)  # [G, T, N]
         squares = outputs.square().sum((1, 2))
         total = squares if total is None else total + squares

@@ -43,25 +43,20 @@ def fit_groups(
     low, high = scheme.range(weight, finite=True)
     groups = scheme.groups(weight)  # [E N, G, g]
     importance = scheme.groups(importance.view(-1, weight.shape[1]))  # [E, G, g]
-    fused = group_error_triton.runs_on(weight)
-    error_of, many = (
-        (group_error_triton.group_error, max(1, AT_ONCE // low.numel()))
-        if fused
-        else (group_error, 1)
-    )
+    error_of, many = group_error, 1
+    if group_error_triton.runs_on(weight):
+        error_of, many = group_error_triton.group_error, max(1, AT_ONCE // low.numel())
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)
-    for tried in ratio.new_tensor(ratios).split(
-        many
-    ):  # on the device at once: each copy would wait for it
+    # on the device at once: each copy would wait for it
+    for tried in ratio.new_tensor(ratios).split(many):
         rows = len(tried) * len(low)  # the weight's, once for each candidate
         by_group = (group_clip * tried[:, None, None]).expand(-1, *low.shape).reshape(rows, -1)
         by_row = clip.repeat(len(tried)) if isinstance(clip, Tensor) and clip.dim() else clip
         ranges = (bound.repeat(len(tried), 1) for bound in (low, high))
         params = scheme.fit_range(*ranges, clip=by_row, group_clip=by_group)
-        error, which = (
-            error_of(groups, importance, scheme.grid(params)).view(len(tried), *low.shape).min(0)
-        )
+        errors = error_of(groups, importance, scheme.grid(params))
+        error, which = errors.view(len(tried), *low.shape).min(0)
         ratio = torch.where(error < best, tried[which], ratio)
         best = torch.minimum(error, best)
     require_finite(low, high, scheme.name)  # only here is a GPU waited for

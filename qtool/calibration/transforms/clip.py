@@ -156,10 +156,7 @@ class Clip(Transform):
 
     def work(self, block: BlockShape) -> Work:
         ratios = len(self.ratios)
-        tried, judged = (
-            2 * ratios + 1,
-            ratios + 1,
-        )  # a group's own errors are judged without outputs
+        tried, judged = 2 * ratios + 1, ratios + 1  # a group's own errors need no outputs
         return super().work(block) + Work(
             forward_flops=(ratios + 2)
             * min(1.0, self.sequences / block.samples)

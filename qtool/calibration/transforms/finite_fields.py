@@ -17,9 +17,8 @@ def jacobsthal(q: int) -> Tensor:
     ``chi`` is the quadratic character: 1 for a square, -1 for a non-square, 0 for zero.
     """
     p, k = prime_power(q) or (q, 1)
-    elements = torch.cartesian_prod(*[torch.arange(p)] * k).reshape(
-        q, k
-    )  # coefficients, constant term last
+    # coefficients, constant term last
+    elements = torch.cartesian_prod(*[torch.arange(p)] * k).reshape(q, k)
     place = p ** torch.arange(k - 1, -1, -1)
     character = torch.full((q,), -1, dtype=torch.int8)
     squares = {tuple(_multiply(a, a, p, _irreducible(p, k))) for a in elements.tolist()}

@@ -67,9 +67,8 @@ def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
     if shared:
         amax = amax.amax(0, keepdim=True).expand_as(amax)
     pair = torch.maximum(amax[:, : rotary // 2], amax[:, rotary // 2 : rotary])  # [Hkv, R/2]
-    paired = torch.cat(
-        [pair, pair, amax[:, rotary:]], 1
-    )  # [Hkv, D]; channels RoPE leaves alone have no partner
+    # [Hkv, D]; channels RoPE leaves alone have no partner
+    paired = torch.cat([pair, pair, amax[:, rotary:]], 1)
     log = paired.clamp_min(torch.finfo(torch.float32).tiny).log()
     alive = paired > 0
     mean = (log * alive).sum(1, keepdim=True) / alive.sum(1, keepdim=True).clamp_min(1)

@@ -84,9 +84,8 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         if attention.rotary:
             arguments = to_device(batch.kwargs[block.index], block.device)
             queries = apply_rope(queries, arguments, rotary_dim(block))
-        by_head = (
-            queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
-        )  # [Hkv, T, D]
+        # [Hkv, T, D]
+        by_head = queries.reshape(len(x), heads.kv, -1, heads.dim).transpose(0, 1).flatten(1, 2)
         moments.append((by_head.mT @ by_head).double())
         tokens += len(x)
     return Queries((torch.stack(moments).sum(0) / tokens).float())

@@ -217,9 +217,10 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
     The query heads of one kv head get the same order.
     """
     dim = block.heads.dim
+    # [Hq, D]
     order = (
         per_kv_head(amax, block.heads).view(-1, dim).argsort(stable=True, dim=1, descending=True)
-    )  # [Hq, D]
+    )
     return (order + dim * torch.arange(len(order), device=order.device)[:, None]).flatten()
 
 

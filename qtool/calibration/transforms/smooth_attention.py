@@ -245,10 +245,8 @@ def fold(block: Block, transform: KeyTransform) -> None:
     attention, heads = block.attention, block.heads
     group = heads.query // heads.kv
     if attention.k_norm and attention.q_norm:
-        keys, queries = (
-            1 / transform.factor.double(),
-            transform.factor.double().repeat_interleave(group, 0),
-        )
+        keys = 1 / transform.factor.double()
+        queries = transform.factor.double().repeat_interleave(group, 0)
         if shared_norm(block):
             keys, queries = keys[:1], queries[:1]
         block.scale_norm(attention.k_norm, keys.flatten())

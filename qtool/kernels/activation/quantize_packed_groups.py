@@ -96,9 +96,8 @@ def pack_tokens(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
     With ``eight_bit [K/128]`` every block of 128 keeps its 128 bytes, ``[M, K]``: its codes, or 64
     bytes of nibbles and 64 zeros.
     """
-    halves = (
-        codes.view(torch.uint8).unflatten(1, (-1, 2, SPAN // 2)) & 15
-    )  # [M, K/32, nibble, byte]
+    # [M, K/32, nibble, byte]
+    halves = codes.view(torch.uint8).unflatten(1, (-1, 2, SPAN // 2)) & 15
     packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     if eight_bit is None:
         return packed

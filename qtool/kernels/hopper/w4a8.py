@@ -149,10 +149,8 @@ class W4A8Gemm(NamedTuple):
             weight = packed_weight(
                 self.scheme, self.qweight, self.s1, self.s2, self.offset, self.zero
             )
-            tile, kernel = (
-                choose(*out.shape, self.x.shape[1]),
-                operand(self.scheme, self.group_size),
-            )
+            tile = choose(*out.shape, self.x.shape[1])
+            kernel = operand(self.scheme, self.group_size)
             given = (kernel, tile, self.x, self.sx, weight, out)
             run(*given, token_sum=self.token_sum, bias=self.bias)
 

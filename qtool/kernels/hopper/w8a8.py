@@ -82,10 +82,8 @@ class W8A8Gemm(NamedTuple):
 
     def launch(self, out: Tensor) -> None:
         if len(out):
-            tile, weight = (
-                choose(*out.shape, self.x.shape[1]),
-                packed_weight(self.weight, self.scale),
-            )
+            tile = choose(*out.shape, self.x.shape[1])
+            weight = packed_weight(self.weight, self.scale)
             run(OPERAND, tile, self.x, self.sx, weight, out, bias=self.bias)
 
 

@@ -63,9 +63,8 @@ def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Te
         top = amax.new_full((), top)  # by a number, a GPU multiplies by its reciprocal
     # a subnormal amax / top would have too few bits, or none
     scale = torch.where(amax > 0, amax / top, 1.0).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = (
-        groups / scale[..., None]
-    ).round_()  # within -top..top: the scale comes from this very group
+    # within -top..top: the scale comes from this very group
+    codes = (groups / scale[..., None]).round_()
     return codes.flatten(-2).to(torch.int8), scale
 
 

@@ -87,8 +87,7 @@ def group_matmul(
             x.split(step, 1), weights, s.split(1, 1), scales, strict=True
         ):
             sums = (part.float() @ w).mul_(sx_part).double().mul_(sw_part)
-            total = (
-                sums.add_(total).float().double()
-            )  # a float32 in every step, as in the kernels' registers
+            # a float32 in every step, as in the kernels' registers
+            total = sums.add_(total).float().double()
         y.copy_(total if bias is None else total + bias.double())
     return out

@@ -31,9 +31,8 @@ class Symmetric(Scheme):
         scale = stored_scale(
             torch.where(amax != 0, amax.abs() / self.divisor, 1.0), self.scale_dtype
         )
-        return {
-            "scale": torch.where(amax < 0, -scale, scale)
-        }  # a ratio below 0 asks for a scale below 0
+        # a ratio below 0 asks for a scale below 0
+        return {"scale": torch.where(amax < 0, -scale, scale)}
 
     def grid(self, params: Params) -> Grid:
         step = params["scale"].float()

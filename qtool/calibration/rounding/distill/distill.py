@@ -149,9 +149,8 @@ class Distill(Rounding):
                 optimizer.zero_grad()
                 (loss_of(train[i]) * gradient_scale).backward()
                 for parameter in learned:
-                    if (
-                        parameter.grad is None
-                    ):  # none of the sequences is this rank's, or none of the expert's tokens
+                    # none of the sequences is this rank's, or none of the expert's tokens
+                    if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     ranks.all_reduce(parameter.grad)
                 optimizer.step()
@@ -215,11 +214,9 @@ class Distill(Rounding):
         student.exact = {}  # from here on its module follows nobody
         student.module.requires_grad_(False)
         for name, rounded in start.items():
-            linear, scheme, order = (
-                block.get(name),
-                block.schemes[name],
-                block.permutations.get(name),
-            )
+            linear = block.get(name)
+            scheme = block.schemes[name]
+            order = block.permutations.get(name)
             learned = LearnedLinear(linear, scheme, rounded, order, block.weight(name))  # type: ignore[arg-type]
             student.module.set_submodule(name, learned)
         return student
@@ -237,9 +234,8 @@ class Distill(Rounding):
             groups.append({"params": [linear.steps], "lr": self.weight_lr})
             bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
             groups.append({"params": bounds, "lr": self.scale_lr})
-        fused = any(
-            linear.steps.is_cuda for linear in linears.values()
-        )  # a pass over the weights instead of ten
+        # a pass over the weights instead of ten
+        fused = any(linear.steps.is_cuda for linear in linears.values())
         return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)
 
 

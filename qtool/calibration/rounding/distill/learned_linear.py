@@ -105,10 +105,8 @@ class LearnedLinear(nn.Module):
 
         Their values are 1 and 0; only the gradients matter.
         """
-        scale, bounds = (
-            (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.steps), -1),
-            self.clip_bounds(),
-        )
+        scale = (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.steps), -1)
+        bounds = self.clip_bounds()
         if bounds is None:
             return scale / scale.detach(), None
         low, high = scale * bounds
