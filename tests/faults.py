@@ -425,7 +425,7 @@ FAULTS = [
             "tests/calibration/rounding/test_hessian.py",
         ),
         (
-            "qtool/calibration/rounding/gptq/gptq.py",
+            "qtool/calibration/rounding/gptq/factor.py",
             "diagonal += self.damping * mean - added",
             "diagonal += self.damping * mean",
             "tests/calibration/rounding/test_gptq.py",
@@ -437,7 +437,7 @@ FAULTS = [
             "tests/calibration/rounding/test_gptq.py",
         ),
         (
-            "qtool/calibration/rounding/gptq/gptq.py",
+            "qtool/calibration/rounding/gptq/factor.py",
             "found[half:, :half] = -product(",
             "found[half:, :half] = product(",
             "tests/calibration/rounding/test_gptq.py",
@@ -503,7 +503,7 @@ FAULTS = [
             "tests/pipeline/test_passed.py",
         ),
         (
-            "qtool/calibration/rounding/gptq/gptq.py",
+            "qtool/calibration/rounding/gptq/sparsegpt.py",
             "free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])",
             "free[:, j + 1 :].add_(0)",
             "tests/calibration/rounding/test_columns.py",
@@ -521,13 +521,13 @@ FAULTS = [
             "tests/calibration/rounding/test_gptq.py",
         ),
         (
-            "qtool/calibration/rounding/group_fit.py",
+            "qtool/calibration/rounding/gptq/clip_search.py",
             "mul_(importance[:, None])",
             "mul_(importance[:1, None])",
             "tests/calibration/test_alike.py -k importance",
         ),
         (
-            "qtool/calibration/rounding/group_fit.py",
+            "qtool/calibration/rounding/gptq/clip_search.py",
             "group_clip=group_clip * ratio)",
             "group_clip=ratio)",
             "tests/calibration/rounding/test_gptq.py",

@@ -26,7 +26,7 @@ from ranks import differences
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
-from qtool.calibration.rounding.gptq import gptq, hessian, rounding
+from qtool.calibration.rounding.gptq import factor, gptq, hessian, rounding
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.calibration.transforms import clip, smooth
 from qtool.distributed import ranks
@@ -42,7 +42,7 @@ NAMED = (
     *((clip, name) for name in ("collect", "search", "block_error", "subset")),
     *((gptq, name) for name in ("sweep", "fit_groups")),
     *((rounding.Gptq, name) for name in ("moments", "moments_of_experts")),
-    (gptq.Factor, "__init__"),
+    (factor.Factor, "__init__"),
     *((hessian.Hessian, name) for name in ("power", "step", "complete")),
     *((ranks, name) for name in ("all_gather", "all_reduce")),
     *((blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),

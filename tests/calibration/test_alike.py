@@ -12,8 +12,8 @@ from qtool.calibration import alike as together
 from qtool.calibration.alike import alike, clips_of, padded
 from qtool.calibration.block import Block
 from qtool.calibration.rounding import rtn
+from qtool.calibration.rounding.gptq.clip_search import fit_groups, group_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
-from qtool.calibration.rounding.group_fit import fit_groups, group_error
 from qtool.calibration.rounding.rtn import RoundToNearest, round_to_nearest, round_together
 from qtool.calibration.statistics import Inputs
 from qtool.calibration.transforms import clip, smooth

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.rounding.gptq import columns_triton
-from qtool.calibration.rounding.gptq.gptq import Factor, descent_feedback, prune, sweep
+from qtool.calibration.rounding.gptq.factor import Factor
+from qtool.calibration.rounding.gptq.gptq import descent_feedback, sweep
+from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.schemes.base import Grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, inputs_of, run
-from qtool.calibration.rounding import group_fit
-from qtool.calibration.rounding.gptq import gptq, rounding
-from qtool.calibration.rounding.gptq.gptq import Factor, Problem, prepare
+from qtool.calibration.rounding.gptq import clip_search, factor, gptq, rounding
+from qtool.calibration.rounding.gptq.clip_search import fit_groups
+from qtool.calibration.rounding.gptq.factor import Factor
+from qtool.calibration.rounding.gptq.gptq import Problem, prepare
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
-from qtool.calibration.rounding.group_fit import fit_groups
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
 from qtool.models import family_of
@@ -438,12 +438,14 @@ def test_candidates_tried_together_are_those_tried_one_by_one(
     expected = fit_groups(*options, **clips)
 
     def of_all(own: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-        return group_fit.group_error(own.repeat(len(grid.step) // len(own), 1, 1), importance, grid)
+        return clip_search.group_error(
+            own.repeat(len(grid.step) // len(own), 1, 1), importance, grid
+        )
 
-    monkeypatch.setattr(group_fit.group_error_triton, "runs_on", lambda _: True)
-    monkeypatch.setattr(group_fit.group_error_triton, "group_error", of_all)
+    monkeypatch.setattr(clip_search.group_error_triton, "runs_on", lambda _: True)
+    monkeypatch.setattr(clip_search.group_error_triton, "group_error", of_all)
     for at_once in (1, 3 * 6 * groups, 1 << 24):
-        monkeypatch.setattr(group_fit, "AT_ONCE", at_once)
+        monkeypatch.setattr(clip_search, "AT_ONCE", at_once)
         found = fit_groups(*options, **clips)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -471,12 +473,12 @@ def test_the_search_goes_on_from_the_clips_it_is_given() -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 16, 40])
 def test_a_large_hessian_is_factored_by_blocks(block, monkeypatch):
-    monkeypatch.setattr(gptq, "BLOCK", block)
+    monkeypatch.setattr(factor, "BLOCK", block)
     x = torch.randn(60, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole = gptq.Factor(x.T @ x, 0.01)
-    monkeypatch.setattr(gptq, "WHOLE", 39)
-    monkeypatch.setattr(gptq, "CORNER", block)
-    parts = gptq.Factor(x.T @ x, 0.01)
+    whole = Factor(x.T @ x, 0.01)
+    monkeypatch.setattr(factor, "WHOLE", 39)
+    monkeypatch.setattr(factor, "CORNER", block)
+    parts = Factor(x.T @ x, 0.01)
     for name in ("h", "feedback", "cost"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
     rows = torch.randn(3, 40, dtype=torch.float64)
@@ -484,5 +486,5 @@ def test_a_large_hessian_is_factored_by_blocks(block, monkeypatch):
     torch.testing.assert_close(parts.feedback.tril(), torch.zeros_like(parts.feedback))
     flat = torch.ones(40, 40)
     flat[5, 6] = flat[6, 5] = 3  # not positive definite
-    assert gptq.cholesky(flat) is None
-    assert gptq.Factor(flat, 0.01).damping > 1
+    assert factor.cholesky(flat) is None
+    assert Factor(flat, 0.01).damping > 1

@@ -8,9 +8,10 @@ import torch
 from qtool import schemes
 from qtool.calibration.precision import halves, precise_matmul
 from qtool.calibration.rounding.gptq import hessian as hessian_module
-from qtool.calibration.rounding.gptq.gptq import Factor, gptq
+from qtool.calibration.rounding.gptq.clip_search import group_error
+from qtool.calibration.rounding.gptq.factor import Factor
+from qtool.calibration.rounding.gptq.gptq import gptq
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels
-from qtool.calibration.rounding.group_fit import group_error
 from qtool.errors import QtoolError
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -115,7 +116,7 @@ def test_tensor_cores_give_the_float32_sums(k: int, drift: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n", "groups", "size"), [(40, 4, 64), (7, 1, 1500), (3, 2, 128)])
 def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None:
-    from qtool.calibration.rounding import group_error_triton
+    from qtool.calibration.rounding.gptq import group_error_triton
     from qtool.schemes import get
 
     scheme = get("w4a8-qoq")

@@ -1,1 +1,5 @@
-"""GPTQ: gptq.py is the method; hessian.py sums its input, rounding.py is what recipes name."""
+"""GPTQ: gptq.py is the method on one weight, rounding.py a recipe's rounding of a block by it.
+
+hessian.py sums up what gptq.py is given, factor.py factors it, clip_search.py fits the groups'
+parameters, sparsegpt.py prunes.
+"""

@@ -20,8 +20,8 @@ coordinate descent: each code is the best one given all the others.
 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"),
 so that columns may be visited in the order of falling ``H_kk``. A 2:4 scheme is pruned first
-(:func:`prune`, SparseGPT); GPTQ and coordinate descent then round what stays, so that errors of
-pruning and rounding are made up for together.
+(:mod:`.sparsegpt`); GPTQ and coordinate descent then round what stays, so that errors of pruning
+and rounding are made up for together.
 
 Problems of one shape (experts) are solved together: a column is a few small operations, most of
 whose time is not work. Each gets the codes that it gets alone, to the bit.
@@ -29,7 +29,6 @@ whose time is not work. Each gets the codes that it gets alone, to the bit.
 Legend: E problems, N output channels, K input channels, G groups, b columns of a panel.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -39,20 +38,14 @@ from torch import Tensor
 from qtool.calibration.alike import at_once, in_turn, stacked_clips
 from qtool.calibration.precision import product, stack
 from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.rounding.gptq.clip_search import fit_groups
+from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.group_fit import fit_groups
+from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
 from qtool.errors import QtoolError
 from qtool.schemes.base import Clip, Grid, Params, Scheme
 
-#: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
-LARGE = 1 << 30
-#: columns of a matrix that is factored as a whole: it has no more elements than 32 bits count
-WHOLE = 46340
-#: columns of a block of a larger one
-BLOCK = 8192
-#: columns of a triangular matrix that is inverted as a whole
-CORNER = 2048
 #: columns rounded before the rest of the weight gets their errors
 PANEL = 128
 
@@ -264,8 +257,8 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     damped = factor.h if options.rounds else None
     keep = None
     if scheme.sparsity:
-        pruned = target[:, order], factor.feedback, factor.cost, scheme.sparsity
-        keep = prune(*pruned, PANEL)
+        visited = target[:, order]
+        keep = prune(visited, factor.feedback, factor.cost, scheme.sparsity, PANEL)
     factor.free_damped()
     return State(order, back, target, keep, factor.damping, damped, factor.feedback)
 
@@ -300,124 +293,6 @@ def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tenso
         falling = importance.view(-1, size).sum(1).argsort(descending=True, stable=True)
         columns = columns[falling]
     return columns.flatten()
-
-
-class Factor:
-    """``H + damping mean(diag H) I = R R^T``, R upper triangular.
-
-    The damping is raised x10 until Cholesky succeeds. A channel that was never active (``H_kk =
-    0``) gets the mean of the diagonal first (1 where that is 0), so that its weights are rounded to
-    nearest and no other is disturbed.
-
-    Args:
-        hessian: ``H [K, K]``.
-        order: of its columns ``[K]``; None as they lie.
-
-    Attributes:
-        damping: the share of the mean diagonal that was added.
-
-    Raises:
-        QtoolError: NaN in ``H``, or numbers whose sum is beyond float32's, which no damping mends.
-    """
-
-    def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
-        if hessian.is_cuda and hessian.nbytes > LARGE:
-            torch.cuda.empty_cache()  # no hole is large enough for two more of its size
-        #: the damped Hessian, last column first: what has a lower factor where it itself has an
-        #: upper one
-        self._reversed = (
-            hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
-        )
-        diagonal = self._reversed.diagonal()
-        dead = diagonal == 0
-        mean = float(diagonal.mean())
-        if not math.isfinite(mean + float(hessian.sum(dtype=torch.float64))):
-            raise QtoolError(
-                "gptq: the squares of a linear's inputs on the calibration text, added up, are NaN "
-                "or beyond float32's range"
-            )
-        diagonal[dead] = mean or 1.0
-        added = 0.0
-        self.damping = damping
-        while True:
-            diagonal += self.damping * mean - added
-            added = self.damping * mean
-            if (lower := cholesky(self._reversed)) is not None:
-                self._lower = lower
-                return
-            self.damping = max(self.damping * 10, 1e-6)
-
-    @property
-    def h(self) -> Tensor:
-        """The damped Hessian ``[K, K]``."""
-        return self._reversed.flip(0, 1)
-
-    def free_damped(self) -> None:
-        """Free the damped Hessian, since making the feedback needs the room of two more."""
-        self._reversed = self._reversed.new_empty(0)
-
-    @property
-    def feedback(self) -> Tensor:
-        """``R diag(R)^-1 - I [K, K]``, strictly upper: the feedback of GPTQ."""
-        upper = self._lower.flip(0, 1)
-        return upper.div_(upper.diagonal().clone()).fill_diagonal_(0)
-
-    @property
-    def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: the cost of an error in column k, later columns making up for it."""
-        return self._lower.diagonal().flip(0).square()
-
-    def solve(self, right: Tensor) -> Tensor:
-        """``right H^-1`` for ``right [N, K]``.
-
-        By the inverse of the factor, which serves all rows: their triangular systems, solved as few
-        at a time as :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
-        """
-        inverse = inverse_lower(self._lower)
-        return product(product(right.flip(1), inverse.mT), inverse).flip(1)
-
-
-def cholesky(matrix: Tensor) -> Tensor | None:
-    """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
-
-    By the library as a whole where it has at most :data:`WHOLE` columns, else by blocks of
-    :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are held.
-    """
-    if len(matrix) <= WHOLE:
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        return None if int(failed) else lower
-    lower, k = matrix.clone(), len(matrix)
-    for start in range(0, k, BLOCK):
-        stop = min(start + BLOCK, k)
-        own = slice(start, stop)
-        corner, failed = torch.linalg.cholesky_ex(lower[own, own])
-        if int(failed):
-            return None
-        lower[own, own], lower[own, stop:] = corner, 0
-        below = lower[stop:, own]  # L_21 L_11^T = A_21
-        below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
-        for first in range(stop, k, BLOCK):  # A_22 - L_21 L_21^T, down from its diagonal
-            columns = slice(first, min(first + BLOCK, k))
-            part = lower[columns, own]
-            lower[first:, columns].addmm_(lower[first:, own], part.mT, alpha=-1)
-    return lower
-
-
-def inverse_lower(lower: Tensor) -> Tensor:
-    """``L^-1 [K, K]`` of a lower triangular ``L``.
-
-    By halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse ``[[A^-1, 0],
-    [-C^-1 B A^-1, C^-1]]``.
-    """
-    k = len(lower)
-    if k <= CORNER:
-        one = torch.eye(k, dtype=lower.dtype, device=lower.device)
-        return torch.linalg.solve_triangular(lower, one, upper=False)
-    half, found = k // 2, torch.zeros_like(lower)
-    found[:half, :half] = first = inverse_lower(lower[:half, :half])
-    found[half:, half:] = second = inverse_lower(lower[half:, half:])
-    found[half:, :half] = -product(second, product(lower[half:, :half], first))
-    return found
 
 
 def descent_feedback(hessian: Tensor) -> Tensor:
@@ -497,43 +372,3 @@ def round_panel(
         for e, change in enumerate(errors[k] - error[k]):
             target[k + 1 :, e].addr_(feedback[e, k, k + 1 :], change)
     return codes.permute(1, 2, 0), errors.permute(1, 2, 0)
-
-
-def prune(
-    target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
-) -> Tensor:
-    """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
-
-    SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774, section 3.3). The columns are visited as
-    in GPTQ, m at a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are
-    the m weights after they have made up for all columns before, each for those of the m before it
-    too; ``D = diag(R)^2`` is what an error costs once all later columns have made up for it. The
-    later columns then get the errors of the pruned ones.
-
-    Args:
-        target: ``[N, K]``, in the order of the visit, in which every m columns belong together.
-        feedback: GPTQ's ``[K, K]``.
-        cost: ``D [K]``.
-        sparsity: ``(n, m)``: n of m stay.
-        panel: columns at a time, a multiple of m; changes speed only.
-    """
-    n, m = sparsity
-    keep, error = torch.zeros_like(target, dtype=torch.bool), torch.zeros_like(target)
-    for start in range(0, target.shape[1], panel):
-        columns = slice(start, start + panel)
-        wanted = torch.addmm(target[:, columns], error, feedback[:, columns])  # [N, b]
-        inner = feedback[columns, columns]
-        for k in range(0, wanted.shape[1], m):
-            few = slice(k, k + m)
-            free = wanted[:, few].clone()  # where these columns go while none of them is pruned
-            for j in range(m - 1):
-                moved = target[:, start + k + j] - free[:, j]
-                free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])
-            score = free.square() * cost[columns][few]
-            keep[:, columns][:, few].scatter_(1, score.topk(n, 1).indices, True)
-            for j in range(k, k + m):
-                column = start + j
-                value = torch.where(keep[:, column], wanted[:, j], 0.0)
-                error[:, column] = target[:, column] - value
-                wanted[:, j + 1 :].addr_(error[:, column], inner[j, j + 1 :])
-    return keep

@@ -238,7 +238,8 @@ class Gptq(GptqOptions, Rounding):
                 work += Work(forward_flops=to_experts if routed else (1 + again) * before)
                 last = before if again else last
             seen = block.tokens * block.share(groups[0].linears[0])
-            together = at_once(*problems[0]) if routed and problems else 1  # experts are alike
+            # experts are alike
+            together = problems_at_once(*problems[0]) if routed and problems else 1
             writes = drift and self._makes_up_for_stream(block.family, groups[0])
             for n, k in problems:
                 moments = sum(
@@ -364,7 +365,7 @@ def solved_together(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]
     for numbers in kinds.values():
         first = stacks[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)
-        size = at_once(rows, len(first.hessian.h))
+        size = problems_at_once(rows, len(first.hessian.h))
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
@@ -393,7 +394,7 @@ def problem_bytes(n: int, k: int) -> int:
     return 2 * 4 * k * k + 18 * n * k
 
 
-def at_once(n: int, k: int) -> int:
+def problems_at_once(n: int, k: int) -> int:
     """The number of problems ``[n, k]`` that are solved at once."""
     return max(1, PROBLEMS // problem_bytes(n, k))
 
@@ -404,5 +405,5 @@ def others_bytes(count: int, n: int, k: int) -> int:
     Codes of all, Hessians of those that are held at once, and what is solved together with the one.
     """
     held = min(count, held_at_once(k))
-    solved = (min(held, at_once(n, k)) - 1) * problem_bytes(n, k)
+    solved = (min(held, problems_at_once(n, k)) - 1) * problem_bytes(n, k)
     return (count - 1) * n * k + (held - 1) * 4 * k * k + solved

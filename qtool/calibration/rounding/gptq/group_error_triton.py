@@ -1,6 +1,6 @@
 """The weighted rounding error of all groups on a GPU, in one pass over the weight.
 
-The arithmetic is that of ``group_fit.group_error``; sums are added in another order.
+The arithmetic is that of ``clip_search.group_error``; sums are added in another order.
 """
 
 from importlib.util import find_spec
@@ -64,7 +64,7 @@ def runs_on(weight: Tensor) -> bool:
 
 
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """``group_fit.group_error`` ``[C E N, G]`` of C candidates, for grids of C E N rows."""
+    """``clip_search.group_error`` ``[C E N, G]`` of C candidates, for grids of C E N rows."""
     n, count, size = len(grid.step), *groups.shape[1:]
     inputs = [
         t.contiguous() for t in (groups, importance, grid.step, grid.offset, grid.low, grid.high)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding import group_error_triton
+from qtool.calibration.rounding.gptq import group_error_triton
 from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.base import Clip, Params, Scheme, require_finite
 

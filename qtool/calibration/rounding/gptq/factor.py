@@ -1,0 +1,142 @@
+"""The Cholesky factor of a damped Hessian, which GPTQ's feedback and target are made of.
+
+Matrices that are too large for the library's own factorization, and inverses of triangular ones, go
+by blocks, so that most of the work is products.
+
+Legend: N output channels, K input channels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.precision import product
+from qtool.errors import QtoolError
+
+#: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
+LARGE = 1 << 30
+#: columns of a matrix that is factored as a whole: it has no more elements than 32 bits count
+WHOLE = 46340
+#: columns of a block of a larger one
+BLOCK = 8192
+#: columns of a triangular matrix that is inverted as a whole
+CORNER = 2048
+
+
+class Factor:
+    """``H + damping mean(diag H) I = R R^T``, R upper triangular.
+
+    The damping is raised x10 until Cholesky succeeds. A channel that was never active (``H_kk =
+    0``) gets the mean of the diagonal first (1 where that is 0), so that its weights are rounded to
+    nearest and no other is disturbed.
+
+    Args:
+        hessian: ``H [K, K]``.
+        order: of its columns ``[K]``; None as they lie.
+
+    Attributes:
+        damping: the share of the mean diagonal that was added.
+
+    Raises:
+        QtoolError: NaN in ``H``, or numbers whose sum is beyond float32's, which no damping mends.
+    """
+
+    def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
+        if hessian.is_cuda and hessian.nbytes > LARGE:
+            torch.cuda.empty_cache()  # no hole is large enough for two more of its size
+        #: the damped Hessian, last column first: what has a lower factor where it itself has an
+        #: upper one
+        self._reversed = (
+            hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
+        )
+        diagonal = self._reversed.diagonal()
+        dead = diagonal == 0
+        mean = float(diagonal.mean())
+        if not math.isfinite(mean + float(hessian.sum(dtype=torch.float64))):
+            raise QtoolError(
+                "gptq: the squares of a linear's inputs on the calibration text, added up, are NaN "
+                "or beyond float32's range"
+            )
+        diagonal[dead] = mean or 1.0
+        added = 0.0
+        self.damping = damping
+        while True:
+            diagonal += self.damping * mean - added
+            added = self.damping * mean
+            if (lower := cholesky(self._reversed)) is not None:
+                self._lower = lower
+                return
+            self.damping = max(self.damping * 10, 1e-6)
+
+    @property
+    def h(self) -> Tensor:
+        """The damped Hessian ``[K, K]``."""
+        return self._reversed.flip(0, 1)
+
+    def free_damped(self) -> None:
+        """Free the damped Hessian, since making the feedback needs the room of two more."""
+        self._reversed = self._reversed.new_empty(0)
+
+    @property
+    def feedback(self) -> Tensor:
+        """``R diag(R)^-1 - I [K, K]``, strictly upper: the feedback of GPTQ."""
+        upper = self._lower.flip(0, 1)
+        return upper.div_(upper.diagonal().clone()).fill_diagonal_(0)
+
+    @property
+    def cost(self) -> Tensor:
+        """``diag(R)^2 [K]``: the cost of an error in column k, later columns making up for it."""
+        return self._lower.diagonal().flip(0).square()
+
+    def solve(self, right: Tensor) -> Tensor:
+        """``right H^-1`` for ``right [N, K]``.
+
+        By the inverse of the factor, which serves all rows: their triangular systems, solved as few
+        at a time as :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
+        """
+        inverse = inverse_lower(self._lower)
+        return product(product(right.flip(1), inverse.mT), inverse).flip(1)
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
+
+    By the library as a whole where it has at most :data:`WHOLE` columns, else by blocks of
+    :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are held.
+    """
+    if len(matrix) <= WHOLE:
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        return None if int(failed) else lower
+    lower, k = matrix.clone(), len(matrix)
+    for start in range(0, k, BLOCK):
+        stop = min(start + BLOCK, k)
+        own = slice(start, stop)
+        corner, failed = torch.linalg.cholesky_ex(lower[own, own])
+        if int(failed):
+            return None
+        lower[own, own], lower[own, stop:] = corner, 0
+        below = lower[stop:, own]  # L_21 L_11^T = A_21
+        below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
+        for first in range(stop, k, BLOCK):  # A_22 - L_21 L_21^T, down from its diagonal
+            columns = slice(first, min(first + BLOCK, k))
+            part = lower[columns, own]
+            lower[first:, columns].addmm_(lower[first:, own], part.mT, alpha=-1)
+    return lower
+
+
+def inverse_lower(lower: Tensor) -> Tensor:
+    """``L^-1 [K, K]`` of a lower triangular ``L``.
+
+    By halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse ``[[A^-1, 0],
+    [-C^-1 B A^-1, C^-1]]``.
+    """
+    k = len(lower)
+    if k <= CORNER:
+        one = torch.eye(k, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, one, upper=False)
+    half, found = k // 2, torch.zeros_like(lower)
+    found[:half, :half] = first = inverse_lower(lower[:half, :half])
+    found[half:, half:] = second = inverse_lower(lower[half:, half:])
+    found[half:, :half] = -product(second, product(lower[half:, :half], first))
+    return found

@@ -1,0 +1,47 @@
+"""SparseGPT: which n of each m consecutive inputs stay when a weight is pruned.
+
+Frantar and Alistarh 2023 (arXiv 2301.00774), section 3.3. The columns are visited as in GPTQ, m at
+a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are the m weights
+after they have made up for all columns before, each for those of the m before it too; ``D =
+diag(R)^2`` is what an error costs once all later columns have made up for it. The later columns
+then get the errors of the pruned ones.
+
+Legend: N output channels, K input channels, b columns of a panel.
+"""
+
+import torch
+from torch import Tensor
+
+
+def prune(
+    target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
+) -> Tensor:
+    """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
+
+    Args:
+        target: ``[N, K]``, in the order of the visit, in which every m columns belong together.
+        feedback: GPTQ's ``[K, K]``.
+        cost: ``D [K]``.
+        sparsity: ``(n, m)``: n of m stay.
+        panel: columns at a time, a multiple of m; changes speed only.
+    """
+    n, m = sparsity
+    keep, error = torch.zeros_like(target, dtype=torch.bool), torch.zeros_like(target)
+    for start in range(0, target.shape[1], panel):
+        columns = slice(start, start + panel)
+        wanted = torch.addmm(target[:, columns], error, feedback[:, columns])  # [N, b]
+        inner = feedback[columns, columns]
+        for k in range(0, wanted.shape[1], m):
+            few = slice(k, k + m)
+            free = wanted[:, few].clone()  # where these columns go while none of them is pruned
+            for j in range(m - 1):
+                moved = target[:, start + k + j] - free[:, j]
+                free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])
+            score = free.square() * cost[columns][few]
+            keep[:, columns][:, few].scatter_(1, score.topk(n, 1).indices, True)
+            for j in range(k, k + m):
+                column = start + j
+                value = torch.where(keep[:, column], wanted[:, j], 0.0)
+                error[:, column] = target[:, column] - value
+                wanted[:, j + 1 :].addr_(error[:, column], inner[j, j + 1 :])
+    return keep
