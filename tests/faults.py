@@ -583,8 +583,8 @@ FAULTS = [
         # calibration: transforms
         (
             "qtool/calibration/transforms/reorder.py",
-            "_kind(g) in self.groups and g.ordered",
-            "_kind(g) in self.groups",
+            "recipe_group(g) in self.groups and g.ordered",
+            "recipe_group(g) in self.groups",
             "tests/calibration/transforms/test_reorder.py",
         ),
         (

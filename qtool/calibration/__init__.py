@@ -10,9 +10,10 @@ from qtool.calibration.rounding.gptq.gptq import GptqOptions, gptq
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.transforms.clip import Clip
+from qtool.calibration.transforms.gather_outliers import GatherOutliers
 from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.norm_fusion import NormFusion
-from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
+from qtool.calibration.transforms.reorder import Reorder
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth import Smooth, smooth_factors
 from qtool.calibration.transforms.smooth_attention import SmoothAttention

@@ -1,17 +1,13 @@
-"""Reordering of input channels: similar ones share a group, outliers share a block.
+"""Reordering of input channels: a quantization group holds channels of similar salience.
 
-- ``reorder``: QServe B.2.3. Channels sorted by max|X|, so that a quantization group holds channels
-  of similar salience.
-- ``gather-outliers``: FMPQ (COMET 3.2, figure 4). Outlier channels go into as few blocks as
-  possible, and only those blocks get 8-bit activations (:mod:`qtool.schemes.fmpq_blocks`).
-
-With P an order of the input channels, ``X W^T = X[:, P] W[:, P]^T``. The order of X folds into the
-rows of up and gate (-> down) and, inside a head, of v (-> o; all query heads of a kv head share
-it). Behind a norm it cannot fold, since each layer has its own order on the one residual stream: it
-is then stored with the linears, and their input is gathered at run time.
+QServe B.2.3: channels are sorted by max|X|. With P an order of the input channels, ``X W^T = X[:,
+P] W[:, P]^T``. The order of X folds into the rows of up and gate (-> down) and, inside a head, of v
+(-> o; all query heads of a kv head share it). Behind a norm it cannot fold, since each layer has
+its own order on the one residual stream: it is then stored with the linears, and their input is
+gathered at run time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,23 +16,15 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import propagate
-from qtool.calibration.method import LEARNING_SEQUENCES, Transform
-from qtool.calibration.rounding.block_precision import (
-    Judged,
-    allocate,
-    block_shares,
-    output_errors,
-)
+from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.folding import per_kv_head, require_groups
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
-from qtool.schemes.fmpq import Fmpq
-from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, block_cap, by_magnitude, plan_blocks
+from qtool.schemes.fmpq_blocks import by_magnitude
 
-LATER = {
+#: methods that come before an order of the channels, and why
+BEFORE_ORDER = {
     "rotate": "a rotation mixes the channels that were put in order",
     "smooth": "smoothing changes which channels are salient and folds in the original order",
     "value-basis": "a new basis has other channels",
@@ -56,7 +44,7 @@ class Reorder(Transform):
 
     name = "reorder"
     needs_data = True
-    after: ClassVar[dict[str, str]] = LATER
+    after: ClassVar[dict[str, str]] = BEFORE_ORDER
 
     def __post_init__(self) -> None:
         require_groups(self.name, self.groups)
@@ -71,7 +59,7 @@ class Reorder(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [g for g in block.family.groups if _kind(g) in self.groups and g.ordered]
+        chosen = [g for g in block.family.groups if recipe_group(g) in self.groups and g.ordered]
         inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens=0)
         for group in chosen:
             if (seen := inputs.get(group.linears[0])) is None:
@@ -81,134 +69,6 @@ class Reorder(Transform):
             else:
                 order = by_magnitude(seen.amax)
             permute(block, group, order)
-
-
-@dataclass(kw_only=True)
-class GatherOutliers(Transform):
-    """Gather outlier channels into few blocks, and give those 8-bit activations.
-
-    Args:
-        ratio: a channel is an outlier above ``ratio`` times the median channel.
-        max_8bit_blocks: at most so many blocks of a linear get 8 bits.
-        min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
-        w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as
-            long as this share of the model's work is left in W4A4 and both limits above allow it
-            (:mod:`qtool.calibration.rounding.block_precision`). It is decided before the first
-            block is rewritten.
-        tokens: of the sample of inputs that error is measured on.
-    """
-
-    ratio: float = OUTLIER_RATIO
-    max_8bit_blocks: int | None = None
-    min_w4a4_share: float = 0.0
-    w4a4_share: float | None = None
-    tokens: int = 512
-
-    name = "gather-outliers"
-    needs_data = True
-    _learned = None
-    positive = ("tokens",)
-    most: ClassVar[dict[str, float]] = {"min_w4a4_share": 1, "w4a4_share": 1}
-    after: ClassVar[dict[str, str]] = LATER | {
-        "reorder": "sorting again would scatter the gathered outliers"
-    }
-
-    def permutes(self, family: Family) -> tuple[str, ...]:
-        return tuple(
-            name
-            for group in family.groups
-            if _kind(group) != "product" or not group.ordered
-            for name in group.linears
-        )
-
-    @property
-    def learns(self) -> bool:
-        return self.w4a4_share is not None
-
-    @torch.no_grad()
-    def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
-        assert self.w4a4_share is not None
-        judged: dict[tuple[int, int], Judged] = {}
-        groups: dict[int, int] = {}
-        for block in blocks:
-            groups[block.index] = len(block.family.groups)
-            judged |= {(block.index, g): found for g, found in self._judged(block, batches)}
-            propagate(block, batches)
-        counts = {index: torch.zeros(number, dtype=torch.int64) for index, number in groups.items()}
-        for (index, group), count in allocate(judged, self.w4a4_share).items():
-            counts[index][group] = count
-        return {str(index): of_block for index, of_block in counts.items()}
-
-    def load(self, learned: Mapping[str, Tensor]) -> None:
-        self._learned = {index: counts.cpu() for index, counts in learned.items()}
-
-    def work(self, block: BlockShape) -> Work:
-        work = super().work(block)
-        if self.learns:
-            groups = {group.linears for group in block.family.groups}
-            runs = (2 + len(groups)) * min(1.0, LEARNING_SEQUENCES / max(1, block.samples))
-            work += Work(
-                read_bytes=block.weights * block.itemsize,
-                forward_flops=runs * block.forward_flops(),
-            )
-        return work
-
-    def _judged(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, Judged]]:
-        """What 4-bit inputs cost each group of ``block``, by number, if it saw enough."""
-        mixed = {
-            n: names
-            for n, group in enumerate(block.family.groups)
-            if (names := _mixed(block, group))
-        }
-        inputs = collect(block, batches, [names[0] for names in mixed.values()], self.tokens)
-        mixed = {n: names for n, names in mixed.items() if names[0] in inputs}
-        found = []
-        for (n, names), error in zip(
-            mixed.items(), output_errors(block, batches, mixed.values()), strict=True
-        ):
-            seen = inputs[names[0]]
-            plan, most = self._plan(seen.amax)
-            order = by_magnitude(seen.amax)
-            cost = error * block_shares(block, names, seen.sample[:, order], order)
-            work = sum(block.weight(name).numel() for name in names) // len(cost)
-            found.append((n, Judged(cost, work, int(plan.eight_bit.sum()), most)))
-        return found
-
-    def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:
-        """The blocks with outliers, and how many may have 8 bits."""
-        limits = self.max_8bit_blocks, self.min_w4a4_share
-        plan = plan_blocks(
-            amax, ratio=self.ratio, max_8bit_blocks=limits[0], min_w4a4_share=limits[1]
-        )
-        return plan, block_cap(len(amax), *limits)
-
-    @torch.no_grad()
-    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        firsts = [group.linears[0] for group in block.family.groups]
-        inputs = collect(block, batches, firsts, tokens=0)
-        counts = (self._learned or {}).get(str(block.index))
-        for number, group in enumerate(block.family.groups):
-            mixed = _mixed(block, group)
-            if not mixed or (seen := inputs.get(group.linears[0])) is None:
-                continue
-            plan, most = self._plan(seen.amax)
-            order, eight_bit = plan.permutation, plan.eight_bit
-            if counts is not None and int(counts[number]):
-                # with outliers it has this order already
-                order = by_magnitude(seen.amax)
-                eight_bit[: min(int(counts[number]), most)] = 1
-            permute(block, group, order, inside_heads=False)
-            note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
-            block.notes.setdefault(self.name, {})[mixed[0]] = note
-            for name in mixed:
-                scheme = block.schemes[name]
-                assert isinstance(scheme, Fmpq)
-                block.schemes[name] = scheme.with_blocks(eight_bit)
-
-
-def _mixed(block: Block, group: LinearGroup) -> tuple[str, ...]:
-    """The linears of ``group`` whose input channels may have 4 or 8 bits."""
-    return tuple(name for name in group.linears if isinstance(block.schemes.get(name), Fmpq))
 
 
 def order_in_heads(block: Block, amax: Tensor) -> Tensor:
@@ -229,7 +89,7 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
 
     The order folds into the producer where it can.
     """
-    if _kind(group) == "product" and group.ordered:
+    if recipe_group(group) == "product" and group.ordered:
         for name in filter(None, (group.source, group.gate)):
             permute_outputs(block, name, order)
         permute_inputs(block, group, order)
@@ -245,7 +105,7 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
                 block.permute(name, order)
 
 
-def _kind(group: LinearGroup) -> str:
+def recipe_group(group: LinearGroup) -> str:
     """The name of the group in a recipe.
 
     An order folds through any activation function, with a product or without.

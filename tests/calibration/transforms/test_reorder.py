@@ -9,16 +9,17 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe, propagate, run
 from qtool.calibration.method import check_order
 from qtool.calibration.options import check_options
-from qtool.calibration.rounding.block_precision import (
+from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.transforms import gather_outliers
+from qtool.calibration.transforms.block_precision import (
     Judged,
     allocate,
     block_shares,
     rounded_inputs,
 )
-from qtool.calibration.rounding.rounded import Rounded
-from qtool.calibration.transforms import reorder
 from qtool.calibration.transforms.clip import Clip
-from qtool.calibration.transforms.reorder import GatherOutliers, Reorder
+from qtool.calibration.transforms.gather_outliers import GatherOutliers
+from qtool.calibration.transforms.reorder import Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of
@@ -234,7 +235,7 @@ def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkey
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     felt = set(block.family.group_of(name).linears)
     monkeypatch.setattr(
-        reorder, "output_errors", lambda _, __, groups: [float(name in g) for g in groups]
+        gather_outliers, "output_errors", lambda _, __, groups: [float(name in g) for g in groups]
     )
     work = {linear: block.weight(linear).numel() for linear in block.schemes}
     share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
@@ -246,7 +247,9 @@ def test_inputs_are_judged_in_the_order_in_which_they_are_gathered(wide, blocks,
     scatter_outliers(wide)
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     given = {}
-    monkeypatch.setattr(reorder, "allocate", lambda judged, share: given.update(judged) or {})
+    monkeypatch.setattr(
+        gather_outliers, "allocate", lambda judged, share: given.update(judged) or {}
+    )
     GatherOutliers(w4a4_share=0.5, tokens=10**6).learn([block], list(map(replace, batches)))
     for (_, number), judged in given.items():
         names, seen = block.family.groups[number].linears, []
