@@ -17,7 +17,7 @@ from torch import Tensor
 import qtool
 from qtool.schemes import Grid, Params, Scheme
 from qtool.schemes.arithmetic.activation import UNQUANTIZED
-from qtool.schemes.base import Clip, clip_ratio, stored_scale
+from qtool.schemes.base import ClipRatio, clip_ratio, stored_scale
 
 LIMIT = 7
 
@@ -36,7 +36,7 @@ class PowerOfTwo(Scheme):
     activation = UNQUANTIZED
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         largest = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip)
         step = torch.where(largest > 0, largest / LIMIT, 1.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtool.calibration.precision import stack
 from qtool.models.parts import LinearGroup
-from qtool.schemes.base import Clip
+from qtool.schemes.base import ClipRatio
 
 if TYPE_CHECKING:
     from qtool.calibration.block import Block
@@ -98,7 +98,7 @@ def padded(inputs: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True)
 
 
-def clips_of(block: "Block", names: Sequence[str]) -> tuple[Clip, Clip]:
+def clips_of(block: "Block", names: Sequence[str]) -> tuple[ClipRatio, ClipRatio]:
     """The clips chosen for linears of one input: of all their channels, and ``[channels, G]``.
 
     1 where none was.
@@ -113,7 +113,7 @@ def clips_of(block: "Block", names: Sequence[str]) -> tuple[Clip, Clip]:
 
 
 def stacked_clips(
-    clips: Sequence[Clip], rows: Sequence[int], device: torch.device, *tail: int
+    clips: Sequence[ClipRatio], rows: Sequence[int], device: torch.device, *tail: int
 ) -> Tensor:
     """The clips of linears of so many ``rows``, one after another: ``[sum of rows, *tail]``."""
     parts = (

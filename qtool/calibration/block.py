@@ -22,7 +22,7 @@ from qtool.calibration.alike import alike, packed_in_turn
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
-from qtool.schemes.base import Clip, Params, Scheme
+from qtool.schemes.base import ClipRatio, Params, Scheme
 
 if TYPE_CHECKING:
     from qtool.calibration.forwards import Reference
@@ -52,7 +52,7 @@ class Block:
     family: Family
     config: Any
     schemes: dict[str, Scheme]
-    clips: dict[str, tuple[Clip, Clip]] = field(default_factory=dict)
+    clips: dict[str, tuple[ClipRatio, ClipRatio]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)

@@ -24,7 +24,8 @@ from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.arithmetic.grid import Grid
 
 Params = dict[str, Tensor]
-Clip = Tensor | float
+#: what a range is multiplied by; below 0 for a scale below 0 (:attr:`Scheme.negative_scales`)
+ClipRatio = Tensor | float
 GroupSize = int | Literal["default"] | None
 
 #: elements of a row slab on CPU: its float32 copy stays in the core's cache through all passes
@@ -157,7 +158,12 @@ class Scheme(ABC):
         return low, high
 
     def fit(
-        self, weight: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0, finite: bool = False
+        self,
+        weight: Tensor,
+        *,
+        clip: ClipRatio = 1.0,
+        group_clip: ClipRatio = 1.0,
+        finite: bool = False,
     ) -> Params:
         """Parameters for ``weight [N, K]``.
 
@@ -175,7 +181,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         """:meth:`fit` from the :meth:`range` of each group.
 
@@ -306,7 +312,7 @@ def scale_bounds(dtype: torch.dtype) -> tuple[float, float]:
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny, torch.finfo(dtype).max
 
 
-def clip_ratio(clip: Clip, group_clip: Clip) -> Clip:
+def clip_ratio(clip: ClipRatio, group_clip: ClipRatio) -> ClipRatio:
     """``clip * group_clip`` for a one-level scheme, broadcastable to ``[N, G]``."""
     return (clip[:, None] if isinstance(clip, Tensor) and clip.dim() else clip) * group_clip
 

@@ -18,7 +18,7 @@ from qtool.errors import QtoolError
 from qtool.schemes.arithmetic.activation import Activation, quantize_groups
 from qtool.schemes.arithmetic.products import group_matmul
 from qtool.schemes.arithmetic.symmetric import Symmetric
-from qtool.schemes.base import Clip, GroupSize, Params, require
+from qtool.schemes.base import ClipRatio, GroupSize, Params, require
 
 BLOCK = 128
 
@@ -56,7 +56,7 @@ class Fmpq(Symmetric):
         return Fmpq(self.group_size, self.scale_dtype, eight_bit)
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         blocks = low.shape[1]
         given = torch.zeros(blocks) if self.eight_bit is None else self.eight_bit

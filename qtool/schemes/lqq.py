@@ -17,7 +17,7 @@ from qtool.schemes import lqq_triton
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
 from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import Clip, Grid, Params, Scheme, require, scale_bounds
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require, scale_bounds
 
 
 class LiquidQuant(Scheme):
@@ -34,7 +34,7 @@ class LiquidQuant(Scheme):
     activation = PER_TOKEN_S8
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         if lqq_triton.runs_on(low):
             bounds = scale_bounds(self.scale_dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, require, stored_scale
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, clip_ratio, require, stored_scale
 
 #: of a step, in steps as they were: a range does not vanish
 LEAST_WIDTH = 2.0**-4
@@ -35,7 +35,7 @@ class QoQ(Scheme):
     activation = PER_TOKEN_S8
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         ratio = clip_ratio(clip, group_clip)
         low, high = (low.clamp_max(0) * ratio)[:, 0], (high.clamp_min(0) * ratio)[:, 0]

@@ -24,7 +24,7 @@ from torch import Tensor
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.level1 import fit_level1, quantize_level1
 from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import Clip, Grid, Params, Scheme, require
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require
 
 
 class ProgressiveQoQ(Scheme):
@@ -38,7 +38,7 @@ class ProgressiveQoQ(Scheme):
     activation = PER_TOKEN_S8
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1).clamp_max(0) * group_clip)

@@ -19,7 +19,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.distributed import ranks
-from qtool.schemes.base import Clip, Params, Scheme
+from qtool.schemes.base import ClipRatio, Params, Scheme
 
 #: of a chunk on CPU and on a GPU
 CHUNK_ELEMENTS = 1 << 20, 1 << 26
@@ -70,14 +70,14 @@ def chunk_bytes(weights: int) -> int:
 
 
 def round_to_nearest(
-    scheme: Scheme, weight: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0
+    scheme: Scheme, weight: Tensor, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
 ) -> Rounded:
     """:func:`round_together` of a single ``weight [N, K]``."""
     return round_together(scheme, weight[None], clip, group_clip)[0]
 
 
 def round_together(
-    scheme: Scheme, weights: Tensor, clip: Clip = 1.0, group_clip: Clip = 1.0
+    scheme: Scheme, weights: Tensor, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
 ) -> list[Rounded]:
     """Fit and quantize ``weights [S, N, K]``, a chunk of linears or of rows at a time.
 
@@ -115,5 +115,5 @@ def _squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=1).double().square()
 
 
-def _rows(clip: Clip, rows: slice) -> Clip:
+def _rows(clip: ClipRatio, rows: slice) -> ClipRatio:
     return clip[rows] if isinstance(clip, Tensor) and clip.dim() else clip

@@ -31,8 +31,7 @@ from qtool.calibration.precision import products, tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
-from qtool.schemes.base import Clip as Ratio
-from qtool.schemes.base import Scheme
+from qtool.schemes.base import ClipRatio, Scheme
 
 #: what the search of any linear costs beside that of its weights, in weights: a few hundred
 #: launches
@@ -91,7 +90,7 @@ class Clip(Transform):
         }
         inputs = collect(block, batches, dict.fromkeys(first.values()), self.tokens, self.seed)
 
-        def searched(names: Sequence[str]) -> Sequence[tuple[tuple[Ratio, Ratio], Tensor]]:
+        def searched(names: Sequence[str]) -> Sequence[tuple[tuple[ClipRatio, ClipRatio], Tensor]]:
             scheme, weight = block.schemes[names[0]], stacked_weights(block, names)
             x = padded([inputs[first[name]].sample for name in names])
             params = scheme.fit(weight[0], finite=True)
@@ -136,7 +135,7 @@ class Clip(Transform):
         names = [name for name in owners if name in block.schemes]
         if not names:
             return
-        options: list[dict[str, tuple[Ratio, Ratio]]] = [
+        options: list[dict[str, tuple[ClipRatio, ClipRatio]]] = [
             {name: (r, 1.0) for name in names} for r in self.ratios
         ]
         options.append({name: block.clips.get(name, (1.0, 1.0)) for name in names})
@@ -187,7 +186,7 @@ def search(
     low, high = scheme.range(rows, finite=True)
     groups = low.shape[1]
 
-    def difference(clip: Ratio, group_clip: Ratio) -> Tensor:
+    def difference(clip: ClipRatio, group_clip: ClipRatio) -> Tensor:
         params = scheme.fit_range(low, high, clip=clip, group_clip=group_clip)
         return scheme.weight_error(rows, params).view_as(weight)
 
@@ -240,7 +239,7 @@ def block_error(
     block: Block,
     batches: Sequence[Batch],
     exact: Sequence[Tensor],
-    clips: dict[str, tuple[Ratio, Ratio]],
+    clips: dict[str, tuple[ClipRatio, ClipRatio]],
 ) -> Tensor:
     """Squared error ``[]`` of the block's output with only the linears of ``clips`` rounded."""
     linears = {name: block.get(name) for name in clips}

@@ -7,12 +7,12 @@ QServe section 3.1, LiquidGEMM section 4: ``s1[n] = max_k |W[n, k]| / 119``,
 import torch
 from torch import Tensor
 
-from qtool.schemes.base import Clip, stored_scale
+from qtool.schemes.base import ClipRatio, stored_scale
 
 PROTECTIVE_MAX = 119
 
 
-def fit_level1(low: Tensor, high: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
+def fit_level1(low: Tensor, high: Tensor, clip: ClipRatio, dtype: torch.dtype) -> Tensor:
     """Stored scale ``s1 [N]`` from the range ``[N, G]`` of each group; a row of zeros gets 1."""
     amax = torch.maximum(low.abs(), high.abs()).amax(1) * clip
     return stored_scale(torch.where(amax > 0, amax / PROTECTIVE_MAX, 1.0), dtype)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.schemes.base import Clip, Grid, Params, Scheme, clip_ratio, stored_scale
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, clip_ratio, stored_scale
 
 
 class Symmetric(Scheme):
@@ -25,7 +25,7 @@ class Symmetric(Scheme):
     high: ClassVar[int]
 
     def fit_range(
-        self, low: Tensor, high: Tensor, *, clip: Clip = 1.0, group_clip: Clip = 1.0
+        self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         amax = torch.maximum(low.abs(), high.abs()) * clip_ratio(clip, group_clip)
         scale = stored_scale(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.calibration.rounding.gptq import group_error_triton
 from qtool.schemes.arithmetic.grid import Grid
-from qtool.schemes.base import Clip, Params, Scheme, require_finite
+from qtool.schemes.base import ClipRatio, Params, Scheme, require_finite
 
 #: groups of all candidates that a GPU looks at at once: a launch for each would take longer than
 #: its work
@@ -28,8 +28,8 @@ def fit_groups(
     importance: Tensor,
     ratios: Sequence[float],
     *,
-    clip: Clip = 1.0,
-    group_clip: Clip = 1.0,
+    clip: ClipRatio = 1.0,
+    group_clip: ClipRatio = 1.0,
 ) -> Params:
     """Parameters for ``weight [E N, K]`` float32 with the best of ``ratios`` in each group.
 

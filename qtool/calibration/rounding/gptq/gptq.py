@@ -44,7 +44,7 @@ from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
 from qtool.errors import QtoolError
-from qtool.schemes.base import Clip, Grid, Params, Scheme
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 
 #: columns rounded before the rest of the weight gets their errors
 PANEL = 128
@@ -96,8 +96,8 @@ class Problem:
     scheme: Scheme
     weight: Tensor
     hessian: Hessian
-    clip: Clip = 1.0
-    group_clip: Clip = 1.0
+    clip: ClipRatio = 1.0
+    group_clip: ClipRatio = 1.0
     lacking: Tensor | None = None
 
 
