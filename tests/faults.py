@@ -524,7 +524,7 @@ FAULTS = [
             "qtool/calibration/rounding/gptq/clip_search.py",
             "mul_(importance[:, None])",
             "mul_(importance[:1, None])",
-            "tests/calibration/test_alike.py -k importance",
+            "tests/calibration/test_stacking.py -k importance",
         ),
         (
             "qtool/calibration/rounding/gptq/clip_search.py",
@@ -548,19 +548,19 @@ FAULTS = [
             "qtool/calibration/rounding/rtn.py",
             "slice(first * n + start,",
             "slice(start,",
-            "tests/calibration/test_alike.py -k rounded_together",
+            "tests/calibration/test_stacking.py -k rounded_together",
         ),
         (
-            "qtool/calibration/alike.py",
+            "qtool/calibration/stacking.py",
             "block.weight(name).shape, own and name)",
             "block.weight(name).shape)",
-            "tests/calibration/test_alike.py -k alike",
+            "tests/calibration/test_stacking.py -k alike",
         ),
         (
-            "qtool/calibration/alike.py",
+            "qtool/calibration/stacking.py",
             "for c, n in zip(clips, rows, strict=True)",
             "for c, n in zip(clips[::-1], rows, strict=True)",
-            "tests/calibration/test_alike.py -k clips",
+            "tests/calibration/test_stacking.py -k clips",
         ),
         (
             "qtool/calibration/rounding/distill/learned_linear.py",
@@ -615,7 +615,7 @@ FAULTS = [
             "qtool/calibration/transforms/smooth.py",
             "errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)",
             "errors /= outputs * x.shape[1]",
-            "tests/calibration/test_alike.py -k lengths",
+            "tests/calibration/test_stacking.py -k lengths",
         ),
         (
             "qtool/calibration/transforms/smooth.py",

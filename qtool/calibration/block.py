@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.alike import alike, packed_in_turn
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
+from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.base import ClipRatio, Params, Scheme
@@ -171,7 +171,7 @@ class Block:
 
     def install(self, rounded: Mapping[str, Rounded]) -> None:
         """Let these linears compute what the quantized ones will, from now on."""
-        for same in alike(self, rounded):
+        for same in by_kind(self, rounded):
             n, k = rounded[same[0]].codes.shape
             for names in packed_in_turn(same, n, k, rounded[same[0]].codes.is_cuda):
                 scheme = self.schemes[names[0]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-from qtool.calibration.alike import at_once, search_bytes
+from qtool.calibration.stacking import at_once, search_bytes
 from qtool.models.family import Family
 from qtool.models.parts import Heads, LinearGroup
 

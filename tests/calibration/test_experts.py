@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import qtool
-from qtool.calibration.alike import successive
 from qtool.calibration.expert_tokens import NOTE, add_tokens
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import round_to_nearest
+from qtool.calibration.stacking import successive
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of

@@ -19,8 +19,7 @@ from qtool.bench import bench_quantize
 from qtool.bench import quantize as bench
 from qtool.bench.ceilings import Ceilings
 from qtool.bench.random_checkpoint import SHAPES, config_of, make
-from qtool.calibration import alike
-from qtool.calibration.alike import successive
+from qtool.calibration import stacking
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
@@ -28,6 +27,7 @@ from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.gptq import rounding
 from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
+from qtool.calibration.stacking import successive
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
@@ -344,8 +344,8 @@ def test_searches_are_planned_in_the_turns_that_run(
     pairs = zip(job.transforms, (512, 1024), (37, 23), strict=True)
     for method, tokens, candidates in pairs:
         for most in (1, 3, 1000):
-            nbytes = most * alike.search_bytes(256, 128, tokens)
-            monkeypatch.setattr(alike, "TOGETHER", (nbytes, nbytes))
+            nbytes = most * stacking.search_bytes(256, 128, tokens)
+            monkeypatch.setattr(stacking, "TOGETHER", (nbytes, nbytes))
             module = model.get_submodule(family.blocks)[0]  # type: ignore[index]
             schemes = dict.fromkeys(own.linears(), get("w4a8-lqq", 64))
             turns.clear()

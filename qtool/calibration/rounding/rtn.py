@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import alike, clips_of, in_turn, stacked_weights
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.stacking import by_kind, clips_of, in_turn, stacked_weights
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
@@ -40,7 +40,7 @@ class RoundToNearest(Rounding):
         most = CHUNK_ELEMENTS[block.device.type == "cuda"]
         turns = [
             names
-            for same in alike(block, block.schemes)
+            for same in by_kind(block, block.schemes)
             for names in in_turn(same, max(1, most // block.weight(same[0]).numel()))
         ]
         found = ranks.map_items(

@@ -21,7 +21,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import alike, padded, searched_in_turn, stacked_weights
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -29,6 +28,7 @@ from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.stacking import by_kind, padded, searched_in_turn, stacked_weights
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Scheme
@@ -99,7 +99,7 @@ class Clip(Transform):
         judged = [name for name in block.schemes if first[name] in inputs]
         turns = [
             names
-            for same in alike(block, judged)
+            for same in by_kind(block, judged)
             for names in searched_in_turn(block, same, self.tokens)
         ]
         found = ranks.map_items(

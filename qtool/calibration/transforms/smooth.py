@@ -26,18 +26,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import (
-    alike,
-    padded,
-    searched_in_turn,
-    stacked_weights,
-    successive,
-)
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
+from qtool.calibration.stacking import (
+    by_kind,
+    padded,
+    searched_in_turn,
+    stacked_weights,
+    successive,
+)
 from qtool.calibration.statistics import Inputs, collect, own_subset
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
 from qtool.distributed import ranks
@@ -147,7 +147,7 @@ def together(
             yield from ([group] for group in some)
             continue
         by_name = {group.linears[0]: group for group in some}
-        for same in alike(block, by_name):
+        for same in by_kind(block, by_name):
             for names in searched_in_turn(block, same, tokens):
                 yield [by_name[name] for name in names]
 
@@ -168,7 +168,7 @@ def search(
     if len(groups) == 1:
         stacks = [
             some
-            for same in alike(block, groups[0].linears)
+            for same in by_kind(block, groups[0].linears)
             for some in searched_in_turn(block, same, x.shape[1])
         ]
     largest = [

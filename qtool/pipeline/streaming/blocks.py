@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import packed_in_turn
 from qtool.calibration.batch import HIDDEN, Batch, Batches, BlockArguments, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
@@ -31,6 +30,7 @@ from qtool.calibration.rounding.rounded import (
     require_packable,
 )
 from qtool.calibration.rounding.rtn import round_to_nearest
+from qtool.calibration.stacking import packed_in_turn
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest

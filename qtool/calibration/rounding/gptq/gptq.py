@@ -35,7 +35,6 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import at_once, in_turn, stacked_clips
 from qtool.calibration.precision import product, stack
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
@@ -43,6 +42,7 @@ from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
+from qtool.calibration.stacking import at_once, in_turn, stacked_clips
 from qtool.errors import QtoolError
 from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 

@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.alike import clips_of, successive
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
@@ -27,6 +26,7 @@ from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions, Problem, So
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.stacking import clips_of, successive
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError

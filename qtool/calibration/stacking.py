@@ -1,4 +1,4 @@
-"""Linears of one scheme and shape, which searches and rounding look at together.
+"""Stacks of linears of one scheme and shape, which searches and rounding look at together.
 
 A scheme sees each output channel by itself, so one call takes the channels of several linears. The
 experts of a block are hundreds of small ones: one by one, most of a GPU's time would go to
@@ -38,8 +38,8 @@ def successive(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
         yield list(same)
 
 
-def alike(block: "Block", names: Iterable[str]) -> list[list[str]]:
-    """``names`` gathered by scheme and shape, each kind where its first comes.
+def by_kind(block: "Block", names: Iterable[str]) -> list[list[str]]:
+    """``names`` in lists of one scheme and shape, each where its first comes.
 
     A linear whose output channels share a parameter, or whose input's quantizer depends on one, is
     alone.
@@ -81,7 +81,7 @@ def at_once(nbytes: int, on_gpu: bool) -> int:
 
 
 def searched_in_turn(block: "Block", names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
-    """Parts of ``names`` that a search looks at together; they are :func:`alike`."""
+    """Parts of ``names`` that a search looks at together; they are :func:`by_kind`."""
     n, k = block.weight(names[0]).shape
     return in_turn(names, at_once(search_bytes(n, k, tokens), block.device.type == "cuda"))
 

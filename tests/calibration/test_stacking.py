@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 
-from qtool.calibration import alike as together
-from qtool.calibration.alike import alike, clips_of, padded
+from qtool.calibration import stacking
 from qtool.calibration.block import Block
 from qtool.calibration.rounding import rtn
 from qtool.calibration.rounding.gptq.clip_search import fit_groups, group_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import RoundToNearest, round_to_nearest, round_together
+from qtool.calibration.stacking import by_kind, clips_of, padded
 from qtool.calibration.statistics import Inputs
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.clip import Clip
@@ -36,7 +36,7 @@ def limited(monkeypatch: pytest.MonkeyPatch):
     """Lets as many linears come together as take no more than some bytes."""
 
     def limit(nbytes: int) -> None:
-        monkeypatch.setattr(together, "TOGETHER", (nbytes, nbytes))
+        monkeypatch.setattr(stacking, "TOGETHER", (nbytes, nbytes))
         monkeypatch.setattr(rtn, "CHUNK_ELEMENTS", (nbytes, nbytes))
 
     return limit
@@ -173,17 +173,17 @@ def test_a_block_is_rounded_to_the_same_bits(scheme, method, blocks, limited):
 def test_what_is_alike_has_one_scheme_and_shape(blocks):
     (block, _), *_ = blocks(make_model(CONFIGS["qwen3-moe"]))
     names = list(block.schemes)
-    assert sorted(len(same) for same in alike(block, names)) == [
+    assert sorted(len(same) for same in by_kind(block, names)) == [
         2,
         14,
     ]  # k and v; q and o are as large as experts
     first, second = "mlp.experts.0.up_proj", "mlp.experts.1.up_proj"
     block.schemes[first] = get("w4a8-lqq", 64)
     del block.schemes[second]
-    kinds = alike(block, names)
+    kinds = by_kind(block, names)
     assert [first] in kinds and [second] in kinds
     block.schemes = dict.fromkeys(names, get("w4ax-fmpq"))  # a map for each
-    assert all(len(same) == 1 for same in alike(block, names))
+    assert all(len(same) == 1 for same in by_kind(block, names))
 
 
 def test_clips_are_in_the_order_of_the_linears(blocks):
