@@ -14,14 +14,15 @@ from qtool.io.integrity import RECORD, read_record
 from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
-from qtool.pipeline import calibration_windows
+from qtool.pipeline.calibration_windows import windows_of
+from qtool.pipeline.free_memory import gpu_memory
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.plan import Plan, plan
 from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
-from qtool.pipeline.streaming.activations import gpu_memory
-from qtool.pipeline.streaming.shards import Progress
+from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.table import render
 
@@ -152,16 +153,8 @@ def run(
     calibration = None
     if job.needs_data:
         tokens = random_tokens(job.namespace.vocab_size, samples, seqlen).tokens
-        calibration = calibration_windows.calibration(
-            checkpoint,
-            job,
-            torch.cat(list(tokens)),
-            data_dir=None,
-            samples=samples,
-            seqlen=seqlen,
-            seed=0,
-            device=device,
-        )
+        options = QuantizeOptions(samples=samples, seqlen=seqlen)
+        calibration = windows_of(checkpoint, job, torch.cat(list(tokens)), options, device)
     shutil.rmtree(out, ignore_errors=True)
     ceilings = measure(checkpoint, out.parent, torch.device(device))
     if cuda:

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline.free_memory import gpu_memory, host_memory
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.planning.memory import (
     BATCH_TOKENS,
     DEVICE_SHARE,
@@ -50,32 +50,21 @@ STORED = "windows"
 JOURNAL_BYTES = 4 << 30
 
 
-def calibration(
-    source: Checkpoint,
-    job: Job,
-    calibration: CalibrationMix,
-    *,
-    data_dir: Path | None,
-    samples: int | None,
-    seqlen: int,
-    seed: int,
-    device: str,
+def windows_of(
+    source: Checkpoint, job: Job, text: CalibrationMix, options: QuantizeOptions, device: str
 ) -> "Windows":
-    """``samples`` windows of ``seqlen`` tokens of ``calibration``, drawn when a run starts.
+    """The calibration windows of ``text``, drawn when a run starts.
 
     Args:
-        calibration: a corpus's name, a file, texts, token ids or a data set
+        text: a corpus's name, a file, texts, token ids or a data set
             (:mod:`qtool.data.calibration_input`), or a mix of them (:mod:`qtool.data.mix`).
-        data_dir: of local copies of corpora.
-        samples: by default what the parts of a mix say, or 128.
-        seqlen: at most the model's context. Of 2-D token ids at most the length of a row.
-        seed: of the choice of windows, and of the tokens that the model continues them with.
+        options: ``samples``, ``seqlen``, ``seed`` and ``data_dir`` of them.
 
     Raises:
         QtoolError: nothing that can be calibrated on.
     """
-    parts = parse_mix(calibration, samples, data_dir=data_dir)
-    return Windows(source, job, parts, seqlen, seed, device)
+    parts = parse_mix(text, options.samples, data_dir=options.data_dir)
+    return Windows(source, job, parts, options.seqlen, options.seed, device)
 
 
 class Windows(Calibration):

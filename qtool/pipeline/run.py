@@ -5,7 +5,7 @@ from dataclasses import fields
 from os import PathLike, fspath
 from os.path import abspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qtool.distributed import ranks
 from qtool.errors import expand_home, require_path
@@ -13,14 +13,10 @@ from qtool.io.adapter import Adapter
 from qtool.io.output import require_new
 from qtool.io.source import DEMO, Checkpoint, resolve
 from qtool.models.torch_defaults import torch_defaults
-from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
-
-if TYPE_CHECKING:
-    from qtool.pipeline.quantize import Calibration
 
 #: options that only a recipe which looks at activations uses
 CALIBRATING = ("windows", "samples", "seqlen", "seed", "data_dir", "activations")
@@ -44,7 +40,7 @@ def run(
     is changed.
 
     Args:
-        text: the calibration text, as :func:`qtool.pipeline.calibration_windows.calibration` takes
+        text: the calibration text, as :func:`qtool.pipeline.calibration_windows.windows_of` takes
             it; by default ``wikitext2``, and of the demo its own.
         export_format: what it cannot express is refused before any work, and so is a directory
             that its export would have, beside ``out``.
@@ -79,8 +75,10 @@ def run(
             require_new(out.with_name(f"{out.name}-{export_format}"))
     calibration = None
     if job.needs_data:
+        from qtool.pipeline.calibration_windows import windows_of
+
         given = default_text(directory) if text is None else text
-        calibration = _calibration(source, job, given, options, device)
+        calibration = windows_of(source, job, given, options, device)
     quantize(
         source,
         recipe,
@@ -155,20 +153,3 @@ def _log_unused(
             given.append(option if value is True else f"{option} {value}")
     if given:
         ranks.log(f"{reason}: {', '.join(given)} not used")
-
-
-def _calibration(
-    source: Checkpoint, job: Job, text: Any, options: QuantizeOptions, device: str
-) -> "Calibration":
-    from qtool.pipeline.calibration_windows import calibration
-
-    return calibration(
-        source,
-        job,
-        text,
-        data_dir=options.data_dir,
-        samples=options.samples,
-        seqlen=options.seqlen,
-        seed=options.seed,
-        device=device,
-    )

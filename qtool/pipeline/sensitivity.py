@@ -29,7 +29,7 @@ from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
-from qtool.pipeline.calibration_windows import calibration
+from qtool.pipeline.calibration_windows import windows_of
 from qtool.pipeline.free_memory import host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions, group_size
@@ -334,15 +334,12 @@ def write_recipe(
     source = Checkpoint(directory)
     variant = recipe if first.built_in else None  # a registered recipe may be one alone
     job = job_of(source, replace(recipes.load(first.scheme, variant), layers=first.layers))
-    windows = calibration(
+    windows = windows_of(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),
         default_text(directory) if text is None else text,
-        data_dir=options.data_dir,
-        samples=options.samples,
-        seqlen=options.seqlen,
-        seed=options.seed,
-        device=device,
+        options,
+        device,
     ).drawn
     _require_memory(job, windows.tokens)
     try:

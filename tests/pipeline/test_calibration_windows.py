@@ -20,9 +20,9 @@ from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline.calibration_windows import OutputJournal, Windows, calibration
+from qtool.pipeline.calibration_windows import OutputJournal, Windows, windows_of
 from qtool.pipeline.job import Job
-from qtool.pipeline.options import RecipeOverrides
+from qtool.pipeline.options import QuantizeOptions, RecipeOverrides
 from qtool.pipeline.planning import memory as planning_memory
 from qtool.pipeline.planning.memory import (
     CACHE_SHARE,
@@ -48,16 +48,7 @@ def asked(
 ) -> Windows:
     source = Checkpoint(DEMO)
     job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
-    return calibration(
-        source,
-        job,
-        given,
-        data_dir=None,
-        samples=samples,
-        seqlen=seqlen,
-        seed=0,
-        device="cpu",
-    )
+    return windows_of(source, job, given, QuantizeOptions(samples=samples, seqlen=seqlen), "cpu")
 
 
 def cut(recipe: str, *given: Any, **wishes: Any) -> Calibration:
@@ -97,16 +88,8 @@ SMOOTHED = {
 def run(model: Path, out: Path, **options: Any) -> Path:
     """A run that calibrates on continued token ids: a model without a tokenizer."""
     source, recipe = Checkpoint(model), recipes.parse(SMOOTHED, "test")
-    windows = calibration(
-        source,
-        Job.of(source.config, recipe),
-        torch.arange(200),
-        data_dir=None,
-        samples=2,
-        seqlen=16,
-        seed=0,
-        device="cpu",
-    )
+    drawn_by = QuantizeOptions(samples=2, seqlen=16)
+    windows = windows_of(source, Job.of(source.config, recipe), torch.arange(200), drawn_by, "cpu")
     return quantize(source, recipe, out, calibration=windows, **options)
 
 
