@@ -21,7 +21,7 @@ from torch import Tensor
 import qtool
 from qtool.errors import QtoolError, checking, require_count
 from qtool.exchange import export_formats
-from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
+from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.export_format import ExportFormat, native_activations
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
@@ -32,6 +32,7 @@ from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
+from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params

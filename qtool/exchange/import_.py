@@ -24,7 +24,7 @@ from torch import Tensor
 import qtool
 from qtool import recipes
 from qtool.errors import QtoolError, checking
-from qtool.exchange.convert import Conversion, Json, Metadata, Progress, Tensors, convert
+from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.import_format import SYMMETRIC, ZERO_POINTS, Grid, ImportFormat, grid_of
 from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
@@ -34,6 +34,7 @@ from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
+from qtool.progress import Progress
 from qtool.schemes import Params
 
 PERMUTATION = "permutation"

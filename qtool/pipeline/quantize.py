@@ -23,8 +23,9 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import DTYPES, dtype_name
 from qtool.pipeline.job import Job
-from qtool.pipeline.streaming.shards import Progress, Shards
+from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.units import bytes_text
+from qtool.progress import Progress
 from qtool.recipes import Recipe
 
 

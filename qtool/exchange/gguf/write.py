@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.convert import Conversion, Json, Progress, shards_of
+from qtool.exchange.convert import Conversion, Json, shards_of
 from qtool.exchange.export_format import Formats
 from qtool.exchange.gguf.architectures import (
     ARCHITECTURES,
@@ -32,6 +32,7 @@ from qtool.io.output import LOCK, lock, require_new
 from qtool.io.safetensors import space_for, write_json
 from qtool.io.source import BASE_CARD, CARD
 from qtool.models import Family, family_of
+from qtool.progress import Progress
 
 FILE = "model.gguf"
 #: what the blocks of a scheme, and a 16-bit tensor, are called there

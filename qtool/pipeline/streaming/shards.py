@@ -10,7 +10,7 @@ Of several ranks each writes every R-th shard. Plain blocks it makes alone, the 
 make together.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -40,8 +40,7 @@ from qtool.pipeline.streaming.activations import (
 )
 from qtool.pipeline.streaming.blocks import BuiltBlocks, StreamedBlocks
 from qtool.pipeline.streaming.snapshots import Snapshots
-
-Progress = Callable[[int, int, Mapping[str, Any]], None]
+from qtool.progress import Progress
 
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
 #: a batch
