@@ -468,8 +468,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/distill/distill.py",
-            "for b in teacher_batches]",
-            "for b in student_batches]",
+            "None if b is None else run(block, b, **block.full_kv) for b in teacher_batches",
+            "None if b is None else run(block, b, **block.full_kv) for b in self.batches",
             "tests/calibration/rounding/test_distill.py",
         ),
         (
@@ -480,8 +480,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/distill/distill.py",
-            "(loss_of(train[i]) * gradient_scale).backward()",
-            "loss_of(train[i]).backward()",
+            "(self.loss(i) * scale).backward()",
+            "self.loss(i).backward()",
             "tests/calibration/rounding/test_distill.py",
         ),
         (

@@ -103,61 +103,25 @@ class Distill(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         if not block.schemes:
             return {}
-        few, reference = own_subset(batches, self.samples), block.reference
-        student_batches = teacher_batches = iterations(few, self.batch, self.samples)
-        if reference:
-            floats = [reference.batches.get(id(batch), batch) for batch in few]
-            teacher_batches = iterations(floats, self.batch, self.samples)
-        targets = [None if b is None else run(block, b, **block.full_kv) for b in teacher_batches]
-        sizes = self.sizes(targets)
-        student = self.student(block, batches)
+        lesson = Lesson(self, block, batches)
         for start in STARTS:  # of codes that are not written; gptq rounds starved experts by rtn
             block.notes.pop(start, None)
-        linears = {n: m for n, m in student.module.named_modules() if isinstance(m, LearnedLinear)}
-        count = len(student_batches)
-        held_out = max(1, round(count * self.held_out)) if self.held_out and count > 1 else 0
-        train = range(count - held_out)
-        validation = range(count - held_out, count) if held_out else train
-
-        def loss_of(i: int) -> Tensor:
-            batch, target = student_batches[i], targets[i]
-            if batch is None or target is None:
-                return torch.zeros((), device=block.device, requires_grad=True)
-            # where the model's own dtype is float32; 16-bit modules are as fast without
-            autocast = block.device.type == "cuda" and not block.exact
-            with torch.autocast(block.device.type, torch.bfloat16, enabled=autocast):
-                answer = forward(student, batch)
-            return self.distance(answer.float(), target.to(answer.device).float()) / sizes[i]
-
-        def validate() -> float:
-            with torch.no_grad():
-                losses = ranks.all_gather(sum(float(loss_of(i)) for i in validation))
-                return sum(losses) / len(validation)
-
         # Adam heeds no factor of its gradients as long as they are large beside its epsilon, and
         # float16 can hold them
-        tokens = self.batch * batch_shapes(batches)[0][1]
-        gradient_scale = tokens * block.config.hidden_size
-        optimizer = self.optimizer(linears)
-        learned = [p for group in optimizer.param_groups for p in group["params"]]
-        steps, last = max(1, self.epochs * len(train)), 0.0 if self.decay else 1.0
+        gradient_scale = self.batch * batch_shapes(batches)[0][1] * block.config.hidden_size
+        optimizer = self.optimizer(lesson.linears)
+        steps, last = max(1, self.epochs * len(lesson.train)), 0.0 if self.decay else 1.0
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=steps)
         random = torch.Generator().manual_seed(self.seed + block.index)
-        curve, best = [validate()], {n: m.rounded() for n, m in linears.items()}
+        curve, best = [lesson.validate()], lesson.rounded()
         for _ in range(self.epochs):
-            for i in torch.randperm(len(train), generator=random).tolist():
-                optimizer.zero_grad()
-                (loss_of(train[i]) * gradient_scale).backward()
-                for parameter in learned:
-                    # none of the sequences is this rank's, or none of the expert's tokens
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    ranks.all_reduce(parameter.grad)
+            for i in torch.randperm(len(lesson.train), generator=random).tolist():
+                lesson.backward(lesson.train[i], optimizer, gradient_scale)
                 optimizer.step()
                 schedule.step()
-            curve.append(validate())
+            curve.append(lesson.validate())
             if curve[-1] < min(curve[:-1]):
-                best = {n: m.rounded() for n, m in linears.items()}
+                best = lesson.rounded()
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
         return best
 
@@ -237,6 +201,67 @@ class Distill(Rounding):
         # a pass over the weights instead of ten
         fused = any(linear.steps.is_cuda for linear in linears.values())
         return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)
+
+
+class Lesson:
+    """A student block, and the float block's outputs that it learns to give.
+
+    Attributes:
+        batches: this rank's sequences of each iteration; None where it has none.
+        targets: the teacher's outputs ``[b, S, H]`` for them; None likewise.
+        linears: those of the student, which learn, by name.
+        train, validation: the iterations that learn, and those that choose the epoch.
+    """
+
+    def __init__(self, method: Distill, block: Block, batches: Sequence[Batch]) -> None:
+        few, reference = own_subset(batches, method.samples), block.reference
+        self.batches = teacher_batches = iterations(few, method.batch, method.samples)
+        if reference:
+            floats = [reference.batches.get(id(batch), batch) for batch in few]
+            teacher_batches = iterations(floats, method.batch, method.samples)
+        self.targets = [
+            None if b is None else run(block, b, **block.full_kv) for b in teacher_batches
+        ]
+        self.method, self.device, self.sizes = method, block.device, method.sizes(self.targets)
+        self.student = method.student(block, batches)
+        modules = self.student.module.named_modules()
+        self.linears = {n: m for n, m in modules if isinstance(m, LearnedLinear)}
+        # where the model's own dtype is float32; 16-bit modules are as fast without
+        self.autocast = block.device.type == "cuda" and not block.exact
+        count = len(self.batches)
+        held_out = max(1, round(count * method.held_out)) if method.held_out and count > 1 else 0
+        self.train = range(count - held_out)
+        self.validation = range(count - held_out, count) if held_out else self.train
+
+    def loss(self, i: int) -> Tensor:
+        """This rank's share of the mean loss ``[]`` of iteration ``i``."""
+        batch, target = self.batches[i], self.targets[i]
+        if batch is None or target is None:
+            return torch.zeros((), device=self.device, requires_grad=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            answer = forward(self.student, batch)
+        target = target.to(answer.device).float()
+        return self.method.distance(answer.float(), target) / self.sizes[i]
+
+    def backward(self, i: int, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Give ``optimizer`` the gradients of iteration ``i`` over all ranks, times ``scale``."""
+        optimizer.zero_grad()
+        (self.loss(i) * scale).backward()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            # none of the sequences is this rank's, or none of the expert's tokens
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            ranks.all_reduce(parameter.grad)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss over the iterations that choose the epoch, of all ranks."""
+        losses = ranks.all_gather(sum(float(self.loss(i)) for i in self.validation))
+        return sum(losses) / len(self.validation)
+
+    def rounded(self) -> dict[str, Rounded]:
+        """The codes and parameters that the student has learned so far."""
+        return {name: linear.rounded() for name, linear in self.linears.items()}
 
 
 def iterations(batches: Sequence[Batch], size: int, samples: int) -> list[Batch | None]:
