@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from math import prod
 from typing import Any
@@ -120,7 +121,7 @@ def _recorded(model: Any, text: str) -> Recorded:
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_hooks(found, recorder, passing, names))
+            stack.enter_context(_Calls(found, recorder, passing, names).watched())
             stack.enter_context(_short_chunks(names))
             stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
@@ -262,109 +263,127 @@ def _alike(model: Any, blocks: Any) -> list[int]:
     return found
 
 
-@contextmanager
-def _hooks(
-    found: Recorded, recorder: Recorder, passing: Passing, names: Mapping[nn.Module, str]
-) -> Iterator[None]:
-    """Note calls of modules while open; norms and stacked experts are not looked into."""
-    blocks: Any = found.model.get_submodule(found.blocks)
-    numbers = {block: number for number, block in enumerate(blocks)}
-    last: list[int] = []  # the root of the last block's output
-    norm_inputs: list[Tensor] = []
-    muted: list[bool] = []  # of the block that runs
-    given_more: set[int] = set()  # the kinds of which a block was recorded that was given more
+class _Calls:
+    """Notes calls of modules while :meth:`watched`; norms and stacked experts are not looked into.
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = names.get(module, "")
+    Args:
+        names: of all modules.
+
+    Attributes:
+        numbers: of the blocks. last: the root of the last block's output; None before the first.
+        norm_inputs: of the norms that run. muted: of the blocks that run.
+        given_more: the kinds of which a block was recorded that was given more.
+    """
+
+    def __init__(
+        self, found: Recorded, recorder: Recorder, passing: Passing, names: Mapping[nn.Module, str]
+    ) -> None:
+        self.found, self.recorder, self.passing, self.names = found, recorder, passing, names
+        blocks: Any = found.model.get_submodule(found.blocks)
+        self.numbers: dict[nn.Module, int] = {block: n for n, block in enumerate(blocks)}
+        self.last: int | None = None
+        self.norm_inputs: list[Tensor] = []
+        self.muted: list[bool] = []
+        self.given_more: set[int] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the calls while open."""
+        handles = []
+        for module, name in self.names.items():
+            acts_linear(module)  # cached: it is found with numbers, which there are none of below
+            handles += [
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave, with_kwargs=True),
+            ]
+            if is_experts(module):
+                module.forward = partial(self._experts, name)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in self.names:
+                module.__dict__.pop("forward", None)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder, name = self.recorder, self.names.get(module, "")
         recorder.modules.append(name)
         recorder.trace.called.append(name)
-        if module in numbers:
-            number, like = numbers[module], found.like[numbers[module]]
+        if module in self.numbers:
             bound = bound_arguments(inspect.signature(module.forward), args, kwargs)
-            _enter_block(found, recorder, bound.pop(next(iter(bound))), last)
-            passed = passing.enter(bound)
-            unlike = passed and like not in given_more  # the first of its kind may get nothing
-            given_more.update([like] * passed)
-            muted.append(number != like and not unlike)
-            recorder.muted += muted[-1]
-        if isinstance(module, nn.Embedding) and args and IDS in recorder.of(args[0]):
-            found.reads_ids |= name != found.embedding
+            self._enter_block(self.numbers[module], bound)
         if isinstance(module, nn.Embedding):
+            if args and IDS in recorder.of(args[0]):
+                self.found.reads_ids |= name != self.found.embedding
             recorder.muted += 1
         if is_norm(module) and not recorder.muted and (given := [*args, *kwargs.values()]):
-            norm_inputs.append(given[0])
+            self.norm_inputs.append(given[0])
             recorder.muted += 1
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        name = recorder.modules.pop()
-        if module in numbers:
-            result = out[0] if isinstance(out, (tuple, list)) else out
-            found.outputs = len(out) if isinstance(out, (tuple, list)) else 0
-            last[:] = [recorder.root(result)]
-            recorder.escape(
-                {p: f for p, f in recorder.of(result).items() if p != STREAM}, "the block's output"
-            )
-            if muted.pop():
-                recorder.muted -= 1
-                recorder.produce(STREAM, result)
-            passing.leave(tuple(out) if found.outputs else (out,))
-        elif is_norm(module) and norm_inputs:
-            recorder.muted -= 1
-            x = norm_inputs.pop()
-            facts, result = recorder.of(x), out[0] if isinstance(out, tuple) else out
-            recorder.trace.norms.append(NormCall(name, facts))
-            if STREAM in facts:
-                recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
-            inner = () if STREAM in facts else tuple(facts)
-            recorder.produce(name, result, *inner)
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        recorder, name = self.recorder, self.recorder.modules.pop()
+        if module in self.numbers:
+            self._leave_block(out)
+        elif is_norm(module) and self.norm_inputs:
+            self._leave_norm(name, out)
         elif isinstance(module, nn.Embedding):
             recorder.muted -= 1
             if not recorder.muted and isinstance(out, Tensor):
                 recorder.produce(f"{name}.weight", out)
-        elif recorder.muted:
-            pass
-        elif isinstance(module, nn.Linear) and acts_linear(module):
+        elif not recorder.muted and isinstance(module, nn.Linear) and acts_linear(module):
             recorder.produce(f"{name}.weight", out)
 
-    def experts(name: str, module: nn.Module) -> Any:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
-                found.active_experts = args[0].shape[-1]
-            if not recorder.muted:
-                read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
-                recorder.trace.experts[name] = read
-            out = torch.empty_like(hidden)
-            if not recorder.muted:
-                recorder.produce(name, out)
-            return out
+    def _enter_block(self, number: int, bound: dict[str, Any]) -> None:
+        """Begin a block: the first of its arguments is the residual stream."""
+        found, recorder = self.found, self.recorder
+        hidden = bound.pop(next(iter(bound)))
+        if not isinstance(hidden, Tensor):
+            kind = type(hidden).__name__
+            raise QtoolError(f"a block's first argument is a {kind}, no hidden states")
+        if self.last is None:
+            found.start = recorder.of(hidden)
+        elif recorder.root(hidden) != self.last:
+            found.impure = "what enters a block is not what the one before gave"
+        found.width = hidden.numel() // prod(SHAPE)
+        recorder.produce(STREAM, hidden)
+        like, passed = found.like[number], self.passing.enter(bound)
+        unlike = passed and like not in self.given_more  # the first of its kind may get nothing
+        self.given_more.update([like] * passed)
+        self.muted.append(number != like and not unlike)
+        recorder.muted += self.muted[-1]
 
-        return forward
+    def _leave_block(self, out: Any) -> None:
+        recorder, several = self.recorder, isinstance(out, (tuple, list))
+        result = out[0] if several else out
+        self.found.outputs = len(out) if several else 0
+        self.last = recorder.root(result)
+        others = {p: f for p, f in recorder.of(result).items() if p != STREAM}
+        recorder.escape(others, "the block's output")
+        if self.muted.pop():
+            recorder.muted -= 1
+            recorder.produce(STREAM, result)
+        self.passing.leave(tuple(out) if self.found.outputs else (out,))
 
-    handles = []
-    for module, name in names.items():
-        acts_linear(module)  # cached: it is found with numbers, which there are none of below
-        handles += [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True),
-        ]
-        if is_experts(module):
-            module.forward = experts(name, module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in names:
-            module.__dict__.pop("forward", None)
+    def _leave_norm(self, name: str, out: Any) -> None:
+        recorder, x = self.recorder, self.norm_inputs.pop()
+        recorder.muted -= 1
+        facts = recorder.of(x)
+        recorder.trace.norms.append(NormCall(name, facts))
+        if STREAM in facts:
+            recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
+        inner = () if STREAM in facts else tuple(facts)
+        recorder.produce(name, out[0] if isinstance(out, tuple) else out, *inner)
 
-
-def _enter_block(found: Recorded, recorder: Recorder, hidden: Any, last: list[int]) -> None:
-    """Begin a block: its first argument is the residual stream."""
-    if not isinstance(hidden, Tensor):
-        raise QtoolError(f"a block's first argument is a {type(hidden).__name__}, no hidden states")
-    if not last:
-        found.start = recorder.of(hidden)
-    elif recorder.root(hidden) != last[0]:
-        found.impure = "what enters a block is not what the one before gave"
-    found.width = hidden.numel() // prod(SHAPE)
-    recorder.produce(STREAM, hidden)
+    def _experts(self, name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The forward of the stacked experts ``name``."""
+        recorder = self.recorder
+        if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            self.found.active_experts = args[0].shape[-1]
+        if not recorder.muted:
+            read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
+            recorder.trace.experts[name] = read
+        out = torch.empty_like(hidden)
+        if not recorder.muted:
+            recorder.produce(name, out)
+        return out
