@@ -170,7 +170,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     MODEL is a directory, a hub id or a config.json; no weight is read.
     """
     from qtool import api
-    from qtool.pipeline.planning.plan import as_dict, as_text
+    from qtool.pipeline.planning.plan_text import as_dict, as_text
 
     planned = api.plan(model, **options)
     print_json(as_dict(planned)) if as_json else click.echo(as_text(planned))

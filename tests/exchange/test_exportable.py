@@ -23,7 +23,8 @@ from qtool.exchange.import_ import import_checkpoint
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.plan import as_text, plan
+from qtool.pipeline.planning.plan import plan
+from qtool.pipeline.planning.plan_text import as_text
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule

@@ -28,7 +28,7 @@ from qtool.format import LinearFormat
 from qtool.io.output import LOCK, lock
 from qtool.io.source import Checkpoint
 from qtool.models import Heads
-from qtool.pipeline.planning.plan import as_text
+from qtool.pipeline.planning.plan_text import as_text
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load

@@ -22,7 +22,7 @@ from qtool.exchange.import_ import import_checkpoint
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
-from qtool.pipeline.planning.plan import as_text
+from qtool.pipeline.planning.plan_text import as_text
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.report.build import weight_errors

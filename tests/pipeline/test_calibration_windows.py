@@ -34,7 +34,8 @@ from qtool.pipeline.planning.memory import (
     continuation_memory,
     rounded_bytes,
 )
-from qtool.pipeline.planning.plan import as_dict, as_text, plan
+from qtool.pipeline.planning.plan import plan
+from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect

@@ -13,7 +13,7 @@ from qtool import recipes
 from qtool.io.source import DEMO, Checkpoint
 from qtool.models import Fold, family_of
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.plan import as_dict, as_text
+from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.recipe_fit.family_recipe import for_tied_head
 from qtool.runtime.load import load

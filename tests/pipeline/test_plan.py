@@ -38,7 +38,8 @@ from qtool.models.skeleton import skeleton
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
-from qtool.pipeline.planning.plan import as_dict, as_text, plan
+from qtool.pipeline.planning.plan import plan
+from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
 from qtool.pipeline.units import bytes_text, times
 from qtool.schemes import get
