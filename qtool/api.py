@@ -281,8 +281,8 @@ def sensitivity(
         qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
     """
     from qtool.distributed import ranks
+    from qtool.io.source import directory_of
     from qtool.pipeline.options import QuantizeOptions
-    from qtool.pipeline.run import directory_of
     from qtool.pipeline.sensitivity import write_recipe
     from qtool.runtime.device import require_device
 
@@ -315,7 +315,7 @@ def _config_of(model: Model) -> dict[str, Any]:
 
 def _config_directory(model: Name) -> Path:
     """The directory of the config.json of a directory, a hub id, ``demo`` or that file itself."""
-    from qtool.pipeline.run import directory_of
+    from qtool.io.source import directory_of
 
     if Path(model).name == "config.json":
         return expand_home(model).parent
@@ -608,7 +608,7 @@ def load(
 
         model, tokenizer = qtool.load("demo-lqq"), qtool.load_tokenizer("demo-lqq")
     """
-    from qtool.pipeline.run import directory_of
+    from qtool.io.source import directory_of
     from qtool.runtime.load import load as loaded
 
     directory = directory_of(model)
@@ -621,7 +621,7 @@ def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
     Raises:
         QtoolError: if there is none.
     """
-    from qtool.pipeline.run import directory_of
+    from qtool.io.source import directory_of
     from qtool.runtime.load import load_tokenizer as loaded
 
     return loaded(directory_of(model))
@@ -656,8 +656,7 @@ def _native(model: Name) -> Path:
         QtoolError: it is not quantized, or not by qtool.
     """
     from qtool.format import native_format
-    from qtool.io.source import read_config
-    from qtool.pipeline.run import directory_of
+    from qtool.io.source import directory_of, read_config
 
     directory = directory_of(model)
     config = read_config(directory)

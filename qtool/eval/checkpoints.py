@@ -15,9 +15,8 @@ from qtool.eval.evaluate import TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
-from qtool.io.source import DEMO, read_config
+from qtool.io.source import DEMO, directory_of, read_config
 from qtool.models.architecture import DTYPES
-from qtool.pipeline.run import directory_of
 from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
 

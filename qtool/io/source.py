@@ -6,6 +6,7 @@ Tensors are read when they are asked for.
 import hashlib
 import json
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,17 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
     configs = ["config.json", RECORD, QUANTIZE_CONFIG]
     all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
     return _download(model, files or (all_files if weights else configs))
+
+
+def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
+    """The directory of ``model``: a path is one, a text what :func:`resolve` takes.
+
+    Raises:
+        QtoolError: it is neither a path nor a text.
+    """
+    if isinstance(model, str):
+        return resolve(model, weights=weights)
+    return require_path("model", model)
 
 
 def _download(model: str, patterns: list[str]) -> Path:

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from qtool.distributed import ranks
-from qtool.errors import expand_home, require_path
+from qtool.errors import expand_home
+from qtool.exchange import export_formats
+from qtool.exchange.exportable import exported_formats
+from qtool.exchange.import_ import import_checkpoint
 from qtool.io.adapter import Adapter
 from qtool.io.output import require_new
-from qtool.io.source import DEMO, Checkpoint, resolve
+from qtool.io.source import DEMO, Checkpoint, directory_of
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.quantize import job_of, quantize, require_apart
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
@@ -48,8 +52,6 @@ def run(
     Raises:
         QtoolError: anything wrong with the input.
     """
-    from qtool.pipeline.quantize import job_of, quantize, require_apart
-
     directory = directory_of(model)
     require_apart(out, directory)
     adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
@@ -66,15 +68,13 @@ def run(
         reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
         _log_unused(options, CALIBRATING, reason, text)
     if export_format is not None:
-        from qtool.exchange import export_formats
-        from qtool.exchange.exportable import exported_formats
-
         untied = {"tie_word_embeddings": False} if job.unties else {}
         exported_formats(export_formats.get(export_format), job.format, source.config | untied)
         if not options.resume:
             require_new(out.with_name(f"{out.name}-{export_format}"))
     calibration = None
     if job.needs_data:
+        # it imports what decodes, which takes seconds
         from qtool.pipeline.calibration_windows import windows_of
 
         given = default_text(directory) if text is None else text
@@ -103,9 +103,6 @@ def repack(
     progress: Progress | None = None,
 ) -> Quantized:
     """Import the quantized ``model`` (a directory or a hub id) into ``out`` in ``layout``."""
-    from qtool.exchange.import_ import import_checkpoint
-    from qtool.pipeline.quantize import require_apart
-
     directory = directory_of(model)
     require_apart(out, directory)
     source = Checkpoint(directory)
@@ -113,17 +110,6 @@ def repack(
     for note in imported.notes:
         ranks.log(note)
     return summarize(imported.directory, source, fspath(model))
-
-
-def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of ``model``: a path is one, a text may be a hub id or ``demo`` too.
-
-    Raises:
-        QtoolError: it is neither a path nor a text.
-    """
-    return (
-        resolve(model, weights=weights) if isinstance(model, str) else require_path("model", model)
-    )
 
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
