@@ -126,7 +126,7 @@ class BlockShape:
     def partial_forward_flops(self) -> float:
         """Operations of a pass that ends at the input of the last linears.
 
-        Of a mixture those of its experts, which are taken to come after a shared one.
+        In a mixture the last linears are those of its experts, taken to come after a shared one.
         """
         routed = [group for group in self.family.groups if group.routed]
         last = routed[-1] if routed else self.family.groups[-1]

@@ -108,7 +108,7 @@ def candidates(
 def chosen(best: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
     """Which of the candidates ``best [m, E]`` of each batch are the ``wanted [E]`` highest of all.
 
-    Of equals the first.
+    Of equal ones the first is taken.
     """
     whole = torch.cat(list(best))
     order = whole.argsort(stable=True, dim=0, descending=True)

@@ -101,7 +101,7 @@ def padded(inputs: Sequence[Tensor]) -> Tensor:
 def clips_of(block: "Block", names: Sequence[str]) -> tuple[ClipRatio, ClipRatio]:
     """The clips chosen for linears of one input: of all their channels, and ``[channels, G]``.
 
-    1 where none was.
+    They are 1 where none was chosen.
     """
     if not any(name in block.clips for name in names):
         return 1.0, 1.0

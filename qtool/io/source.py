@@ -223,7 +223,7 @@ class Checkpoint:
     def identity(self) -> dict[str, Any]:
         """The source's provenance: directory, hub id if it has one, fingerprint.
 
-        And the format that its weights were dequantized from, and the adapter merged into them.
+        It also names the format that the weights were dequantized from, and the adapter merged in.
         """
         facts: dict[str, Any] = {**provenance(self.directory), "fingerprint": self.fingerprint()}
         if self.published:

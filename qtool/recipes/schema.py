@@ -98,7 +98,7 @@ class Recipe:
         return replace(self, layers=tuple(layers))
 
     def for_kv4(self) -> "Recipe":
-        """With the transforms of a kv4 cache.
+        """The recipe with the transforms of a kv4 cache.
 
         They are ``smooth-attention`` (QServe section 3.2) and, in ``best``, ``value-basis``.
         """

@@ -240,10 +240,8 @@ class Scheme(ABC):
     ) -> Tensor:
         """``Y [M, N]`` float32 for ``x [M, K]``, by the scheme's own integer arithmetic.
 
-        Sums are exact in int32.
-
-        What the CUDA kernels compute, to the bit (:mod:`qtool.schemes.arithmetic.products`), but
-        for those of 16-bit activations.
+        Sums are exact in int32. The result is that of the CUDA kernels, to the bit
+        (:mod:`qtool.schemes.arithmetic.products`), except under 16-bit activations.
         """
 
     def check(self, codes: Tensor, params: Params) -> None:

@@ -101,7 +101,7 @@ class SimulatedLinear(nn.Module):
     """Computes as the quantized linear will, on dequantized numbers and on any device.
 
     Args:
-        linear: it takes its place. weight: the dequantized one ``[N, K]``.
+        linear: the one whose place it takes. weight: the dequantized one ``[N, K]``.
     """
 
     def __init__(

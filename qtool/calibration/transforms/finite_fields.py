@@ -30,11 +30,9 @@ def jacobsthal(q: int) -> Tensor:
 
 @cache
 def _irreducible(p: int, k: int) -> tuple[int, ...]:
-    """Low coefficients of a monic irreducible polynomial of degree k over GF(p).
+    """Low coefficients of a monic irreducible polynomial of degree k over GF(p), constant last.
 
-    The constant term comes last.
-
-    The ring it makes is a field exactly if no two nonzero elements multiply to zero.
+    The ring that it makes is a field exactly if no two nonzero elements multiply to zero.
     """
     if k == 1:
         return (0,)

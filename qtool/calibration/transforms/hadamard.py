@@ -119,11 +119,9 @@ def largest_order(n: int) -> int:
 
 
 def factors(n: int) -> tuple[int, ...]:
-    """The cheapest orders of dense Hadamard matrices whose product is ``n``.
+    """Orders of dense Hadamard matrices whose Kronecker product has order ``n``.
 
-    The Kronecker product of these matrices has order ``n``.
-
-    Of all such products it is the one that costs least to apply.
+    Of all such products theirs costs least to apply.
 
     Raises:
         QtoolError: if there are none.

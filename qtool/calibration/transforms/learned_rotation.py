@@ -165,7 +165,7 @@ def unit_rows(x: Tensor) -> Tensor:
 def unit_inputs(block: Block, batch: Batch, names: Iterable[str], tokens: int) -> list[Tensor]:
     """Inputs ``[M, K]`` of submodules, of at most ``tokens`` tokens each, as :func:`unit_rows`.
 
-    Of a norm whose weight is 1 they are the outputs.
+    Those of a norm whose weight is 1 are its outputs.
     """
     seen: list[Tensor] = []
     if observers := dict.fromkeys(names, seen.append):

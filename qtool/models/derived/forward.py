@@ -165,7 +165,7 @@ def _short_chunks(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
     """Note linears whose weight is asked for outside their own forward while open.
 
-    Also if only its dtype is of interest: a packed linear has none.
+    They are noted also where only its dtype is of interest: a packed linear has no weight.
     """
 
     def found(module: nn.Module, attribute: str) -> Any:

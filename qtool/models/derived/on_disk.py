@@ -30,8 +30,8 @@ FIRST = re.compile(r"(.+)\.0\.\w+\.weight")
 def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
     """Names of gate, up and down of each stack of experts, as checkpoints have them.
 
-    And whether checkpoints have the stack itself. transformers' own list of conversions says from
-    which names a stack is made.
+    Behind the names stands whether checkpoints have the stack itself. transformers' own list of
+    conversions says from which names a stack is made.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -66,7 +66,8 @@ def disk_names(
 ) -> tuple[dict[str, str], dict[str, tuple[RowsOf, ...]]]:
     """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
 
-    And the rows on disk of those that are made of rows of others. Only of the blocks ``numbers``.
+    Beside them are the rows on disk of tensors that are made of rows of others. Only the blocks
+    ``numbers`` are looked at.
 
     Raises:
         QtoolError: a tensor is made of others in another way.

@@ -92,7 +92,7 @@ class RecordedBlock:
     def written(self) -> dict[str, float]:
         """What is written to the residual stream in this block, directly or through a norm.
 
-        With the number that it is multiplied by.
+        The number is what it is multiplied by.
         """
         found: dict[str, float] = {}
         for _, facts in self.model.trace.writers:

@@ -374,10 +374,10 @@ class BuiltBlocks:
     def _module(
         self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> torch.nn.Module:
-        """Block ``index`` of the skeleton with ``weights`` in ``dtype``.
+        """Block ``index`` of the skeleton with ``weights``, by their names within the block.
 
-        But for those that transformers keeps in float32. Their names are those within the block;
-        some may be on ``meta``.
+        They are in ``dtype``, except those that transformers keeps in float32; some may be on
+        ``meta``.
         """
         from qtool.models.skeleton import fill, stays_float32
 

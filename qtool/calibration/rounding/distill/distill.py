@@ -140,9 +140,9 @@ class Distill(Rounding):
         """Device bytes at the worst moment: learning, or the rounding it starts from.
 
         Learning holds a copy of the block, its gradient and Adam's two moments, weights, codes and
-        values.
-        The float block's outputs for all tokens come on top, and what an iteration keeps for its
-        gradients: inputs and outputs of all linears, and the block's output three times in float32.
+        values. The float block's outputs for all tokens come on top, and what an iteration keeps
+        for its gradients: inputs and outputs of all linears, and the block's output three times in
+        float32.
         """
         weights = max(STARTS[self.start]().held_bytes(block), 7 * block.exact_bytes)
         seen = sum(sum(shape) * block.share(name) for name, shape in block.linears.items())

@@ -1,8 +1,8 @@
 """Fits each group's parameters by a clipping search weighted with the Hessian's diagonal.
 
-MARLIN (arXiv 2408.11743) section 3.5.
+MARLIN (arXiv 2408.11743) section 3.5: each group gets the ratio r of a grid that has the least
 
-For each group the ratio r of a grid with the least ``sum_k H_kk (w_k - nearest_r(w_k))^2``.
+    sum_k H_kk (w_k - nearest_r(w_k))^2
 
 Legend: E weights of one shape, N output channels, K input channels, G groups, g channels of a
 group.

@@ -92,8 +92,9 @@ class Factor:
     def solve(self, right: Tensor) -> Tensor:
         """``right H^-1`` for ``right [N, K]``.
 
-        By the inverse of the factor, which serves all rows: their triangular systems, solved as few
-        at a time as :func:`~qtool.calibration.precision.product` takes, are slower on a GPU.
+        It goes by the inverse of the factor, which serves all rows: their triangular systems,
+        solved as few at a time as :func:`~qtool.calibration.precision.product` takes, are slower on
+        a GPU.
         """
         inverse = inverse_lower(self._lower)
         return product(product(right.flip(1), inverse.mT), inverse).flip(1)
@@ -102,8 +103,9 @@ class Factor:
 def cholesky(matrix: Tensor) -> Tensor | None:
     """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
 
-    By the library as a whole where it has at most :data:`WHOLE` columns, else by blocks of
-    :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are held.
+    The library makes it as a whole where it has at most :data:`WHOLE` columns; else it is made by
+    blocks of :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are
+    held.
     """
     if len(matrix) <= WHOLE:
         lower, failed = torch.linalg.cholesky_ex(matrix)
@@ -128,8 +130,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def inverse_lower(lower: Tensor) -> Tensor:
     """``L^-1 [K, K]`` of a lower triangular ``L``.
 
-    By halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse ``[[A^-1, 0],
-    [-C^-1 B A^-1, C^-1]]``.
+    It is made by halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse
+    ``[[A^-1, 0], [-C^-1 B A^-1, C^-1]]``.
     """
     k = len(lower)
     if k <= CORNER:

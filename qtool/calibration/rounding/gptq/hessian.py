@@ -21,9 +21,8 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
-    ``s [hidden, K]`` comes to them where ``hidden`` is above 0.
-
-    On a GPU ``h`` is summed as the panels that reach its upper triangle, one behind the other.
+    With ``hidden`` above 0 it has ``s [hidden, K]`` too. On a GPU ``h`` is summed as the panels
+    that reach its upper triangle, one behind the other.
     """
 
     h: Tensor
