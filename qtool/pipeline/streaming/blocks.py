@@ -40,7 +40,7 @@ from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
-from qtool.models.skeleton import release
+from qtool.models.skeleton import fill, fuse_norms, release, skeleton, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
@@ -107,8 +107,6 @@ class BuiltBlocks:
         start: int = 0,
         kept: Mapping[str, Entry] | None = None,
     ) -> None:
-        from qtool.models.skeleton import fuse_norms, skeleton
-
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
@@ -379,8 +377,6 @@ class BuiltBlocks:
         They are in ``dtype``, except those that transformers keeps in float32; some may be on
         ``meta``.
         """
-        from qtool.models.skeleton import fill, stays_float32
-
         modules = self.model.get_submodule(self.job.family.blocks)
         module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
