@@ -198,16 +198,15 @@ def are_ranges(mask: Tensor) -> Tensor:
     return (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0] == 1
 
 
-def graph_decoding(model: PreTrainedModel) -> bool:
-    """Let ``model``, on a CUDA device, decode by graphs; whether its architecture can.
+def can_decode_by_graphs(model: PreTrainedModel) -> bool:
+    """Whether the architecture of ``model``, as it is loaded, decodes by graphs.
 
     Not if a step does something that depends on data (experts that are not grouped), attends
     otherwise than by a plain softmax, or keeps its KV cache quantized.
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
-    own, window = type(model).forward, getattr(config, "sliding_window", None)
-    taken = inspect.signature(own).parameters.values()
-    plain = (
+    taken = inspect.signature(type(model).forward).parameters.values()
+    return (
         _are_grouped(model)
         and getattr(model, "_can_compile_fullgraph", False)
         and getattr(decoder, "_supports_attention_backend", False)
@@ -223,8 +222,14 @@ def graph_decoding(model: PreTrainedModel) -> bool:
         and model.dtype in HALF
         and hasattr(StaticLayer(1), "cumulative_length")  # a length on the device
     )
-    if not plain:
+
+
+def graph_decoding(model: PreTrainedModel) -> bool:
+    """Let ``model``, on a CUDA device, decode by graphs; whether :func:`can_decode_by_graphs`."""
+    if not can_decode_by_graphs(model):
         return False
+    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    own, window = type(model).forward, getattr(config, "sliding_window", None)
     decoder.config._attn_implementation = NAME
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
     masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
