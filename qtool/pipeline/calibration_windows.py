@@ -67,11 +67,10 @@ def windows_of(
     return Windows(source, job, parts, options.seqlen, options.seed, device)
 
 
-class Windows(Calibration):
+class Windows:
     """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
 
     Attributes:
-        tokens: none: :attr:`drawn` has them.
         facts: what the user chose, by which an unfinished run is recognized; those of
             :attr:`drawn` and :meth:`for_run` say what was found too.
     """
@@ -90,10 +89,9 @@ class Windows(Calibration):
         rows = [part.data.ids for part in parts if isinstance(part.data, TokenIds)]
         self.seqlen = min([job.window(seqlen), *(ids.shape[1] for ids in rows if ids.dim() == 2)])
         self.output: Output | None = None
-        super().__init__(
-            facts=facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
-            | {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
-        )
+        named = facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
+        how = {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
+        self.facts: dict[str, Any] = named | how
 
     @cached_property
     def drawn(self) -> Calibration:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,8 +42,19 @@ class Calibration:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def for_run(self, output: Output) -> "Calibration":
-        """The calibration of the run in ``output``, with all facts for its provenance."""
+        """The calibration itself: its tokens are drawn already."""
         return self
+
+
+class CalibrationSource(Protocol):
+    """A :class:`Calibration`, or what draws one when a run starts."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What an unfinished run is recognized by."""
+
+    def for_run(self, output: Output) -> Calibration:
+        """The calibration of the run in ``output``, with all facts for its provenance."""
 
 
 def quantize(
@@ -51,7 +62,7 @@ def quantize(
     recipe: Recipe,
     out: Path,
     *,
-    calibration: Calibration | None = None,
+    calibration: CalibrationSource | None = None,
     device: str = "cpu",
     resume: bool = False,
     progress: Progress | None = None,
@@ -95,13 +106,13 @@ def quantize(
     with closing(output):
         record = RunRecord(out, output.identity, where, continued=output.continued)
         with recording(PhaseTimer(where)) as phases:
-            calibration = _prepare(output, source, specs, job, calibration)
+            drawn = _prepare(output, source, specs, job, calibration)
             record.write()
-            tokens = calibration.tokens if job.needs_data else ()
+            tokens = drawn.tokens if job.needs_data else ()
             Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
         record.write()
         source.require_unchanged(output.identity["source model"])
-        output.finish(_config(job), _provenance(source, job, calibration), source.side_files())
+        output.finish(_config(job), _provenance(source, job, drawn), source.side_files())
     return out
 
 
@@ -110,7 +121,7 @@ def _prepare(
     source: Checkpoint,
     specs: Sequence[Mapping[str, Tensor]],
     job: Job,
-    calibration: Calibration,
+    calibration: CalibrationSource,
 ) -> Calibration:
     """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
@@ -118,7 +129,7 @@ def _prepare(
             copied = sum(path.stat().st_size for path in source.side_files().values())
             _require_space(output, output.missing_bytes(specs) + copied)
         if not job.needs_data:
-            return calibration
+            return Calibration(facts=calibration.facts)
         with phase("windows"):
             return calibration.for_run(output)
     except QtoolError:
@@ -199,7 +210,7 @@ def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(
-    source: Checkpoint, job: Job, calibration: Calibration, device: torch.device
+    source: Checkpoint, job: Job, calibration: CalibrationSource, device: torch.device
 ) -> dict[str, Any]:
     """Facts that must be equal for a run to be resumed: all that its bytes follow from."""
     return {
