@@ -9,9 +9,7 @@ On CUDA forwards are in the model's 16-bit dtype; the weights that methods chang
 float32.
 """
 
-import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -33,9 +31,8 @@ from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.stacking import packed_in_turn
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, suggest
 from qtool.format import LinearFormat
-from qtool.io.finite import all_finite, finite, only_finite
+from qtool.io.finite import all_finite, finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
@@ -45,6 +42,11 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
+from qtool.pipeline.streaming.method_checks import (
+    naming_too_large,
+    require_json,
+    require_stored,
+)
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.packed_kv import NEUTRAL
 
@@ -209,11 +211,11 @@ class BuiltBlocks:
         with (
             quantized_kv(block, job.format.kv, constants),
             phase("rounding"),
-            _naming(block, prefix),
+            naming_too_large(block, prefix),
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding.name, rounded, formats, job.linears(index))
-        _require_json(notes)
+        require_json(notes)
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
@@ -247,9 +249,9 @@ class BuiltBlocks:
                 inputs = self.references if self.compares else self.batches
                 add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
         for transform in job.transforms:
-            with phase("search"), _naming(block, job.full(index, "")):
+            with phase("search"), naming_too_large(block, job.full(index, "")):
                 transform.apply(block, self.batches)
-        _require_stored(block, job)
+        require_stored(block, job)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
             block.reference = Reference.of(
@@ -387,58 +389,6 @@ class BuiltBlocks:
         }
         fill(module, computed, self.device)
         return module
-
-
-def _require_stored(block: Block, job: Job) -> None:
-    """Refuse what transforms noted of ``block`` where nothing would come of it.
-
-    Raises:
-        QtoolError: naming the linear.
-    """
-    for name in block.permutations:
-        full = job.full(block.index, name)
-        if name not in block.schemes or not job.format.is_permuted(full):
-            why = "none names it in permutes" if name in block.schemes else "it stays in 16 bits"
-            raise QtoolError(
-                f"{full}: a transform permutes its inputs, and {why}, so that the order would not"
-                " be stored"
-            )
-    for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
-        raise QtoolError(
-            f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
-            + suggest(name, job.linears(block.index))
-        )
-
-
-def _require_json(notes: Mapping[str, Any]) -> None:
-    """Refuse notes that cannot be written.
-
-    Raises:
-        QtoolError: naming the method.
-    """
-    for method, noted in notes.items():
-        try:
-            json.dumps(noted)
-        except (TypeError, ValueError) as error:
-            raise QtoolError(f"{method}: its notes of a block are not JSON: {error}") from error
-
-
-@contextmanager
-def _naming(block: Block, prefix: str) -> Iterator[None]:
-    """Let an error name the weight that is not finite, where there is one.
-
-    ``prefix``: of the names within the block.
-    """
-    try:
-        yield
-    except QtoolError as error:
-        for name in block.schemes:
-            if not only_finite(block.weight(name)):
-                raise QtoolError(
-                    f"{prefix}{name}.weight: its values are too large: the transforms make NaN or "
-                    "Inf of them"
-                ) from error
-        raise
 
 
 def _together(

@@ -1,0 +1,63 @@
+"""Checks of what methods, another package's too, leave behind in a block."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from qtool.calibration.block import Block
+from qtool.errors import QtoolError, suggest
+from qtool.io.finite import only_finite
+from qtool.pipeline.job import Job
+
+
+def require_stored(block: Block, job: Job) -> None:
+    """Refuse what transforms noted of ``block`` where nothing would come of it.
+
+    Raises:
+        QtoolError: naming the linear.
+    """
+    for name in block.permutations:
+        full = job.full(block.index, name)
+        if name not in block.schemes or not job.format.is_permuted(full):
+            why = "none names it in permutes" if name in block.schemes else "it stays in 16 bits"
+            raise QtoolError(
+                f"{full}: a transform permutes its inputs, and {why}, so that the order would not"
+                " be stored"
+            )
+    for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
+        raise QtoolError(
+            f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
+            + suggest(name, job.linears(block.index))
+        )
+
+
+def require_json(notes: Mapping[str, Any]) -> None:
+    """Refuse notes that cannot be written.
+
+    Raises:
+        QtoolError: naming the method.
+    """
+    for method, noted in notes.items():
+        try:
+            json.dumps(noted)
+        except (TypeError, ValueError) as error:
+            raise QtoolError(f"{method}: its notes of a block are not JSON: {error}") from error
+
+
+@contextmanager
+def naming_too_large(block: Block, prefix: str) -> Iterator[None]:
+    """Let an error name the weight that is not finite, where there is one.
+
+    ``prefix``: of the names within the block.
+    """
+    try:
+        yield
+    except QtoolError as error:
+        for name in block.schemes:
+            if not only_finite(block.weight(name)):
+                raise QtoolError(
+                    f"{prefix}{name}.weight: its values are too large: the transforms make NaN or "
+                    "Inf of them"
+                ) from error
+        raise
