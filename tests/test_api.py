@@ -178,6 +178,24 @@ def test_what_a_caller_set_in_torch_changes_nothing(tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> None:
+    native, gptq = tmp_path / "native", tmp_path / "gptq"
+    how: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 16}
+    torch.set_default_device("meta")  # stands for a GPU
+    try:
+        qtool.quantize("demo", "w4a16", recipe="paper", kv="kv8", out=native, **how)
+        assert not [row for row in qtool.verify(native) if row.problem]
+        qtool.export(native, "gptq", gptq)
+        qtool.import_(gptq, tmp_path / "imported")
+        results, _ = qtool.evaluate(["demo"], native, limit=1, seqlen=64)
+        qtool.write_report(native)
+        assert qtool.load(native).device.type == "cpu"
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert results == qtool.evaluate(["demo"], native, limit=1, seqlen=64)[0]
+
+
 def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     done = qtool.quantize(

@@ -17,6 +17,7 @@ from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
 from qtool.io.source import DEMO, directory_of, read_config
 from qtool.models.architecture import DTYPES
+from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
 
@@ -33,6 +34,7 @@ class EvaluateKeywords(TaskKeywords, total=False):
     tensor_parallel: int
 
 
+@torch_defaults()
 def evaluate_checkpoints(
     tasks: list[str],
     model: str | PathLike[str],

@@ -32,6 +32,7 @@ from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
+from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name
 from qtool.runtime.read_linear import linear_shape, load_linear
@@ -75,6 +76,7 @@ class Exported:
         return "\n".join([*lines, *self.notes])
 
 
+@torch_defaults()
 def export(
     directory: Path,
     name: str,

@@ -34,6 +34,7 @@ from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
+from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
 from qtool.schemes import Params
 
@@ -48,6 +49,7 @@ class Imported:
     notes: list[str]
 
 
+@torch_defaults()
 def import_checkpoint(
     source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
 ) -> Imported:

@@ -217,7 +217,8 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
         start, stop, step = rows.indices(shape[0])
         stride = prod(shape[1:]) * entry.dtype.itemsize
         shape, offset = (stop - start, *shape[1:]), offset + start * stride
-    data = torch.empty(prod(shape) * entry.dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
+    nbytes = prod(shape) * entry.dtype.itemsize
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     view = data.numpy().data
     try:
         with entry.path.open("rb", buffering=0) as file:

@@ -20,6 +20,7 @@ from qtool.io.source_names import adopt
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from qtool.models.family import REQUIRED
+from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, quality, recorded_errors
@@ -31,6 +32,7 @@ WINDOWS, TOKENS = 4, 512
 KEEPS_WEIGHTS = frozenset({"clip"})
 
 
+@torch_defaults()
 def report(
     directory: Path,
     compare: str | None,

@@ -19,6 +19,7 @@ from qtool.io.integrity import require_intact
 from qtool.io.source import Checkpoint, plain_config, read_config, resolve
 from qtool.io.source_names import as_on_disk
 from qtool.models.auto import auto_class, config_of, float_config
+from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding, one_kernel_norms
 from qtool.runtime.device import require_device
@@ -101,6 +102,7 @@ def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@torch_defaults()
 def load_as_stored(
     model: str | Path | Checkpoint,
     *,

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from qtool.errors import QtoolError
 from qtool.models.derived.build import build
 from qtool.models.derived.forward import record
@@ -40,7 +38,7 @@ def built(config: Mapping[str, Any]) -> Any:
     Raises:
         QtoolError: transformers cannot build it.
     """
-    with torch_defaults(), torch.device("cpu"):
+    with torch_defaults():
         return build(json.loads(_text(config), object_hook=_number))
 
 
@@ -52,7 +50,7 @@ def _text(config: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
-        with torch_defaults(), torch.device("cpu"):
+        with torch_defaults():
             return whole_family(RecordedModel(record(built(json.loads(config)))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
