@@ -176,7 +176,7 @@ def run(
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
     memory = gpu_memory(torch.device(device))[0] if cuda else H200.memory
     planned = plan(job, samples, seqlen, memory, device=torch.device(device).type)
-    floors = ceilings.floors(work_of(job, samples, seqlen), planned.continuation)
+    floors = ceilings.floors(work_of(job, samples, job.window(seqlen)), planned.continuation)
     measured = Measured(record, ceilings, floors, reserved, planned)
     write_json(out / RECORD, read_record(out) | {"bench": measured.as_dict()})
     return measured

@@ -460,6 +460,17 @@ def test_ceilings_are_of_the_directory_that_is_written(
     assert probed == [work]
 
 
+def test_floors_are_of_windows_as_long_as_the_context(
+    tmp_path: Path,
+    make_model,  # type: ignore[no-untyped-def]
+) -> None:
+    source = make_model(max_position_embeddings=16)
+    options = {"work": tmp_path, "samples": 2, "seqlen": 64, "device": "cpu"}
+    measured = bench_quantize(str(source), "w4a16", recipe="paper", **options)
+    flops = measured.floors["forward"] * measured.ceilings.sixteen_bit
+    assert flops == pytest.approx(work_of(measured.planned.job, 2, 16).forward_flops)
+
+
 def test_a_wrapper_is_timed_as_its_text_model(tmp_path: Path) -> None:
     source = save_tiny("mistral3", tmp_path / "mistral3")
     options = {"work": tmp_path, "samples": 2, "seqlen": 16, "device": "cpu"}
