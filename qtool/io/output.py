@@ -101,6 +101,8 @@ class Output:
         directory = self.directory
         require_new(directory)
         if self.partial.exists() and not resume:
+            with contextlib.suppress(OSError):  # no lock file: a run was killed at its start
+                lock(self.partial / RUN / LOCK, self.partial).close()
             raise QtoolError(
                 f"{self.partial} holds an unfinished run; continue it with --resume or remove it"
             )

@@ -385,14 +385,15 @@ def test_sigkill_at_any_moment(make_model: MakeModel, tmp_path: Path) -> None:
     assert files(out) == whole
 
 
-def test_two_runs_on_one_directory(make_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_on_one_directory(resume: bool, make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(), tmp_path / "out"
     refusals = []
 
     def second(*_: object) -> None:
         if not refusals:
             with pytest.raises(QtoolError, match="another run") as caught:
-                run(source, "w4a8-lqq", out, resume=True)
+                run(source, "w4a8-lqq", out, resume=resume)
             refusals.append(caught)
 
     run(source, "w4a8-lqq", out, progress=second)
