@@ -81,7 +81,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    refused("no such model directory", tmp_path / "nowhere")
+    refused("no such directory", tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     refused("file is a file: the directory of a model", tmp_path / "file")
     (tmp_path / "empty").mkdir()

@@ -74,7 +74,7 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
     if path.is_file():
         raise QtoolError(f"{model} is a file: the directory of a model or a hub id is expected")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise QtoolError(f"{model}: no such model directory (a hub id looks like 'owner/name')")
+        raise QtoolError(f"{model}: no such directory (a hub id looks like 'owner/name')")
     configs = ["config.json", RECORD, QUANTIZE_CONFIG]
     all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
     return _download(model, files or (all_files if weights else configs))

@@ -80,7 +80,7 @@ def test_a_device_map_places_the_model(native: Path) -> None:
 def test_demo_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_tokenizer("demo").vocab_size == 4096
     assert load("demo").config.vocab_size == 4096
-    with pytest.raises(QtoolError, match="no such model directory"):
+    with pytest.raises(QtoolError, match="no such directory"):
         load("nowhere")
 
 
