@@ -1079,7 +1079,7 @@ FAULTS = [
             "tests/runtime/test_experts.py",
         ),
         (
-            "qtool/runtime/decode.py",
+            "qtool/runtime/range_attention.py",
             "used.clamp_max(window)",
             "used.clamp_max(window + 1)",
             "tests/runtime/test_decode.py",

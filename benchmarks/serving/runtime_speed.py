@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from qtool.bench.stored import store
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models.cache_argument import CACHE
-from qtool.runtime import decode, load
+from qtool.runtime import decode, load, range_attention
 from qtool.runtime.decode import DecodeGraphs, Step
 from qtool.runtime.dispatch import KERNELS
 from qtool.runtime.huggingface import quantized_linears
@@ -268,15 +268,17 @@ def attention(run: Run) -> dict[str, float]:
         at = torch.arange(capacity, device=run.device)
         first = torch.arange(batch, device=run.device)[:, None] % 7
         mask = ((at >= first) & (at < 1100 + first))[:, None, None]
-        ranges = decode.ranges_of(mask)
-        found = decode.attention_over_ranges(query, key, value, ranges, None)
+        ranges = range_attention.ranges_of(mask)
+        found = range_attention.attention_over_ranges(query, key, value, ranges, None)
         wide = [t.float() for t in (query, key, value)]
         expected = functional.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
         error = (found.transpose(1, 2).float() - expected).norm() / expected.norm()
         result[f"error B={batch}"] = round(float(error), 5)
         from qtool.bench.cuda_graphs import graph_us
 
-        call = [lambda a=(query, key, value, ranges, None): decode.attention_over_ranges(*a)]
+        call = [
+            lambda a=(query, key, value, ranges, None): range_attention.attention_over_ranges(*a)
+        ]
         result[f"us B={batch}"] = round(graph_us(call * 8), 1)
     return result
 

@@ -6,12 +6,9 @@ tensors stay where they are, unless a call says otherwise, and a ``forward`` tha
 step over such a cache and replays it from then on. Nothing is compiled, and a replay launches what
 the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
 
-Attention of one token reads a range of each sequence's tokens, all of them or a sliding window, in
-a kernel that splits long ranges over the GPU, or one that many sequences fill
-(:mod:`.range_attention_triton`): transformers' own path repeats the keys of grouped queries in
-memory.
+Attention of one token reads a range of each sequence's tokens (:mod:`.range_attention`).
 
-Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
+Legend: B batch, H kv heads, C capacity of the cache, D head dimension.
 """
 
 import functools
@@ -25,20 +22,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_masks_for_generate, sdpa_mask
+from transformers.masking_utils import create_masks_for_generate
 
 from qtool.errors import in_one_line
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
-from qtool.models.skeleton import is_rms_norm, rms_norm
-from qtool.runtime import range_attention_triton
 from qtool.runtime.merge import norms_taken_along
+from qtool.runtime.range_attention import (
+    RANGE_ATTENTION,
+    are_ranges,
+    last_of,
+    mask_of,
+    ranges_of,
+)
 
-NAME = "qtool_static"
 HALF = (torch.float16, torch.bfloat16)
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
@@ -51,14 +51,8 @@ OWN_CACHE = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
 )
-#: attention options that change nothing for one query over a range of keys; a layer's window is in
-#: its ranges
-KNOWN_TO_RANGES = {"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"}
 #: kinds of layers whose queries see a range of tokens
 RANGED = {"full_attention", "sliding_attention"}
-
-#: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
-Ranges = tuple[Tensor, Tensor, Tensor]
 
 
 class StaticTokens(StaticLayer):
@@ -117,87 +111,6 @@ def graph_cache(model: PreTrainedModel, length: int) -> StaticCache | None:
     return cache if all(type(layer) is StaticTokens for layer in cache.layers) else None
 
 
-def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    key_ranges: list[Ranges] | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention function: output ``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]``.
-
-    Without ``key_ranges``, those of each layer, it is torch's SDPA for any number of queries.
-    """
-    unknown = {name for name, given in kwargs.items() if given is not None} - KNOWN_TO_RANGES
-    if key_ranges is not None and not unknown and key.shape == value.shape:
-        return attention_over_ranges(query, key, value, key_ranges[module.layer_idx], scaling), None
-    return sdpa_attention_forward(  # type: ignore[return-value]
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-
-
-def attention_over_ranges(
-    query: Tensor, key: Tensor, value: Tensor, ranges: Ranges, scaling: float | None
-) -> Tensor:
-    """``[B, 1, Hq, D]``: attention of ``query [B, Hq, 1, D]`` over its ranges of keys and values.
-
-    ``key`` and ``value`` are ``[B, H, C, D]``.
-    """
-    (numbers, starts, used), capacity = ranges, key.shape[2]
-    query = query.squeeze(2)
-    key, value = (t.transpose(1, 2).flatten(0, 1) for t in (key, value))  # [B * C, H, D]
-    if range_attention_triton.runs_on(query, key):
-        out = range_attention_triton.attend(query, key, value, starts, used, scaling)
-        return out.unsqueeze(1)
-    out = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        *(numbers, starts, 1, capacity, 0.0, False, False),
-        scale=scaling,
-        seqused_k=used,
-    )[0]
-    return out.unsqueeze(1)
-
-
-def ranges_of(mask: Tensor) -> Ranges:
-    """The ranges that ``mask``, bool ``[B, 1, 1, C]``, shows: ``[B + 1]``, ``[B + 1]``, ``[B]``."""
-    shown = mask[:, 0, 0]  # [B, C]
-    batch, capacity = shown.shape
-    first = shown.int().argmax(-1)
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=mask.device)
-    starts = numbers * capacity
-    starts[:batch] += first
-    return numbers, starts, shown.sum(-1, dtype=torch.int32)
-
-
-def last_of(ranges: Ranges, window: int | None) -> Ranges:
-    """The last ``window`` tokens of each of ``ranges``; all without a window."""
-    if window is None:
-        return ranges
-    numbers, starts, used = ranges
-    hidden = nn.functional.pad((used - window).clamp_min(0), (0, 1))
-    return numbers, starts + hidden, used.clamp_max(window)
-
-
-def mask_of(ranges: Ranges, capacity: int) -> Tensor:
-    """The mask, bool ``[B, 1, 1, C]``, that shows ``ranges``."""
-    numbers, starts, used = ranges
-    first = (starts - numbers * capacity)[:-1, None]  # [B, 1]
-    at = torch.arange(capacity, device=first.device)
-    return ((at >= first) & (at < first + used[:, None]))[:, None, None]
-
-
-def are_ranges(mask: Tensor) -> Tensor:
-    """Whether ``mask``, bool ``[B, 1, 1, C]``, shows one range of each sequence: bool ``[B]``."""
-    shown = mask[:, 0, 0]
-    return (shown[:, 1:] > shown[:, :-1]).sum(-1) + shown[:, 0] == 1
-
-
 def can_decode_by_graphs(model: PreTrainedModel) -> bool:
     """Whether the architecture of ``model``, as it is loaded, decodes by graphs.
 
@@ -230,7 +143,7 @@ def graph_decoding(model: PreTrainedModel) -> bool:
         return False
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     own, window = type(model).forward, getattr(config, "sliding_window", None)
-    decoder.config._attn_implementation = NAME
+    decoder.config._attn_implementation = RANGE_ATTENTION
     model.decode_graphs = DecodeGraphs()  # type: ignore[assignment]
     masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     model.create_masks_for_generate = partial(_step_mask, masks, window)  # type: ignore[assignment]
@@ -271,23 +184,6 @@ def _are_grouped(model: PreTrainedModel) -> bool:
         return True
     stacks = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     return bool(stacks) and all(getattr(stack, "grouped", None) for stack in stacks)
-
-
-def one_kernel_norms(model: nn.Module) -> None:
-    """Let the plain RMSNorms of ``model`` run as torch's one kernel instead of eight.
-
-    It rounds once, at the end. Where operators are intercepted (deterministic evaluation), the
-    model's own arithmetic stays.
-    """
-    for norm in model.modules():
-        if is_rms_norm(norm):
-            norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
-
-
-def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        return type(norm).forward(norm, hidden)
-    return rms_norm(norm, hidden)
 
 
 def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
@@ -436,7 +332,3 @@ def _has_graphs(device: torch.device) -> bool:
 def _settings(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The arguments that are no inputs, as they are."""
     return tuple((name, value) for name, value in kwargs.items() if name not in (*INPUTS, CACHE))
-
-
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -21,9 +21,10 @@ from qtool.io.source_names import as_on_disk
 from qtool.models.auto import auto_class, config_of, float_config
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
-from qtool.runtime.decode import graph_decoding, one_kernel_norms
+from qtool.runtime.decode import graph_decoding
 from qtool.runtime.device import require_device
 from qtool.runtime.experts import group_experts
+from qtool.runtime.fused_norms import one_kernel_norms
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE

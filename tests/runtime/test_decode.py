@@ -34,18 +34,17 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from qtool.models.cache_argument import CACHE
-from qtool.runtime import decode, range_attention_triton
-from qtool.runtime.decode import (
-    Step,
+from qtool.runtime import decode, range_attention, range_attention_triton
+from qtool.runtime.decode import Step, graph_decoding
+from qtool.runtime.fused_norms import one_kernel_norms
+from qtool.runtime.merge import merge_linears
+from qtool.runtime.range_attention import (
     are_ranges,
     attention_over_ranges,
-    graph_decoding,
     last_of,
     mask_of,
-    one_kernel_norms,
     ranges_of,
 )
-from qtool.runtime.merge import merge_linears
 from tests.runtime.test_merge import llama, with_kernels  # noqa: F401  (a fixture)
 
 SIZES = {
@@ -100,7 +99,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(Step, "record", noted_record)
     monkeypatch.setattr(Step, "run", noted_run)
     monkeypatch.setattr(Step, "replay", noted_replay)
-    monkeypatch.setattr(decode, "attention_over_ranges", sdpa)
+    monkeypatch.setattr(range_attention, "attention_over_ranges", sdpa)
     monkeypatch.setattr(decode, "_has_graphs", lambda device: True)
     yield events
 
