@@ -1,17 +1,18 @@
 """Evaluate a checkpoint by its name, and the baseline beside it."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, require_text, suggest
 from qtool.eval import saved
 from qtool.eval.engine import Model, load_in_engine, require_engine
-from qtool.eval.evaluate import TaskKeywords, load_tasks
+from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
@@ -34,6 +35,62 @@ class EvaluateKeywords(TaskKeywords, total=False):
     tensor_parallel: int
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """Settings that the model and the baseline are evaluated with alike.
+
+    Attributes:
+        store: the directory whose eval.json keeps the results of both; None: nowhere.
+        options: of :func:`qtool.eval.evaluate.load_tasks`.
+    """
+
+    tasks: list[str]
+    device: str
+    dtype: str | None
+    engine: str | None
+    tensor_parallel: int
+    store: Path | None
+    options: Mapping[str, Any]
+
+    def results(
+        self, name: str | PathLike[str], kv: str | None = None, as_export: str | None = None
+    ) -> Results:
+        """Results of the checkpoint ``name``, in its native form or ``as_export``."""
+        directory = directory_of(name)
+        tasks = load_tasks(self.tasks, load_tokenizer(directory), **self.options)
+        calibrated_on = _calibrated_on(directory)
+        for task in tasks:
+            if task.facts["sha256"] in calibrated_on:
+                ranks.log(
+                    f"{task.name} is a text that {name} was calibrated on: of other text its "
+                    "perplexity may be higher"
+                )
+        with ExitStack() as opened:
+            load_model = partial(self._load, opened, directory, tasks, kv, as_export)
+            if self.store is None:
+                model = load_model()
+                return Results([result for task in tasks for result in task.evaluate(model)])
+            facts = saved.environment(self.device, kv, self.dtype, self.engine)
+            return saved.results(tasks, saved.identity(directory), load_model, self.store, facts)
+
+    def _load(
+        self,
+        opened: ExitStack,
+        directory: Path,
+        tasks: Sequence[LoadedTask],
+        kv: str | None,
+        as_export: str | None,
+    ) -> Model:
+        """The model of ``directory``; one of an engine is closed with ``opened``."""
+        if self.engine is not None:
+            facts = [task.facts for task in tasks]
+            return load_in_engine(opened, directory, facts, self.dtype, self.tensor_parallel)
+        dtype = DTYPES[self.dtype] if self.dtype else None
+        if as_export is not None:
+            return load_as_export(directory, as_export, device=self.device, dtype=dtype)
+        return load(directory, device=self.device, dtype=dtype, kv=kv)
+
+
 @torch_defaults()
 def evaluate_checkpoints(
     tasks: list[str],
@@ -45,10 +102,9 @@ def evaluate_checkpoints(
     kv: str | None = None,
     as_export: str | None = None,
     dtype: str | None = None,
-    deterministic: bool = False,
     engine: str | None = None,
     tensor_parallel: int = 1,
-    **options: Any,
+    **options: Unpack[TaskKeywords],
 ) -> tuple[Results, Results | None]:
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
 
@@ -59,7 +115,6 @@ def evaluate_checkpoints(
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
-        deterministic: with the same bits on all devices, not as served.
         engine: ``vllm``: let that engine load the models and score their tokens.
         tensor_parallel: GPUs that the engine splits a model over.
         options: of :func:`qtool.eval.evaluate.load_tasks`.
@@ -68,6 +123,7 @@ def evaluate_checkpoints(
         QtoolError: an unknown KV quantizer, dtype, format or engine, or one that the model cannot
             have; a format with ``kv`` or ``save``; an engine with what it does not do.
     """
+    deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
     if dtype is not None and require_text("--dtype", dtype) not in DTYPES:
         raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
@@ -88,40 +144,11 @@ def evaluate_checkpoints(
                 f"--as-export {as_export} goes without {other}: it is not what the native model"
                 " computes"
             )
-
-    def run(
-        name: str | PathLike[str], kv: str | None = None, as_export: str | None = None
-    ) -> Results:
-        directory = directory_of(name)
-        loaded_tasks = load_tasks(
-            tasks, load_tokenizer(directory), deterministic=deterministic, **options
-        )
-        calibrated_on = _calibrated_on(directory)
-        for task in loaded_tasks:
-            if task.facts["sha256"] in calibrated_on:
-                ranks.log(
-                    f"{task.name} is a text that {name} was calibrated on: of other text its "
-                    "perplexity may be higher"
-                )
-        where: dict[str, Any] = {
-            "device": device,
-            "dtype": DTYPES[dtype] if dtype else None,
-        }
-        made: Callable[[], Model] = partial(load, directory, kv=kv, **where)
-        if as_export is not None:
-            made = partial(load_as_export, directory, as_export, **where)
-        with ExitStack() as opened:
-            if engine is not None:
-                asked = [task.facts for task in loaded_tasks]
-                made = partial(load_in_engine, opened, directory, asked, dtype, tensor_parallel)
-            if save:
-                facts = saved.environment(device, kv, dtype, engine)
-                identity = saved.identity(directory)
-                return saved.results(loaded_tasks, identity, made, store, facts)
-            loaded = made()
-            return Results([result for task in loaded_tasks for result in task.evaluate(loaded)])
-
-    return run(model, kv, as_export), None if compare is None else run(compare)
+    settings = _Settings(
+        tasks, device, dtype, engine, tensor_parallel, store if save else None, options
+    )
+    results = settings.results(model, kv, as_export)
+    return results, None if compare is None else settings.results(compare)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

@@ -11,6 +11,7 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import role
 from qtool.eval.checkpoints import evaluate_checkpoints
+from qtool.eval.evaluate import TaskKeywords
 from qtool.format import native_format
 from qtool.io.integrity import read_record
 from qtool.io.run_record import read_run
@@ -62,12 +63,7 @@ def report(
     if compare is not None:
         require_same_sizes(config, read_config(resolve(compare)), compare)
     if tasks:
-        options: dict[str, Any] = {
-            "data_dir": data_dir,
-            "seqlen": 2048,
-            "limit": None,
-            "batch_size": 8,
-        }
+        options: TaskKeywords = {"data_dir": data_dir, "batch_size": 8}
         evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
     if out.is_dir():
