@@ -16,10 +16,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -277,6 +277,23 @@ def write(
         NoSpace: the disk is full.
         QtoolError: pieces that do not add up to the specs.
     """
+    digest, header = hashlib.sha256(), _header(specs)
+    expected = len(header) + sum(spec.nbytes for spec in specs.values())
+    content: Iterator[bytes | memoryview] = chain([header], _pieces(path, specs, tensors))
+
+    def put(file: BinaryIO) -> None:
+        for data in content:
+            digest.update(data)
+            file.write(data)
+        if file.tell() != expected:
+            raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
+
+    write_atomic(path, put, sync=sync)
+    return digest.hexdigest()
+
+
+def _header(specs: Mapping[str, Tensor]) -> bytes:
+    """The header of a file that holds tensors like ``specs``, its length before it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
@@ -288,39 +305,28 @@ def write(
         offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, expected = hashlib.sha256(), 8 + len(text) + offset
-    order = iter(specs)
-    current, left = "", 0
-
-    def body(put: Callable[[Any], None]) -> None:
-        nonlocal current, left
-        put(len(text).to_bytes(8, "little") + text)
-        for name, piece in tensors:
-            if not left:
-                current = next(order)
-                left = specs[current].nbytes
-            data = piece.detach().contiguous().cpu()
-            if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
-                raise QtoolError(
-                    f"{path.name}: {name} does not match the tensor {current!r} that was declared"
-                )
-            left -= data.nbytes
-            put(data.reshape(-1).view(torch.uint8).numpy().data)
-
-    def put_all(file: Any) -> None:
-        def put(data: Any) -> None:
-            digest.update(data)
-            file.write(data)
-
-        body(put)
-        if file.tell() != expected:
-            raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
-
-    write_atomic(path, put_all, sync=sync)
-    return digest.hexdigest()
+    return len(text).to_bytes(8, "little") + text
 
 
-def write_atomic(path: Path, put: Callable[[Any], None], *, sync: bool = True) -> None:
+def _pieces(
+    path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[memoryview]:
+    """The bytes of ``tensors``, after a check that they follow one another as ``specs`` do."""
+    order, current, left = iter(specs), "", 0
+    for name, piece in tensors:
+        if not left:
+            current = next(order, "")
+            left = specs[current].nbytes if current else 0
+        data = piece.detach().contiguous().cpu()
+        if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
+            raise QtoolError(
+                f"{path.name}: {name} does not match the tensor {current!r} that was declared"
+            )
+        left -= data.nbytes
+        yield data.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_atomic(path: Path, put: Callable[[BinaryIO], Any], *, sync: bool = True) -> None:
     """Write ``path`` through a temporary file of this process, renamed when it is whole.
 
     Args:
