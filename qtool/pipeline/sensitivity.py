@@ -198,6 +198,82 @@ def allocations(
         chosen[group] = option
 
 
+class Candidates:
+    """The choices for each group of ``job``'s linears: their formats, and the bits that they store.
+
+    Args:
+        groups: all that may be quantized.
+        choices: recipes of one scheme each by name; None: 16 bits.
+    """
+
+    def __init__(
+        self, job: Job, groups: Sequence[Group], choices: Mapping[str, Recipe | None]
+    ) -> None:
+        self.job, self.groups, self.choices = job, groups, choices
+        transforms, rounding = job.recipe.transforms, job.recipe.rounding
+        self.jobs = {
+            choice: Job.of(
+                job.config,
+                replace(recipe, transforms=transforms, rounding=rounding),
+                job.source_dtype,
+            )
+            for choice, recipe in choices.items()
+            if recipe
+        }
+        self.weights = sum(
+            prod(job.linears(block)[name]) for block, names in groups for name in names
+        )
+
+    def formats(self, chosen: Mapping[Group, str]) -> dict[str, LinearFormat | None]:
+        """The formats of all linears of the groups in ``chosen``, by full name."""
+        return {
+            name: self.jobs[choice].format.of(name) if choice in self.jobs else None
+            for (block, linears), choice in chosen.items()
+            for name in (self.job.full(block, linear) for linear in linears)
+        }
+
+    def bits(self, group: Group, choice: str) -> int:
+        """Stored bits of all weights of ``group``."""
+        shapes = [self.job.linears(group[0])[linear] for linear in group[1]]
+        return sum(
+            8 * self.jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
+            for (name, linear_format), (n, k) in zip(
+                self.formats({group: choice}).items(), shapes, strict=True
+            )
+        )
+
+    def require_budget(self, budget_bits: float) -> None:
+        """Check that ``budget_bits`` a weight leave something to choose.
+
+        Raises:
+            QtoolError: a budget below the smallest choice, or for 16 bits everywhere.
+        """
+        least = sum(min(self.bits(g, c) for c in self.choices) for g in self.groups) / self.weights
+        if budget_bits < least:
+            raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
+        if budget_bits >= 16 and None in self.choices.values():
+            raise QtoolError(
+                f"--budget-bits {budget_bits}: every linear fits in 16 bits, so none would be "
+                "quantized; pass less than 16"
+            )
+
+    def options(self, group: Group, probe: Probe) -> list[Option]:
+        """Each choice for ``group`` with its divergence, all other groups in float."""
+        return [
+            Option(
+                choice, self.bits(group, choice), probe.divergence(self.formats({group: choice}))
+            )
+            for choice in self.choices
+        ]
+
+    def point(self, chosen: Mapping[Group, Option], probe: Probe | None = None) -> Point:
+        """The point of an option for each group; ``probe`` measures its divergence."""
+        bits = sum(option.bits for option in chosen.values()) / self.weights
+        predicted = sum(option.kl for option in chosen.values())
+        formats = self.formats({group: option.choice for group, option in chosen.items()})
+        return Point(bits, predicted, probe.divergence(formats) if probe else None)
+
+
 def sensitivity(
     job: Job,
     model: PreTrainedModel,
@@ -218,80 +294,33 @@ def sensitivity(
         QtoolError: a budget below the smallest choice or for 16 bits everywhere, or linears that
             the model holds joined.
     """
-    found = recipes_of(choices)
-    jobs = {
-        choice: Job.of(
-            job.config,
-            replace(own, transforms=job.recipe.transforms, rounding=job.recipe.rounding),
-            job.source_dtype,
-        )
-        for choice, own in found.items()
-        if own
-    }
-
-    def formats(of: Mapping[Group, str]) -> dict[str, LinearFormat | None]:
-        return {
-            name: jobs[choice].format.of(name) if choice in jobs else None
-            for (block, linears), choice in of.items()
-            for name in (job.full(block, linear) for linear in linears)
-        }
-
-    def bits_of(group: Group, choice: str) -> int:
-        shapes = [job.linears(group[0])[linear] for linear in group[1]]
-        return sum(
-            8 * jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
-            for (name, linear_format), (n, k) in zip(
-                formats({group: choice}).items(), shapes, strict=True
-            )
-        )
-
-    groups = _groups(job, model)
-    stored = {group: {choice: bits_of(group, choice) for choice in found} for group in groups}
-    weights = sum(prod(job.linears(block)[name]) for block, names in groups for name in names)
-    least = sum(min(bits.values()) for bits in stored.values()) / weights
-    if budget_bits < least:
-        raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
-    if budget_bits >= 16 and None in found.values():
-        raise QtoolError(
-            f"--budget-bits {budget_bits}: every linear fits in 16 bits, so none would be "
-            "quantized; pass less than 16"
-        )
-    options: dict[Group, list[Option]] = {}
+    candidates = Candidates(job, _groups(job, model), recipes_of(choices))
+    candidates.require_budget(budget_bits)
     probe = Probe(model, windows)
-    for number, (group, bits) in enumerate(stored.items(), 1):
-        options[group] = [
-            Option(choice, bits[choice], probe.divergence(formats({group: choice})))
-            for choice in found
-        ]
+    options: dict[Group, list[Option]] = {}
+    for number, group in enumerate(candidates.groups, 1):
+        options[group] = candidates.options(group, probe)
         if progress:
-            progress(number, len(groups), {})
-
-    def point(of: Mapping[Group, Option], *, measure: bool) -> Point:
-        bits = sum(option.bits for option in of.values()) / weights
-        predicted = sum(option.kl for option in of.values())
-        all_formats = formats({group: option.choice for group, option in of.items()})
-        return Point(bits, predicted, probe.divergence(all_formats) if measure else None)
-
-    path = list(allocations(options, budget_bits * weights))
-    curve = [point(of, measure=False) for of in path]
+            progress(number, len(candidates.groups), {})
+    path = list(allocations(options, budget_bits * candidates.weights))
+    curve = [candidates.point(chosen) for chosen in path]
     best = max(i for i, point in enumerate(curve) if point.bits <= budget_bits)
     for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:
-        curve[i] = point(path[i], measure=True)
+        curve[i] = candidates.point(path[i], probe)
     uniform = {
-        choice: point({group: of[i] for group, of in options.items()}, measure=True)
-        for i, choice in enumerate(found)
+        choice: candidates.point({group: of[i] for group, of in options.items()}, probe)
+        for i, choice in enumerate(candidates.choices)
     }
+    formats = {group: candidates.formats({group: o.choice}) for group, o in path[best].items()}
     recipe = replace(
         job.recipe,
         scheme=f"{job.recipe.scheme}-{curve[best].bits:.2f}",
         about=f"schemes by sensitivity: {curve[best].bits:.3f} bits a weight",
-        layers=tuple(_rules(job, {g: formats({g: of.choice}) for g, of in path[best].items()})),
+        layers=tuple(_rules(job, formats)),
         variant="custom",
         departures=(),
     )
-    named = {
-        f"{job.full(block, ', '.join(linears))}": of for (block, linears), of in options.items()
-    }
+    named = {job.full(block, ", ".join(linears)): of for (block, linears), of in options.items()}
     return Sensitivity(recipe, curve[best], curve, uniform, named)
 
 
