@@ -94,7 +94,7 @@ def _be_quiet(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
         logging.getLogger("qtool").setLevel(logging.ERROR)
 
 
-def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order in which help lists them."""
 
     def decorate(function: F) -> F:
@@ -212,7 +212,7 @@ RUN = (
     SEQLEN,
     WINDOWS,
 )
-QUANTIZE = _together(
+QUANTIZE = _options(
     *RUN,
     click.option(
         "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
@@ -236,7 +236,7 @@ QUANTIZE = _together(
         help="Export the result too, to OUT-FORMAT; `qtool export -h` lists the formats.",
     ),
 )
-PLAN = _together(
+PLAN = _options(
     *RUN,
     CAST,
     click.option(
@@ -255,7 +255,7 @@ PLAN = _together(
         help="Where the run is: cuda is an H200, cpu two cores.",
     ),
 )
-SENSITIVITY = _together(
+SENSITIVITY = _options(
     click.option(
         "--choices",
         required=True,
@@ -280,7 +280,7 @@ SENSITIVITY = _together(
     ),
     DEVICE,
 )
-EVALUATE = _together(
+EVALUATE = _options(
     click.argument("tasks", nargs=-1),
     click.option("--list", "lists", is_flag=True, help="List every task and corpus instead."),
     click.option(

@@ -28,8 +28,11 @@ Item = TypeVar("Item")
 TOGETHER = 4 << 20, 2 << 30
 
 
-def successive(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups one after another; equal parts of all experts come together."""
+def by_role(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
+    """The groups in their order, in lists of one role: a dense one alone, all experts' together.
+
+    The role of an expert's group is its part of the MLP: gate and up, or down.
+    """
 
     def role(group: LinearGroup) -> object:
         return group.fold if group.routed else group.linears

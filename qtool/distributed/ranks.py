@@ -158,7 +158,7 @@ def all_gather(value: T) -> list[T]:
         return [value]
     blob, tensors = serialization.split_tensors(value)
     found: list[Any] = [None] * _world.size
-    with _together():
+    with _collective():
         dist.all_gather_object(found, (blob, serialization.specs_of(tensors)))
     own = serialization.empty_buffer(found[_world.rank][1], _world.device)
     serialization.pack(tensors, found[_world.rank][1], own)
@@ -173,7 +173,7 @@ def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """The bytes ``own`` of each rank, by rank, of which there are ``sizes``."""
     if len(set(sizes)) == 1 and sizes[0]:
         whole = own.new_empty(len(sizes), len(own))
-        with _together():
+        with _collective():
             _all_gather_flat(whole.view(-1), own)
         return whole.unbind()
     buffers = [
@@ -181,7 +181,7 @@ def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     ]
     for owner, buffer in enumerate(buffers):
         if len(buffer):
-            with _together():
+            with _collective():
                 dist.broadcast(buffer, owner)
     return buffers
 
@@ -255,7 +255,7 @@ def all_reduce(tensor: Tensor) -> None:
     The sum is the same on all ranks; its last bits depend on their number.
     """
     if _world.size > 1:
-        with _together():
+        with _collective():
             dist.all_reduce(tensor)
 
 
@@ -297,7 +297,7 @@ class OrderedSum:
             return
         spare = self._settle()
         terms = self._own.new_empty(_world.size, len(self._own))
-        with _together():
+        with _collective():
             work = dist.all_to_all_single(terms.view(-1), self._term, async_op=True)
         self._sent = work, self._term, terms
         self._term = torch.zeros_like(self._term) if spare is None else spare.zero_()
@@ -308,7 +308,7 @@ class OrderedSum:
             return None
         work, sent, terms = self._sent
         self._sent = None
-        with _together():
+        with _collective():
             work.wait()
         for term in terms:
             self._own += term
@@ -318,14 +318,14 @@ class OrderedSum:
         """The sum, after the last turn."""
         if self._own is not None:
             self._settle()
-            with _together():
+            with _collective():
                 _all_gather_flat(self._term, self._own)
             self._own = None
         return self.tensor
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _collective() -> Iterator[None]:
     """Run a collective; if a rank is gone, raise an error that says so."""
     try:
         yield

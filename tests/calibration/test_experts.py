@@ -16,7 +16,7 @@ from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import round_to_nearest
-from qtool.calibration.stacking import successive
+from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of
@@ -225,8 +225,8 @@ def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
 def test_all_experts_are_observed_at_once(name):
     config = CONFIGS[name]
     groups = family_of(config.model_type).at(config, 0).groups
-    assert [len(same) for same in successive(groups)][2:4] == [4, 4]
-    assert [group for same in successive(groups) for group in same] == list(groups)
+    assert [len(same) for same in by_role(groups)][2:4] == [4, 4]
+    assert [group for same in by_role(groups) for group in same] == list(groups)
 
 
 def test_the_router_is_no_linear_to_quantize(blocks):

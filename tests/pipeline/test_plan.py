@@ -27,7 +27,7 @@ from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.gptq import rounding
 from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
-from qtool.calibration.stacking import successive
+from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
@@ -151,7 +151,7 @@ def test_the_inputs_of_all_experts_cost_one_forward(
     batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))
     block = Block(0, model.model.layers[0], family, model.config, {})
     block.weight("mlp.gate").zero_()
-    firsts = [[group.linears[0] for group in same] for same in successive(family.groups)]
+    firsts = [[group.linears[0] for group in same] for same in by_role(family.groups)]
 
     def ignored(*inputs: object) -> None:
         pass

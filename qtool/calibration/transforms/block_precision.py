@@ -30,11 +30,11 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Linears that share an input, with channels by falling magnitude.
+class BlockCosts:
+    """The costs of 4-bit inputs to linears that share an input, by channel block.
 
     Attributes:
-        cost: ``[K/128]``, the error that 4-bit inputs of each block make.
+        cost: ``[K/128]``, of each block of 128 channels, by falling magnitude of the channels.
         work: of one block.
         least, most: how many blocks must and may have 8 bits.
     """
@@ -45,17 +45,17 @@ class Judged:
     most: int
 
 
-def allocate(judged: Mapping[T, Judged], w4a4_share: float) -> dict[T, int]:
+def allocate(groups: Mapping[T, BlockCosts], w4a4_share: float) -> dict[T, int]:
     """How many blocks of each get 8 bits, as long as ``w4a4_share`` of all work keeps 4."""
-    counts = {key: group.least for key, group in judged.items()}
-    total = sum(group.work * len(group.cost) for group in judged.values())
+    counts = {key: group.least for key, group in groups.items()}
+    total = sum(group.work * len(group.cost) for group in groups.values())
     left = (1 - w4a4_share) * total + 0.5
-    left -= sum(group.work * group.least for group in judged.values())
-    costs = [(c / g.work, key) for key, g in judged.items() for c in g.cost[g.least :].tolist()]
+    left -= sum(group.work * group.least for group in groups.values())
+    costs = [(c / g.work, key) for key, g in groups.items() for c in g.cost[g.least :].tolist()]
     for _, key in sorted(costs, key=lambda cost: -cost[0]):
-        if judged[key].work <= left and counts[key] < judged[key].most:
+        if groups[key].work <= left and counts[key] < groups[key].most:
             counts[key] += 1
-            left -= judged[key].work
+            left -= groups[key].work
     return counts
 
 

@@ -18,7 +18,7 @@ from qtool.calibration.forwards import propagate
 from qtool.calibration.method import LEARNING_SEQUENCES, Transform
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.block_precision import (
-    Judged,
+    BlockCosts,
     allocate,
     block_shares,
     output_errors,
@@ -74,14 +74,14 @@ class GatherOutliers(Transform):
     @torch.no_grad()
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
         assert self.w4a4_share is not None
-        judged: dict[tuple[int, int], Judged] = {}
+        costs: dict[tuple[int, int], BlockCosts] = {}
         groups: dict[int, int] = {}
         for block in blocks:
             groups[block.index] = len(block.family.groups)
-            judged |= {(block.index, g): found for g, found in self._judged(block, batches)}
+            costs |= {(block.index, g): found for g, found in self._costs(block, batches)}
             propagate(block, batches)
         counts = {index: torch.zeros(number, dtype=torch.int64) for index, number in groups.items()}
-        for (index, group), count in allocate(judged, self.w4a4_share).items():
+        for (index, group), count in allocate(costs, self.w4a4_share).items():
             counts[index][group] = count
         return {str(index): of_block for index, of_block in counts.items()}
 
@@ -99,7 +99,7 @@ class GatherOutliers(Transform):
             )
         return work
 
-    def _judged(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, Judged]]:
+    def _costs(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, BlockCosts]]:
         """What 4-bit inputs cost each group of ``block``, by number, if it saw enough."""
         mixed = {
             n: names
@@ -117,7 +117,7 @@ class GatherOutliers(Transform):
             order = by_magnitude(seen.amax)
             cost = error * block_shares(block, names, seen.sample[:, order], order)
             work = sum(block.weight(name).numel() for name in names) // len(cost)
-            found.append((n, Judged(cost, work, int(plan.eight_bit.sum()), most)))
+            found.append((n, BlockCosts(cost, work, int(plan.eight_bit.sum()), most)))
         return found
 
     def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:

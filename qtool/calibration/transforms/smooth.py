@@ -33,10 +33,10 @@ from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
 from qtool.calibration.stacking import (
     by_kind,
+    by_role,
     padded,
     searched_in_turn,
     stacked_weights,
-    successive,
 )
 from qtool.calibration.statistics import Inputs, collect, own_subset
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
@@ -99,7 +99,7 @@ class Smooth(Transform):
         found: list[Tensor] = []
         # backwards: a factor that changes the rows of up or v is in place when their inputs are
         # smoothed
-        for groups in together(block, judged, self.tokens):
+        for groups in groups_in_turn(block, judged, self.tokens):
             seen = [inputs[group.linears[0]] for group in groups]
             factors, values = search(block, groups, seen, self.grid(), self.balance)
             for group, factor in zip(groups, factors, strict=True):
@@ -132,17 +132,17 @@ class Smooth(Transform):
     def _searches(self, block: BlockShape) -> list[tuple[int, int]]:
         """Turns and bytes of the search of each group, of experts of all."""
         chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
-        return [block.searched(groups, self.tokens) for groups in successive(chosen)]
+        return [block.searched(groups, self.tokens) for groups in by_role(chosen)]
 
 
-def together(
+def groups_in_turn(
     block: Block, groups: Sequence[LinearGroup], tokens: int
 ) -> Iterator[Sequence[LinearGroup]]:
     """``groups`` in their order; experts' of one linear each come together.
 
     ``tokens``: that each looks at, at most.
     """
-    for some in successive(groups):
+    for some in by_role(groups):
         if not some[0].routed or len(some[0].linears) > 1:
             yield from ([group] for group in some)
             continue

@@ -219,7 +219,7 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
-            turns = list(_together(formats, job.linears(index), self.device))
+            turns = list(_packed_at_once(formats, job.linears(index), self.device))
             for names in ranks.local_items(turns):
                 scheme = formats[names[0]].scheme_object
                 check(scheme, {prefix + name: rounded[name] for name in names})
@@ -347,7 +347,7 @@ class BuiltBlocks:
                 block.schemes[name] = linear_format.scheme_object
                 if (order := parts.get(f"{name}.permutation")) is not None:
                     block.permutations[name] = order.long()
-            for names in _together(formats, linears, self.device):
+            for names in _packed_at_once(formats, linears, self.device):
                 linear_format, (n, k) = formats[names[0]], linears[names[0]]
                 stored_parts = [
                     {part: parts[f"{name}.{part}"] for part in linear_format.tensors(n, k)}
@@ -391,7 +391,7 @@ class BuiltBlocks:
         return module
 
 
-def _together(
+def _packed_at_once(
     formats: Mapping[str, LinearFormat],
     shapes: Mapping[str, tuple[int, int]],
     device: torch.device,

@@ -12,7 +12,7 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.transforms import gather_outliers
 from qtool.calibration.transforms.block_precision import (
-    Judged,
+    BlockCosts,
     allocate,
     block_shares,
     rounded_inputs,
@@ -247,24 +247,22 @@ def test_inputs_are_judged_in_the_order_in_which_they_are_gathered(wide, blocks,
     scatter_outliers(wide)
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     given = {}
-    monkeypatch.setattr(
-        gather_outliers, "allocate", lambda judged, share: given.update(judged) or {}
-    )
+    monkeypatch.setattr(gather_outliers, "allocate", lambda costs, share: given.update(costs) or {})
     GatherOutliers(w4a4_share=0.5, tokens=10**6).learn([block], list(map(replace, batches)))
-    for (_, number), judged in given.items():
+    for (_, number), costs in given.items():
         names, seen = block.family.groups[number].linears, []
         observe(block, batches, {names[0]: seen.append})
         x = torch.cat(seen).float()
         order = by_magnitude(x.abs().amax(0))
         shares = block_shares(block, names, x[:, order], order)
-        torch.testing.assert_close(judged.cost / judged.cost.sum(), shares)
+        torch.testing.assert_close(costs.cost / costs.cost.sum(), shares)
     assert len(given) == 4
 
 
 def test_the_share_is_of_the_whole_model():
     """Blocks of 8 bits go where they save most for their work, in whichever decoder block."""
-    first = Judged(torch.tensor([4.0, 3.0, 2.0]), work=1, least=0, most=3)
-    second = Judged(torch.tensor([9.0, 1.0, 1.0]), work=3, least=0, most=3)
+    first = BlockCosts(torch.tensor([4.0, 3.0, 2.0]), work=1, least=0, most=3)
+    second = BlockCosts(torch.tensor([9.0, 1.0, 1.0]), work=3, least=0, most=3)
     assert allocate({0: first, 1: second}, w4a4_share=0.75) == {0: 3, 1: 0}
     assert allocate({0: first, 1: second}, w4a4_share=0.5) == {0: 3, 1: 1}
     capped = replace(first, least=1, most=2)

@@ -26,7 +26,7 @@ from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions, Problem, So
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.calibration.stacking import clips_of, successive
+from qtool.calibration.stacking import by_role, clips_of
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -92,7 +92,7 @@ class Gptq(GptqOptions, Rounding):
             if kept_floats(block.family, shapes, tokens):
                 reference.look_once(compared(block))
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
-        for groups in held_together(
+        for groups in hessians_in_turn(
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
         ):
             found = self.round_groups(block, reference, turns, groups, tokens)
@@ -205,7 +205,7 @@ class Gptq(GptqOptions, Rounding):
     def solve_whole(self, block: Block, stacks: Sequence[Stack]) -> list[Solution]:
         """The solutions of whole problems; those of one shape and scheme are solved together."""
         found: dict[int, Solution] = {}
-        for numbers in solved_together(block, stacks):
+        for numbers in problems_in_turn(block, stacks):
             solved = solve([stacks[i].problem(block) for i in numbers], self)
             found |= dict(zip(numbers, solved, strict=True))
         return [found[i] for i in range(len(stacks))]
@@ -229,7 +229,9 @@ class Gptq(GptqOptions, Rounding):
             block.linear_flops(group.linears) for group in block.family.groups if group.routed
         )
         to_experts = block.forward_flops() - routed_flops
-        turns = held_together(block.family.groups, lambda group: block.linears[group.linears[0]][1])
+        turns = hessians_in_turn(
+            block.family.groups, lambda group: block.linears[group.linears[0]][1]
+        )
         for number, groups in enumerate(turns):
             routed, problems = groups[0].routed, block.stacked(groups)
             drift = bool(self.residual) and not routed
@@ -269,7 +271,7 @@ class Gptq(GptqOptions, Rounding):
         errors and codes. Several experts are solved together.
         """
         left, total, worst = block.weights, block.weights, 0
-        for groups in successive(block.family.groups):
+        for groups in by_role(block.family.groups):
             drift = bool(self.residual) and not groups[0].routed
             problems = block.stacked(groups)
             for n, k in problems[:1]:  # experts are alike
@@ -353,7 +355,7 @@ def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
     yield from together.values()
 
 
-def solved_together(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]]:
+def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]]:
     """The numbers of ``stacks`` of one shape and scheme, as many at once as memory may hold."""
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -369,14 +371,14 @@ def solved_together(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
-def held_together(
+def hessians_in_turn(
     groups: Sequence[LinearGroup], width: Callable[[LinearGroup], int]
 ) -> Iterator[list[LinearGroup]]:
-    """The :func:`successive` groups, of experts as many as :data:`HESSIANS` has room for.
+    """The groups whose Hessians are held at once: :func:`by_role`, up to :data:`HESSIANS` bytes.
 
     ``width``: the input channels of a group.
     """
-    for alike in successive(groups):
+    for alike in by_role(groups):
         size = held_at_once(width(alike[0])) if alike[0].routed else len(alike)
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
