@@ -276,7 +276,7 @@ def families() -> str:
         cells = [f"`{row['type']}`", by, said, exported, str(row.get("quantized", "-"))]
         cells.append(kept or "-")
         rows.append([cell.replace("|", "\\|") for cell in cells])
-    head = ["`model_type`", "family", "every step right", "export", "linears", "left in 16 bit"]
+    head = ["`model_type`", "family", "every step right", "export", "linears", "left in 16 bits"]
     counted = f"{right} of {len(rows)} types pass every step.\n\n"
     return counted + markdown(head, rows) + made_by(found)
 

@@ -405,7 +405,7 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert stored["rules"][0]["layout"] == "column-major-8"
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
-    assert max(qtool.export(native, "gptq-of-mine").errors.values()) < 1e-3  # scales in 16 bit
+    assert max(qtool.export(native, "gptq-of-mine").errors.values()) < 1e-3  # scales in 16 bits
     qtool.register_kernel("w8a8", "column-major-8", W8A8)
     qtool.register_kernel("w8a8", "column-major-8", W8A8)
     assert KERNELS["w8a8", "column-major-8"] == (W8A8,)

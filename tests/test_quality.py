@@ -1,7 +1,7 @@
 """Quality orders as it must on the demo model: divergence from full precision, in nats a token.
 
 The margins are what was measured (docs/results/accuracy.md), with room: w8a8 0.001, w4a8-lqq 0.015,
-w4ax with half of its blocks in 8 bit 0.05, w4a4-g128 0.10, all rounded to nearest; w4a8-lqq/best
+w4ax with half of its blocks in 8 bits 0.05, w4a4-g128 0.10, all rounded to nearest; w4a8-lqq/best
 0.008.
 """
 

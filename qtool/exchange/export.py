@@ -336,7 +336,7 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
     if target.read_by_transformers and (own := _converted(work)):
         notes.append(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
-            f"those that are in 16 bit when it loads {target.name}"
+            f"those that are in 16 bits when it loads {target.name}"
         )
     return notes + experts_not_loaded(target, config, formats)
 

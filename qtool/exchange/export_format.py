@@ -44,7 +44,7 @@ class ExportFormat(ABC):
     tile: tuple[int, int]
     #: every linear of a block must have one and the same format
     uniform: ClassVar[bool] = True
-    #: a linear may stay in 16 bit
+    #: a linear may stay in 16 bits
     leaves_16_bit: ClassVar[bool] = True
     #: its loaders know mixtures of experts
     holds_experts: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class ExportFormat(ABC):
     #: vLLM loads experts one by one in it that are published as one stack
     splits_experts: ClassVar[bool] = False
     #: transformers itself loads it: it looks modules up by its own names for them, and of weights
-    #: that it converts it drops those in 16 bit
+    #: that it converts it drops those in 16 bits
     read_by_transformers: ClassVar[bool] = False
     #: it is written as one file, by :mod:`qtool.exchange.gguf.write`
     one_file: ClassVar[bool] = False
@@ -123,7 +123,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json; a format None is a linear in 16 bit."""
+        """The ``quantization_config`` of config.json; a format None is a linear in 16 bits."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
         """The tensors of attention for kv8's scales ``[H, D]``; none if the format has no place."""
@@ -242,7 +242,7 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
 
 def _described(found: LinearFormat | None) -> str:
     return (
-        "in 16 bit"
+        "in 16 bits"
         if found is None
         else f"{found.scheme} with group size {size_text(found.group_size)}"
     )

@@ -17,7 +17,7 @@ from qtool.exchange.export_format import (
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 
-#: by full name; None stays in 16 bit
+#: by full name; None stays in 16 bits
 ByLinear = dict[str, LinearFormat | None]
 #: model types whose published checkpoints hold a block's experts as one stack, and the first vLLM
 #: whose loaders take them packed one by one
@@ -139,7 +139,7 @@ def _formats(
             if parts := model.rows_on_disk.get(f"{name}.weight"):
                 raise QtoolError(
                     f"{name}: published {model.name} checkpoints hold {parts[0].name} instead; "
-                    "loaders of another format make one of the other in 16 bit alone"
+                    "loaders of another format make one of the other in 16 bits alone"
                 )
             _require_scheme(target, name, found)
             if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
@@ -235,6 +235,6 @@ def _require_uniform(target: ExportFormat, formats: Mapping[str, LinearFormat | 
     plain = [name for name, found in formats.items() if found is None]
     if plain and not target.leaves_16_bit:
         raise QtoolError(
-            f"{plain[0]} is in 16 bit: {target.name} has no ignore list, every linear must be "
+            f"{plain[0]} is in 16 bits: {target.name} has no ignore list, every linear must be "
             "quantized"
         )

@@ -101,7 +101,7 @@ def left_out(family: Family) -> dict[str, str]:
 
 
 def as_text(family: Family, config: Mapping[str, Any]) -> str:
-    """The family as a declaration, with what stays in 16 bit and what is left out, and why."""
+    """The family as a declaration, with what stays in 16 bits and what is left out, and why."""
     kinds = kinds_of_blocks(family, config)
     where = "derived from transformers' model" if family.derived else "declared"
     lines = [f"# {family.name}, {where}, at the sizes of this config.json"]
@@ -109,7 +109,7 @@ def as_text(family: Family, config: Mapping[str, Any]) -> str:
         if len(kinds) > 1:
             lines.append(f"# blocks {', '.join(map(str, numbers))}")
         lines.append(_declaration(own))
-        lines += [f"# 16 bit: {name}: {reason}" for name, reason in own.kept.items()]
+        lines += [f"# in 16 bits: {name}: {reason}" for name, reason in own.kept.items()]
         for group in own.groups:
             if group.fold is Fold.NONE:
                 lines.append(f"# nothing folds into the input of {', '.join(group.linears)}")

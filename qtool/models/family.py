@@ -49,7 +49,7 @@ class Family:
         fused: linears that are several in one: their parts in order, each with its number of rows
             in words.
         fused_by_head: their rows go by kv head, with each part's share of it (Falcon).
-        readers: modules in 16 bit that read a norm too (routers), by norm.
+        readers: modules in 16 bits that read a norm too (routers), by norm.
         post_norms: norms of what is written to the residual stream.
         norm_offset: norms multiply by this plus weight.
         layer_norm: norms subtract the mean over channels and have biases.
@@ -70,7 +70,7 @@ class Family:
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
-        kept: linears of a block that stay in 16 bit, and why.
+        kept: linears of a block that stay in 16 bits, and why.
         outside: shapes of tensors beside blocks, tables, final norm and head, which stay as they
             are.
         read_of_text: those of ``outside`` that a forward of text reads; others are of towers.

@@ -159,7 +159,7 @@ class Job(Architecture):
             *self.source_notes,
             f"no family declares {family.model_types[0]!r}: derived from transformers' own model "
             "(`qtool family` prints it)",
-            *(f"in 16 bit: {name}, {reason}" for name, reason in kept.items()),
+            *(f"in 16 bits: {name}, {reason}" for name, reason in kept.items()),
             *self.recipe.adaptations,
         )
 

@@ -96,7 +96,7 @@ class Sensitivity:
 
 
 def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
-    """The recipe of each choice, None for ``none``: 16 bit.
+    """The recipe of each choice, None for ``none``: 16 bits.
 
     A choice is ``w4a16``, or has a group size: ``w4a16:64``, ``w4a16:channel``.
 

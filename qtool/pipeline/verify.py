@@ -62,7 +62,7 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     for name in names:
         linear_format = checkpoint_format.of(name)
         if linear_format is None:
-            yield Verified(name, "stored packed, but quantization_config leaves it in 16 bit")
+            yield Verified(name, "stored packed, but quantization_config leaves it in 16 bits")
             continue
         if f"{name}.qweight" not in checkpoint:
             yield Verified(name, "quantization_config has it packed, but it is not stored so")

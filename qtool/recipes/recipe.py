@@ -4,9 +4,9 @@ A recipe is a YAML mapping::
 
     scheme: w4a8-lqq            # its name
     about: one sentence
-    layers:                     # the first rule that matches holds; lm_head stays in 16 bit
+    layers:                     # the first rule that matches holds; lm_head stays in 16 bits
       - roles: [v_proj, down_proj]      # or match: a regex on the full module name
-        scheme: w4a4                    # null leaves the layer in 16 bit
+        scheme: w4a4                    # null leaves the layer in 16 bits
         group_size: 32                  # or channel, the default
         layout: row-major         # the default
     kv: kv4                     # optional
@@ -206,7 +206,7 @@ def _layer(rule: Any, where: str) -> LayerRule:
     if "scheme" not in rule:
         raise QtoolError(
             f"{where}: a layer rule without scheme, found {sorted(rule)}; "
-            "null leaves its layers in 16 bit"
+            "null leaves its layers in 16 bits"
         )
     match = _text(rule, "match", where)
     if match is None:

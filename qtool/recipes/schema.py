@@ -27,7 +27,7 @@ class Step:
 class LayerRule:
     """Linears whose full name matches the regex ``match`` get ``scheme``.
 
-    ``scheme`` None leaves them in 16 bit; ``layout`` None is row-major.
+    ``scheme`` None leaves them in 16 bits; ``layout`` None is row-major.
     """
 
     match: str

@@ -124,7 +124,7 @@ class PackedLinears:
 
 def _words(linear_format: LinearFormat | None) -> str:
     if linear_format is None:
-        return "16 bit"
+        return "16 bits"
     size = linear_format.group_size or "channel"
     return f"{linear_format.scheme}, group {size}, {linear_format.layout}"
 

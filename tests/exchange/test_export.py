@@ -138,7 +138,7 @@ def test_fused_shards_must_agree(name: str, make_model: MakeModel) -> None:
     refused(
         directory,
         name,
-        "k_proj is in 16 bit, .*q_proj is w4a16 with group size 128: serving stacks run the two",
+        "k_proj is in 16 bits, .*q_proj is w4a16 with group size 128: serving stacks run the two",
     )
     directory = native(make_model(name="b"), rule("w4a16", 64, match="up_proj"), rule("w4a16", 128))
     refused(
@@ -208,7 +208,7 @@ def test_formats_without_an_ignore_list_refuse_layers_in_16_bit(
     scheme: str, size: int | None, name: str, make_model: MakeModel
 ) -> None:
     directory = native(make_model(), rule(None, match="layers.1.mlp.down_proj"), rule(scheme, size))
-    refused(directory, name, f"layers.1.mlp.down_proj is in 16 bit: {name} has no ignore list")
+    refused(directory, name, f"layers.1.mlp.down_proj is in 16 bits: {name} has no ignore list")
 
 
 def test_nothing_quantized(make_model: MakeModel) -> None:

@@ -102,5 +102,5 @@ def test_what_some_models_join_is_stored_alike(
 ) -> None:
     source, (_, (first, second)) = save_tiny(kind, tmp_path / "source"), joined
     ours = native(source, [rule(None, match=rf"\.{first}$"), rule("w4a16", 128)])
-    with pytest.raises(QtoolError, match=rf"{second} is w4a16 .*{first} is in 16 bit"):
+    with pytest.raises(QtoolError, match=rf"{second} is w4a16 .*{first} is in 16 bits"):
         export(ours, "compressed-tensors", tmp_path / "out")

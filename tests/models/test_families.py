@@ -236,7 +236,7 @@ def test_a_config_may_leave_out_how_many_experts_a_token_goes_to(
 def test_groups_that_do_not_divide_leave_a_few_linears_in_16_bit() -> None:
     config = tiny_config("gemma4_text").to_dict()
     job = Job.of(config, recipes.load("w4a16"))
-    said = "in 16 bit: per_layer_projection, 64 inputs, which groups of 128 do not divide"
+    said = "in 16 bits: per_layer_projection, 64 inputs, which groups of 128 do not divide"
     assert said in job.recipe.adaptations
     assert job.format.of("model.layers.0.per_layer_projection") is None
     assert job.format.of("model.layers.0.mlp.down_proj") is not None

@@ -67,8 +67,8 @@ def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Pat
     "model_type", ["bailing_hybrid", "minimax_m2", "step3p7", "qwen3_omni_moe", "ernie4_5_vl_moe"]
 )
 def test_an_export_has_the_names_of_published_checkpoints(model_type: str, tmp_path: Path) -> None:
-    """And what stays in 16 bit lies there as it was: convolutions, a talker's experts, and those of
-    a mixture that lie behind another's, with a router that is transposed."""
+    """And what stays in 16 bits lies there as it was: convolutions, a talker's experts, and those
+    of a mixture that lie behind another's, with a router that is transposed."""
     source = save_tiny(model_type, tmp_path / "source")
     published = Checkpoint(source)
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
@@ -113,7 +113,7 @@ def test_an_export_names_a_head_that_is_called_otherwise(tmp_path: Path) -> None
 
 
 def test_an_export_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
-    """It joins the convolutions of queries, keys and values, which are in 16 bit."""
+    """It joins the convolutions of queries, keys and values, which are in 16 bits."""
     source = save_tiny("olmo_hybrid", tmp_path / "source")
     quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
     with pytest.raises(AssertionError, match=r"does not load this export: it makes .*conv1d"):

@@ -28,7 +28,7 @@ CALIBRATED = [
 
 
 def job_of(model: Path, scheme: str, variant: str) -> Job:
-    """The job with every linear in 8 bit, which any shape can be."""
+    """The job with every linear in 8 bits, which any shape can be."""
     recipe = recipes.load(scheme, variant)
     return Job.of(Checkpoint(model).config, replace(recipe, layers=recipes.load("w8a8").layers))
 

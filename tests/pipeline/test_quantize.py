@@ -126,7 +126,7 @@ def test_code_of_the_model_is_no_part_of_the_result(make_model: MakeModel, tmp_p
 
 
 def test_integer_arithmetic_not_simulation(make_model: MakeModel, tmp_path: Path) -> None:
-    """The quantized model is not its dequantized self: activations are really 8 bit."""
+    """The quantized model is not its dequantized self: activations really have 8 bits."""
     out = run(make_model(), "w4a8-lqq", tmp_path / "out")
     packed, plain = load(out)(IDS).logits, dequantized(load(out))(IDS).logits
     assert not torch.equal(packed, plain)

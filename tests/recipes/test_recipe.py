@@ -130,7 +130,7 @@ def test_a_file_with_variants_is_refused(mine: Path) -> None:
     ("rules", "message"),
     [
         ([{"roles": ["foo_proj"], "scheme": "w4a16"}], r"rule 1 .*foo_proj.* matches no linear"),
-        ([{"match": "lm_head", "scheme": "w8a8"}], r"lm_head.* matches no .*head stay in 16 bit"),
+        ([{"match": "lm_head", "scheme": "w8a8"}], r"lm_head.* matches no .*head stay in 16 bits"),
         ([*RULES, {"match": "lm_head", "scheme": None}], r"rule 4 .*lm_head.* matches no linear"),
         ([*RULES[1:], RULES[0], {"match": "q_proj", "scheme": "w8a8"}], r"rule 3 .*never holds"),
     ],

@@ -135,7 +135,7 @@ def test_stacked_experts(model_type: str, scheme: str, size: Any, tmp_path: Path
         [rule_of("w4a16", 32, "self_attn"), rule_of("w4a16", 128)],
         [rule_of("w4a16", 128, "self_attn"), rule_of(None)],
     ],
-    ids=["group sizes", "experts in 16 bit"],
+    ids=["group sizes", "experts in 16 bits"],
 )
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "llama4_text"])
 def test_experts_stored_otherwise(model_type: str, rules: list[Any], tmp_path: Path) -> None:

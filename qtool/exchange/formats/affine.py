@@ -6,10 +6,10 @@ that costs. A linear whose input is gathered has its columns put back in the mod
 (``params["permutation"]``): possible where a channel has one scale, since groups would be torn
 apart.
 
-    symmetric 4 bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 (codes + 8)
-    asymmetric 4 bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z);
+    symmetric 4-bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 (codes + 8)
+    asymmetric 4-bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z);
                                                  the symmetric ones
-    8 bit              codes s8, zero 0          w8a8; w4a8-lqq and w4a8-qoq-g128 (the level-1
+    8-bit              codes s8, zero 0          w8a8; w4a8-lqq and w4a8-qoq-g128 (the level-1
                                                  integers Q8', s1)
 
 Legend: N output channels, K input channels, G groups.
@@ -43,7 +43,7 @@ class Affine:
     """A weight in one of the forms.
 
     Attributes:
-        codes: ``[N, K]``, uint8 (4 bit) or int8 (8 bit).
+        codes: ``[N, K]``, uint8 (4-bit) or int8 (8-bit).
         scale: ``[N, G]``, as stored or float32.
         zero: uint8 ``[N, G]``; None: 8 for 4-bit codes, 0 for 8-bit ones.
     """

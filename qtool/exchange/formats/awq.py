@@ -2,7 +2,7 @@
 
 Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
 
-    qweight int32 [K, N / 8]   qzeros int32 [G, N / 8]   scales 16 bit [G, N]
+    qweight int32 [K, N / 8]   qzeros int32 [G, N / 8]   scales 16-bit [G, N]
 
 Output 8 w + i lies in word w, nibble 0, 4, 1, 5, 2, 6, 3, 7 for i = 0..7, in both. Zero points are
 stored as they are. w4a16 is exact (z = 8); so is w4a8-qoq per channel. w4a8-qoq-g128 keeps its

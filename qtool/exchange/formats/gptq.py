@@ -5,7 +5,7 @@ Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
     qweight int32 [K / 8, N]   nibble k % 8 of word k // 8 holds c
     qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq)
                                or z (gptq_v2)
-    scales  16 bit [G, N]      g_idx int32 [K], k // g
+    scales  16-bit [G, N]      g_idx int32 [K], k // g
 
 In an export z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and
 scales are ours: exact. Readers: vLLM, SGLang, GPTQModel, transformers (with gptqmodel). Files that
@@ -120,7 +120,7 @@ def import_format(config: Config) -> ImportFormat:
     require_setting(config, "bits", 4, "GPTQ", "w4a16 is the only weight-only scheme")
     if config.get("lm_head"):
         raise QtoolError(
-            "the lm_head is quantized; qtool keeps it in 16 bit: quantize the original model"
+            "the lm_head is quantized; qtool keeps it in 16 bits: quantize the original model"
         )
     rules = (config.get("dynamic") or {}).items()
     if any(rule.startswith("+:") or settings for rule, settings in rules):

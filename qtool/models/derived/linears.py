@@ -17,7 +17,7 @@ SMALL_SHARE = 16
 def groups_of(block: RecordedBlock, kept: dict[str, str]) -> list[tuple[tuple[str, ...], Read]]:
     """Names of linears that read one input, and one of their reads, in order.
 
-    Those that stay in 16 bit go into ``kept``, with the reason.
+    Those that stay in 16 bits go into ``kept``, with the reason.
     """
     found: dict[Any, list[Read]] = {}
     for read in [*block.reads, *block.experts.values()]:
@@ -47,7 +47,7 @@ def groups_of(block: RecordedBlock, kept: dict[str, str]) -> list[tuple[tuple[st
 
 
 def why_kept(block: RecordedBlock, read: Read) -> str:
-    """Why the linear of ``read`` stays in 16 bit; empty where it need not."""
+    """Why the linear of ``read`` stays in 16 bits; empty where it need not."""
     linear = block.linear(read.weight)
     routed = {r.root for r in block.experts.values()}
     rows = block.model.state[read.weight][0]

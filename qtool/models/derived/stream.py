@@ -45,7 +45,7 @@ def post_norms(block: RecordedBlock) -> tuple[str, ...]:
 
 
 def readers(block: RecordedBlock, groups: Sequence[LinearGroup]) -> dict[str, tuple[str, ...]]:
-    """Modules in 16 bit that read a norm which a factor may be folded into."""
+    """Modules in 16 bits that read a norm which a factor may be folded into."""
     quantized = {name for group in groups for name in group.linears}
     found: dict[str, tuple[str, ...]] = {}
     for group in groups:

@@ -1,6 +1,6 @@
 """Mixtral: Llama's attention, a router and a gated MLP for each expert.
 
-The router reads the same norm as the experts and stays in 16 bit.
+The router reads the same norm as the experts and stays in 16 bits.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Qwen2-MoE and Qwen3-MoE: Qwen's attention, a router and a gated MLP for each expert.
 
-Router and shared-expert gate read the same norm as the experts and stay in 16 bit. Qwen2-MoE has
+Router and shared-expert gate read the same norm as the experts and stay in 16 bits. Qwen2-MoE has
 one more expert that sees every token. Some blocks may be dense: config.json names them.
 """
 

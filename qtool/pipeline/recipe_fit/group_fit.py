@@ -1,4 +1,4 @@
-"""Leaves a few linears in 16 bit where a built-in recipe's groups do not divide their inputs.
+"""Leaves a few linears in 16 bits where a built-in recipe's groups do not divide their inputs.
 
 A model has some narrow ones beside its attention and MLP (low-rank branches, per-layer embeddings).
 Where they are more than a few, a misfit is an error: another group size is another quantization,
@@ -38,7 +38,7 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     roles = {role_pattern(name): found for name, found in misfits.items()}
     kept = LayerRule(f"({'|'.join(roles)})$", None)
     sentences = (
-        f"in 16 bit: {role.replace(chr(92), '').replace('d+', '*')}, "
+        f"in 16 bits: {role.replace(chr(92), '').replace('d+', '*')}, "
         f"{k} inputs, which groups of {size} do not divide"
         for role, (size, k) in roles.items()
     )

@@ -1,6 +1,6 @@
 """Checks that each layer rule of a recipe quantizes something.
 
-A misspelt role would leave its layers in 16 bit without a word.
+A misspelt role would leave its layers in 16 bits without a word.
 """
 
 import re
@@ -39,7 +39,7 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
             raise QtoolError(
                 f"{recipe.scheme}: {rule} matches no linear of the model; what may be quantized is "
                 f"called like {example}, with the roles {', '.join(roles)}; "
-                "embedding and head stay in 16 bit"
+                "embedding and head stay in 16 bits"
             )
         raise QtoolError(
             f"{recipe.scheme}: {rule} never holds: earlier rules match every linear that it does; "
