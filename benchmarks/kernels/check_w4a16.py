@@ -19,12 +19,13 @@ from alone import main
 from torch import Tensor
 
 from qtool.kernels.build import ARCHITECTURES, Source, compile_all
+from qtool.kernels.dtypes import HALF
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.hopper.w4a16 import operand, packed_weight, rounds
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import HalfTile
-from qtool.kernels.mma.w4a16 import HALF, w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 

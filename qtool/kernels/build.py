@@ -81,7 +81,7 @@ class Build:
 
     name: str
     arch: str
-    definition: tuple[str, str, dict[str, int]]
+    definition: Source
     threads: int
     instructions: tuple[str, ...] = ()
     calls: bool = False

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-
-#: dtypes of a scale or bias
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
+from qtool.kernels.dtypes import NUMBERS
 
 #: the tensor, its shape (``None``: it must be absent), the dtypes it may have
 Expected = tuple[Tensor | None, tuple[int, ...] | None, tuple[torch.dtype, ...]]
@@ -44,3 +42,9 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
                 f"{op}: {name} starts at storage offset {tensor.storage_offset()}; "
                 "it must be 16-byte aligned"
             )
+
+
+def require_out_dtype(op: str, dtype: torch.dtype) -> None:
+    """Refuse an output dtype that no GEMM of integers gives."""
+    if dtype not in NUMBERS:
+        raise QtoolError(f"{op}: out_dtype is {dtype}; accepted: {', '.join(map(str, NUMBERS))}")

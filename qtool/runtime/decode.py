@@ -27,6 +27,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 from transformers.masking_utils import create_masks_for_generate
 
 from qtool.errors import in_one_line
+from qtool.kernels.dtypes import HALF
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
@@ -39,7 +40,6 @@ from qtool.runtime.range_attention import (
     ranges_of,
 )
 
-HALF = (torch.float16, torch.bfloat16)
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
 #: what makes ``generate`` need another cache, or bring one

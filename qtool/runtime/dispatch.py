@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from qtool.format import LinearFormat
+from qtool.kernels.dtypes import FLOATS, HALF
 
 if TYPE_CHECKING:
     from qtool.kernels.hopper.gemm import Operand, Weight
     from qtool.kernels.hopper.prepared import PreparedLinear
-
-HALF = (torch.float16, torch.bfloat16)
-ANY = (*HALF, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Kernel:
             multiplies one expert at a time.
         n: what N must be a multiple of.
         k: likewise K.
-        dtypes: of x that it takes; all of :data:`ANY` are possible as ``out_dtype``.
+        dtypes: of x that it takes; all of :data:`FLOATS` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
         tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64
             arithmetic.
@@ -86,7 +84,7 @@ class Kernel:
     multiply: Callable[[Call], Tensor]
     n: int = 64
     k: int = 64
-    dtypes: tuple[torch.dtype, ...] = ANY
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     exact: bool = True
     tolerance: float = 1e-5
     prepare: "Callable[[Call], PreparedLinear] | None" = None

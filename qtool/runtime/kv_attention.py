@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qtool.kernels.dtypes import HALF
 from qtool.runtime.packed_kv import PackedTokens, kernel_packs
 from qtool.schemes.kv import KV4
 
@@ -25,7 +26,7 @@ def kernel_reads(stored: PackedTokens, new: Tensor) -> bool:
     """Whether the kernel can attend to ``stored`` for queries like ``new [B, H, T, D]``."""
     return (
         new.device.type == "cuda"
-        and new.dtype in (torch.float16, torch.bfloat16)
+        and new.dtype in HALF
         and new.shape[2] <= MOST_QUERIES
         and kernel_packs(stored.quantizer, new)
     )

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import quantize_activation
-from qtool.kernels.checks import SCALES
+from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.experts import w4a16
 from qtool.kernels.experts.combine import combine_experts
 from qtool.kernels.experts.gather import gather_expert_rows
@@ -177,7 +177,7 @@ def require_tile(tile: Tile, rows: int, experts: int, n: int, k: int) -> None:
     n=st.integers(1, 500),
     k=st.integers(1, 150),
     group=st.sampled_from((0, 32, 64, 128)),
-    dtypes=st.sampled_from(tuple(product((torch.float16, torch.bfloat16), SCALES))),
+    dtypes=st.sampled_from(tuple(product((torch.float16, torch.bfloat16), FLOATS))),
 )
 def test_the_choice_for_16_bit_tokens_is_in_its_table_and_fits(
     rows: int, experts: int, n: int, k: int, group: int, dtypes: tuple[torch.dtype, torch.dtype]

@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
@@ -30,7 +31,6 @@ from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 FUSIONS = ("none", "rms-norm", "silu-up")
 #: number in csrc/activation/activation_row.cuh; the last is :mod:`~.quantize_residual_norm`'s
 ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: as many as the GEMMs behind it take; and as many as a block holds in registers: of longer rows
 #: some values lie in local memory
 MOST_CHANNELS, IN_REGISTERS = 65536, 32768
@@ -78,7 +78,7 @@ class QuantizeActivation(NamedTuple):
         if k % 8 or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
             raise QtoolError(f"{op}: K = {k}; expected a multiple of 8 up to {MOST_CHANNELS}")
         expected: dict[str, Expected] = {
-            "x": (x, (m, width), tuple(DTYPES)),
+            "x": (x, (m, width), FLOATS),
             "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
             "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
         }
@@ -207,7 +207,7 @@ def row_definition(
     part = -(-k // cluster)
     threads = next((t for t in (128, 256, 512) if part <= 8 * t), 512 if part <= 32 * 512 else 1024)
     pieces = -(-part // (8 * threads))
-    defines = {"DTYPE": DTYPES[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": int(gather)}
+    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": int(gather)}
     return defines | {"THREADS": threads, "PIECES": pieces, "CLUSTER": cluster}
 
 

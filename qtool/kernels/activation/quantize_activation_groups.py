@@ -19,7 +19,6 @@ from torch import Tensor
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.arrangement import ARRANGEMENTS, SPAN, arrange
 from qtool.kernels.activation.quantize_activation import (
-    DTYPES,
     FUSIONS,
     IN_REGISTERS,
     MOST_CHANNELS,
@@ -29,6 +28,7 @@ from qtool.kernels.activation.quantize_activation import (
 )
 from qtool.kernels.build import Build, Source
 from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
@@ -86,7 +86,7 @@ class QuantizeActivationGroups(NamedTuple):
             raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
         groups = None if self.eight_bit is None else (k // (group_size or k),)
         expected: dict[str, Expected] = {
-            "x": (x, (m, width), tuple(DTYPES)),
+            "x": (x, (m, width), FLOATS),
             "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
             "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
             "eight_bit": (self.eight_bit, groups, (torch.uint8,)),

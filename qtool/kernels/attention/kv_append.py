@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.packed_cache import DTYPES, PackedCache, require_lengths
-from qtool.kernels.build import ARCHS, Build, cubin
+from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
+from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import require_tensors
+from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
 from qtool.schemes.kv import KV4
@@ -64,7 +65,7 @@ class KvAppend(NamedTuple):
 
     def require(self) -> None:
         x, codes, cached = self.x, self.codes, self.cached
-        if x.dim() != 4 or x.dtype not in DTYPES or x.stride(-1) != 1:
+        if x.dim() != 4 or x.dtype not in FLOATS or x.stride(-1) != 1:
             raise QtoolError(
                 f"{OP}: x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; expected "
                 "float32, float16 or bfloat16 [B, H, t, D] whose channels are adjacent"
@@ -140,17 +141,15 @@ def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> 
     return load(cubin(*definition(bits, dim, dtype), arch), "kv_append", 0, device)
 
 
-def definition(
-    bits: int, dim: int, dtype: torch.dtype, paged: bool = False
-) -> tuple[str, str, dict[str, int]]:
+def definition(bits: int, dim: int, dtype: torch.dtype, paged: bool = False) -> Source:
     """Source name, prologue and macros of one kernel."""
-    defines = {"BITS": bits, "DIM": dim, "DTYPE": DTYPES[dtype], "PAGED": int(paged)}
+    defines = {"BITS": bits, "DIM": dim, "DTYPE": NUMBERS[dtype], "PAGED": int(paged)}
     return "attention/kv_append", "", defines
 
 
 def builds() -> Iterator[Build]:
     """Both caches and every dtype, dense and paged, on each architecture."""
-    variants = product(ARCHS, (4, 8), DTYPES, (False, True))
+    variants = product(ARCHS, (4, 8), FLOATS, (False, True))
     for arch, bits, dtype, paged in variants:
         name = f"kv_append kv{bits} {str(dtype).removeprefix('torch.')}{' paged' * paged}"
         yield Build(name, arch, definition(bits, 128, dtype, paged), 4 * THREADS, calls=True)

@@ -24,6 +24,7 @@ from qtool.kernels.attention.kv_plan import WARPS, Plan, definition
 from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
 from qtool.kernels.build import cubin
 from qtool.kernels.checks import require_tensors
+from qtool.kernels.dtypes import HALF
 from qtool.kernels.launch import compute_capability, launch, load, multiprocessors, pointers
 from qtool.kernels.op import operator
 
@@ -79,8 +80,7 @@ class KvAttention(NamedTuple):
         if query.dim() != 4:
             raise QtoolError(f"{OP}: query is {query.dim()}-D; expected [B, Hq, Tq, D]")
         (batch, heads, queries, dim), device = query.shape, query.device
-        half = (torch.float16, torch.bfloat16)
-        require_tensors(OP, device, {"query": (query, tuple(query.shape), half)})
+        require_tensors(OP, device, {"query": (query, tuple(query.shape), HALF)})
         kv_heads = self.k_codes.shape[1] if self.k_codes.dim() == 4 else 0
         if kv_heads == 0 or heads % kv_heads:
             raise QtoolError(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.packed_cache import DTYPES
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
-from qtool.kernels.build import ARCHS, Build, cubin
+from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import require_tensors
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers
 from qtool.kernels.op import operator
 
@@ -147,9 +147,9 @@ def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> 
     return load(cubin(*definition(bits, dim, dtype), arch), "kv_gather", 0, device)
 
 
-def definition(bits: int, dim: int, dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+def definition(bits: int, dim: int, dtype: torch.dtype) -> Source:
     """Source name, prologue and macros of one kernel."""
-    return "attention/kv_gather", "", {"BITS": bits, "DIM": dim, "DTYPE": DTYPES[dtype]}
+    return "attention/kv_gather", "", {"BITS": bits, "DIM": dim, "DTYPE": NUMBERS[dtype]}
 
 
 def builds() -> Iterator[Build]:

@@ -6,8 +6,8 @@ from itertools import product
 
 import torch
 
-from qtool.kernels.attention.packed_cache import DTYPES
-from qtool.kernels.build import ARCHS, Build
+from qtool.kernels.build import ARCHS, Build, Source
+from qtool.kernels.dtypes import NUMBERS
 
 WARPS = 4
 MOST_SPLITS = 64
@@ -74,7 +74,7 @@ class Plan:
 
 def definition(
     plan: Plan, dtype: torch.dtype, masked: bool, capped: bool, paged: bool = False
-) -> tuple[str, str, dict[str, int]]:
+) -> Source:
     """Source name, prologue and macros of one kernel."""
     defines = {"BITS": plan.bits, "DIM": plan.dim, "ROW_TILES": plan.row_tiles, "TILE": plan.tile}
     defines |= {
@@ -83,7 +83,7 @@ def definition(
         "MOST_SPLITS": MOST_SPLITS,
         "LONGEST": LONGEST,
         "MIN_BLOCKS": plan.blocks_per_sm,
-        "DTYPE": DTYPES[dtype],
+        "DTYPE": NUMBERS[dtype],
     }
     variant = {"MASKED": int(masked), "CAPPED": int(capped), "PAGED": int(paged)}
     return "attention/kv_attention", "", defines | variant

@@ -12,8 +12,6 @@ from qtool.errors import QtoolError
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
 
-#: numbers of the dtypes in csrc
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: what a capacity is a multiple of: the kernels read whole tiles of tokens
 TOKENS = 64
 #: largest head dimension

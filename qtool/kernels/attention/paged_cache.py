@@ -20,6 +20,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS, PackedCache
 from qtool.kernels.checks import require_tensors
+from qtool.kernels.dtypes import HALF
 
 #: bytes of two scales and two zero points
 PARAMETERS = 8
@@ -121,10 +122,9 @@ def require_table(op: str, table: Tensor, batch: int, device: torch.device) -> N
 
 def require_tokens(op: str, name: str, x: Tensor) -> None:
     """Refuse what is not 16-bit ``[T, H, D]`` with adjacent channels and aligned heads."""
-    half = (torch.float16, torch.bfloat16)
     if (
         x.dim() != 3
-        or x.dtype not in half
+        or x.dtype not in HALF
         or x.stride(2) != 1
         or x.stride(0) % 8
         or x.stride(1) % 8

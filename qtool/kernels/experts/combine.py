@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.activation.quantize_activation import DTYPES
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import launch, load, pointers
 from qtool.kernels.op import operator
@@ -52,7 +52,7 @@ class CombineExperts(NamedTuple):
         if z.shape[1] % 8:
             raise QtoolError(f"{op}: N = {z.shape[1]}; expected a multiple of 8")
         expected: dict[str, Expected] = {
-            "z": (z, tuple(z.shape), tuple(DTYPES)),
+            "z": (z, tuple(z.shape), FLOATS),
             "place": (place, tuple(place.shape), (torch.int32,)),
             "weights": (self.weights, tuple(place.shape), (torch.float32,)),
         }
@@ -82,9 +82,9 @@ class CombineExperts(NamedTuple):
 combine_experts = operator("combine_experts", CombineExperts)
 
 
-def definition(dtype: torch.dtype) -> tuple[str, str, dict[str, int]]:
+def definition(dtype: torch.dtype) -> Source:
     """Source name, prologue and macros of one kernel."""
-    return SOURCE, "", {"DTYPE": DTYPES[dtype]}
+    return SOURCE, "", {"DTYPE": NUMBERS[dtype]}
 
 
 @cache
@@ -94,5 +94,5 @@ def _kernel(dtype: torch.dtype, device: int) -> int:
 
 def builds() -> Iterator[Build]:
     """Each dtype."""
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         yield Build(f"combine_experts {dtype}", "sm_90a", definition(dtype), 4 * THREADS)

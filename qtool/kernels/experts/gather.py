@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qtool.kernels.activation.quantize_activation import DTYPES, ROW_SOURCES, fused
+from qtool.kernels.activation.quantize_activation import ROW_SOURCES, fused
 from qtool.kernels.build import Build, Source, cubin
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.experts.rows import FUSIONS, ExpertRows
 from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import launch, load, pointers
@@ -57,7 +58,7 @@ gather_expert_rows = operator("gather_expert_rows", GatherExpertRows)
 
 def definition(k: int, dtype: torch.dtype, fusion: str) -> Source:
     """Source name, prologue and macros of one kernel: eight values a thread."""
-    defines = {"DTYPE": DTYPES[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": 0}
+    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": 0}
     return SOURCE, "", defines | {"THREADS": THREADS, "PIECES": 1, "CLUSTER": -(-k // 8 // THREADS)}
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import Build, cubin
+from qtool.kernels.build import Build, Source, cubin
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.hopper.tiles import SHARED_PER_BLOCK, Tile
 from qtool.kernels.hopper.wgmma import wgmma_source
 from qtool.kernels.launch import (
@@ -27,7 +28,6 @@ from qtool.kernels.launch import (
 )
 
 THREADS = 384  # two consumer warpgroups and the producer's
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
 #: csrc/hopper/params.cuh
 PARAMETERS = struct.Struct("<128s128s9Q7i4xQ3i4x128s")
 
@@ -69,9 +69,7 @@ class Weight:
     part: int | None = None  # output channels of a matrix of marlin tiles, where there are several
 
 
-def definition(
-    operand: Operand, tile: Tile, out_dtype: torch.dtype
-) -> tuple[str, str, dict[str, int]]:
+def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> Source:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
     beside = staging_bytes(tile, out_dtype) + operand.table_bytes
     defines = dict(operand.defines) | {
@@ -80,7 +78,7 @@ def definition(
         "SPLIT": tile.split,
         "STAGES": tile.stages(operand.stage(tile), beside),
         "BLOCKS_PER_SM": tile.blocks_per_sm,
-        "OUT": KINDS[out_dtype],
+        "OUT": NUMBERS[out_dtype],
         "SHARED_BYTES": SHARED_PER_BLOCK[tile.blocks_per_sm],
     }
     types = "typedef unsigned int u32;\ntypedef unsigned long long u64;\n"
@@ -159,7 +157,7 @@ class Plan:
         self.positions = b"" if positions is None else tensor_map(positions, rows, box_bytes // 2)
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
-        kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
+        kinds = NUMBERS[weight.scale1.dtype], 0 if bias is None else NUMBERS[bias.dtype]
         self.numbers = (m, n * (experts or 1), self.k, *kinds, token_tiles, tiles)
         self.experts = (experts or 0, n, weight.part or n)
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qtool.kernels.build import Build
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import KINDS, Operand, Weight
+from qtool.kernels.hopper.gemm import Operand, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 
 EXACT_TOKENS = 32
@@ -36,8 +37,8 @@ def operand(
     step = 64 if tokens > 128 else 128  # input channels of a stage: else two of them fill the ring
     defines = (
         ("GROUP", group),
-        ("KIND", KINDS[x]),
-        ("SCALE", KINDS[scale]),
+        ("KIND", NUMBERS[x]),
+        ("SCALE", NUMBERS[scale]),
         ("EXACT_TOKENS", EXACT_TOKENS),
         ("STEP", step),
     )

@@ -21,9 +21,10 @@ from torch import Tensor
 from qtool import schemes
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.build import Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE, Tile, choose
 from qtool.kernels.op import operator
 from qtool.layouts.dual_mma import DUAL_MMA
@@ -115,12 +116,12 @@ class W4A8Gemm(NamedTuple):
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, (m,), (torch.float32,)),
             "qweight": (self.qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
-            "s1": (self.s1, (n,), SCALES),
+            "s1": (self.s1, (n,), FLOATS),
             "s2": (self.s2, level2, (torch.uint8,)),
             "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
             "zero": (self.zero, zero, (torch.uint8,)),
             "token_sum": (self.token_sum, (m,), (torch.int32,)),
-            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 
@@ -185,5 +186,4 @@ def require_scheme(op: str, scheme: str, group_size: int | None, out_dtype: torc
     sizes: tuple[int | None, ...] = (None,) if scheme == "w4a8-qoq" else (32, 64, 128)
     if group_size not in sizes:
         raise QtoolError(f"{op}: {scheme} has no group size {group_size}; accepted: {sizes}")
-    if out_dtype not in KINDS:
-        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
+    require_out_dtype(op, out_dtype)

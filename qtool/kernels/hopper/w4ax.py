@@ -25,9 +25,10 @@ from qtool import layouts
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.arrangement import disarrange
 from qtool.kernels.build import Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE_S4, Tile, choose_s4
 from qtool.kernels.op import operator
 from qtool.kernels.order import adds_in_order
@@ -47,7 +48,7 @@ def operand(layout: str, group_size: int | None, scale_dtype: torch.dtype) -> Op
     defines = (
         ("LAYOUT", LAYOUTS[layout]),
         ("GROUP", group_size or 0),
-        ("SCALE", KINDS[scale_dtype] if group_size else 0),
+        ("SCALE", NUMBERS[scale_dtype] if group_size else 0),
     )
     box = (4, 64 * 16) if layout == "apex4" else (64, 64)  # of 64 rows x 128 columns
     return Operand("hopper/w4ax_gemm", defines, 2 * HALF_STAGE + groups * 512, 4 * groups, box=box)
@@ -111,8 +112,8 @@ class W4AxGemm(NamedTuple):
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
-            "scale": (self.scale, (groups, n), SCALES),
-            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+            "scale": (self.scale, (groups, n), FLOATS),
+            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 
@@ -162,5 +163,4 @@ def require_layout(
         raise QtoolError(f"{op}: unknown layout {layout!r}: {suggest(layout, LAYOUTS)}")
     if group_size not in group_sizes:
         raise QtoolError(f"{op}: no group size {group_size}; accepted: {group_sizes}")
-    if out_dtype not in KINDS:
-        raise QtoolError(f"{op}: out_dtype is {out_dtype}; accepted: {', '.join(map(str, KINDS))}")
+    require_out_dtype(op, out_dtype)

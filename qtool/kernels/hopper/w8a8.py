@@ -11,9 +11,10 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import KINDS, Operand, Weight, run
+from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import Tile, choose
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.products import int_matmul, scaled
@@ -48,10 +49,7 @@ class W8A8Gemm(NamedTuple):
     out_dtype: torch.dtype
 
     def require(self, op: str = "w8a8_gemm") -> None:
-        if self.out_dtype not in KINDS:
-            raise QtoolError(
-                f"{op}: out_dtype is {self.out_dtype}; accepted: {', '.join(map(str, KINDS))}"
-            )
+        require_out_dtype(op, self.out_dtype)
         if self.x.dim() != 2 or self.weight.dim() != 2:
             raise QtoolError(
                 f"{op}: x is {self.x.dim()}-D and weight {self.weight.dim()}-D; "
@@ -66,8 +64,8 @@ class W8A8Gemm(NamedTuple):
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, (m,), (torch.float32,)),
             "weight": (self.weight, (n, k), (torch.int8,)),
-            "scale": (self.scale, (n,), SCALES),
-            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+            "scale": (self.scale, (n,), FLOATS),
+            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import ARCHITECTURES, Build, cubin
-from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.build import ARCHITECTURES, Build, Source, cubin
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.launch import (
     compute_capability,
     launch,
@@ -109,7 +109,7 @@ def choose(tiles: tuple[MmaTile, ...], m: int, n: int, multiprocessors: int) -> 
 
 def definition(
     operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, capability: tuple[int, int]
-) -> tuple[str, str, dict[str, int]]:
+) -> Source:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`."""
     shared = NARROW if tile.tokens <= 32 else 1024 * ARCHITECTURES[capability][1]
     stages = min(MOST_STAGES, (shared - 64) // operand.stage_bytes(tile))
@@ -118,7 +118,7 @@ def definition(
         "TOKEN_WARPS": tile.token_warps,
         "WARP_TOKENS": tile.warp_tokens,
         "STAGES": stages,
-        "OUT": KINDS[out_dtype],
+        "OUT": NUMBERS[out_dtype],
         "SHARED_BYTES": shared,
     }
     return operand.source, "", defines
@@ -195,7 +195,7 @@ def run(
     ready = torch.zeros(grid, dtype=torch.int32, device=device)
     level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)
     tokens = (bias, sx, token_sum, weight.eight_bit, out)
-    kinds = KINDS[weight.scale1.dtype], 0 if bias is None else KINDS[bias.dtype]
+    kinds = NUMBERS[weight.scale1.dtype], 0 if bias is None else NUMBERS[bias.dtype]
     parameters = PARAMETERS.pack(
         *pointers(x, weight.qweight, *level2, *tokens, partial, ready),
         *(m, n, k, *kinds, token_tiles, tiles),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.build import ARCHITECTURES, cubin
-from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.build import ARCHITECTURES, Source, cubin
+from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.launch import compute_capability, item_map, launch, load, pointers
 from qtool.kernels.mma.half_tiles import HalfTile
 
@@ -67,7 +67,7 @@ class Variant:
 
 def definition(
     variant: Variant, tile: HalfTile, capability: tuple[int, int], *, hopper: bool
-) -> tuple[str, str, dict[str, int]]:
+) -> Source:
     """Source name, prologue and macros of one kernel, for :func:`qtool.kernels.build.cubin`.
 
     Args:
@@ -79,9 +79,9 @@ def definition(
         "",
         {
             "GROUP": variant.group,
-            "KIND": KINDS[variant.x],
-            "SCALE": KINDS[variant.scale],
-            "OUT": KINDS[variant.out],
+            "KIND": NUMBERS[variant.x],
+            "SCALE": NUMBERS[variant.scale],
+            "OUT": NUMBERS[variant.out],
             "TOKENS": tile.tokens,
             "TOKEN_WARPS": tile.token_warps,
             "COLUMN_WARPS": tile.column_warps,
@@ -155,7 +155,7 @@ def run(
     grid = tile.split * token_tiles * -(-n // tile.columns)
     workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
     tensors = (x, weight.qweight, weight.metadata, weight.scale, bias, out, workspace)
-    kind = 0 if bias is None else KINDS[bias.dtype]
+    kind = 0 if bias is None else NUMBERS[bias.dtype]
     parameters = maps(tile, x, weight) if hopper else bytes(4 * 128)
     parameters += PARAMETERS.pack(*pointers(*tensors), m, n, k, kind, token_tiles)
     shared = shared_bytes(tile, capability)

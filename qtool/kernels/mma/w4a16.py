@@ -25,7 +25,8 @@ from torch import Tensor
 from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS, HALF
 from qtool.kernels.hopper import w4a16 as wgmma
 from qtool.kernels.launch import compute_capability
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
@@ -34,7 +35,6 @@ from qtool.kernels.op import operator
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
-HALF = (torch.float16, torch.bfloat16)
 HOPPER = (9, 0)
 #: tokens that mma.sync multiplies faster than wgmma there
 MOST_BY_MMA = 16
@@ -142,7 +142,7 @@ def _require(
     op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
     """Refuse what the kernel cannot do."""
-    if out_dtype not in (*HALF, torch.float32):
+    if out_dtype not in FLOATS:
         raise QtoolError(
             f"{op}: out_dtype is {out_dtype}; "
             "accepted: torch.float16, torch.bfloat16, torch.float32"
@@ -167,8 +167,8 @@ def _require(
         "x": (x, (x.shape[0], k), HALF),
         "qweight": (weight.qweight, stored, (torch.int32,)),
         "metadata": (weight.metadata, stored if sparse else None, (torch.int16,)),
-        "scale": (weight.scale, (groups, n), SCALES),
-        "bias": (bias, None if bias is None else (n,), SCALES),
+        "scale": (weight.scale, (groups, n), FLOATS),
+        "bias": (bias, None if bias is None else (n,), FLOATS),
     }
     require_tensors(op, x.device, expected)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
+from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper.w4a8 import MOST_CHANNELS, SCHEMES, channel_sums, require_scheme
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
@@ -106,12 +107,12 @@ class W4A8MmaGemm(NamedTuple):
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, (m,), (torch.float32,)),
             "qweight": (self.qweight, (n, k // 2), (torch.int8,)),
-            "s1": (self.s1, (n,), SCALES),
+            "s1": (self.s1, (n,), FLOATS),
             "s2": (self.s2, level2, (torch.uint8,)),
             "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
             "zero": (self.zero, zero, (torch.uint8,)),
             "token_sum": (self.token_sum, (m,), (torch.int32,)),
-            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

@@ -26,8 +26,8 @@ from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import disarrange
 from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
-from qtool.kernels.checks import SCALES, Expected, require_tensors
-from qtool.kernels.hopper.gemm import KINDS
+from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS, require_layout
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
@@ -48,7 +48,7 @@ def operand(
     defines = (
         ("LAYOUT", LAYOUTS[layout]),
         ("GROUP", group_size or 0),
-        ("SCALE", KINDS[scale_dtype] if group_size else 0),
+        ("SCALE", NUMBERS[scale_dtype] if group_size else 0),
         ("MIXED", int(mixed)),
     )
     row = 64 + groups * (4 if scale_dtype == torch.float32 else 2)
@@ -123,9 +123,9 @@ class W4AxMmaGemm(NamedTuple):
             "x": (self.x, tuple(self.x.shape), (torch.uint8,)),
             "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
-            "scale": (self.scale, (groups, n), SCALES),
+            "scale": (self.scale, (groups, n), FLOATS),
             "eight_bit": (self.eight_bit, blocks, (torch.uint8,)),
-            "bias": (self.bias, None if self.bias is None else (n,), SCALES),
+            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

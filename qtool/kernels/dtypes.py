@@ -1,0 +1,8 @@
+"""The dtypes that kernels take, and their numbers in the CUDA sources."""
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALF)
+#: by which csrc/common/element.cuh and the GEMMs tell them apart; int32 are bare sums
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
