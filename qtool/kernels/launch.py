@@ -86,6 +86,18 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def require_ampere(op: str, device: torch.device) -> tuple[str, bool]:
+    """NVRTC's name of a GPU's architecture, and whether its launches may overlap: from Hopper on.
+
+    Raises:
+        QtoolError: naming ``op``, for a GPU before Ampere.
+    """
+    major, minor = compute_capability(device)
+    if major < 8:
+        raise QtoolError(f"{op}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+    return f"sm_{major}{minor}", major >= 9
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a CUDA device has."""

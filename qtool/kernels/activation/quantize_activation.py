@@ -23,7 +23,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
-from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.launch import compute_capability, launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 
@@ -146,16 +146,12 @@ class RowPlan:
         epsilon: float,
         device: torch.device,
     ) -> None:
-        major, minor = compute_capability(device)
-        self.device, self.overlap = device, major >= 9
+        self.device = device
+        arch, self.overlap = require_ampere(_entry(sources[0][1][0]), device)
         #: most tokens, handle, blocks of a row, threads of a block
         self.kernels: list[tuple[float, int, int, int]] = []
         for most, (name, _, defines) in sources:
-            if major < 8:
-                raise QtoolError(
-                    f"{_entry(name)}: needs sm_80 or newer, {device} is sm_{major}{minor}"
-                )
-            kernel = _kernel(name, tuple(defines.items()), f"sm_{major}{minor}", device.index)
+            kernel = _kernel(name, tuple(defines.items()), arch, device.index)
             self.kernels.append((most, kernel, defines["CLUSTER"], defines["THREADS"]))
         self.tensors = tensors  # whose addresses are in the parameters
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon

@@ -20,7 +20,7 @@ from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
-from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
 from qtool.schemes.kv import KV4
 
@@ -110,16 +110,14 @@ class KvAppend(NamedTuple):
             return
         if any(stride % 8 for stride in x.stride()[:3]):
             x = x.contiguous()
-        major, minor = compute_capability(device)
-        if major < 8:
-            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        arch, overlap = require_ampere(OP, device)
         x, channel = aligned(x), self.channel if self.channel is None else aligned(self.channel)
         tensors = (x, self.codes, channel, self.scale, self.zero, self.lengths)
         numbers = (*x.stride()[:3], items, heads, added, self.tokens, cached.capacity)
         parameters = PARAMETERS.pack(*pointers(*tensors), *numbers)
-        kernel = _kernel(cached.bits, dim, x.dtype, f"sm_{major}{minor}", device.index)
+        kernel = _kernel(cached.bits, dim, x.dtype, arch, device.index)
         blocks = blocks_of(items, dim)
-        launch(kernel, blocks, THREADS, 0, parameters, device, overlap=major >= 9)
+        launch(kernel, blocks, THREADS, 0, parameters, device, overlap=overlap)
 
 
 kv_append = operator(OP, KvAppend, mutates=("codes", "scale", "zero"))

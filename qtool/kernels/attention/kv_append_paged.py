@@ -19,7 +19,7 @@ from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, require_tokens
 from qtool.kernels.build import cubin
 from qtool.kernels.checks import require_tensors
-from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
 
@@ -97,9 +97,7 @@ class KvAppendPaged(NamedTuple):
         items = 2 * tokens * heads
         if items == 0:
             return
-        major, minor = compute_capability(device)
-        if major < 8:
-            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        arch, overlap = require_ampere(OP, device)
         channel = (
             (self.k_importance, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
         )
@@ -110,8 +108,8 @@ class KvAppendPaged(NamedTuple):
             *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
             *(items, heads, tokens, pages.shape[0]),
         )
-        kernel = _kernel(self.cache.bits, dim, key.dtype, f"sm_{major}{minor}", device.index)
-        launch(kernel, blocks_of(items, dim), THREADS, 0, parameters, device, overlap=major >= 9)
+        kernel = _kernel(self.cache.bits, dim, key.dtype, arch, device.index)
+        launch(kernel, blocks_of(items, dim), THREADS, 0, parameters, device, overlap=overlap)
 
 
 kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",))

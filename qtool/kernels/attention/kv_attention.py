@@ -25,7 +25,7 @@ from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
 from qtool.kernels.build import cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.dtypes import HALF
-from qtool.kernels.launch import compute_capability, launch, load, multiprocessors, pointers
+from qtool.kernels.launch import launch, load, multiprocessors, pointers, require_ampere
 from qtool.kernels.op import operator
 
 OP = "kv_attention"
@@ -186,9 +186,7 @@ class Launch(NamedTuple):
     def run(self) -> None:
         query, plan, splits, mask, table = self.query, self.plan, self.splits, self.mask, self.table
         (batch, heads, queries, dim), device = query.shape, query.device
-        major, minor = compute_capability(device)
-        if major < 8:
-            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        arch, overlap = require_ampere(OP, device)
         group, all_rows = heads // self.kv_heads, batch * heads * queries
         row_blocks = plan.row_blocks(group * queries)
         sums = all_rows * splits * (dim + 2) if splits > 1 else 0
@@ -201,8 +199,8 @@ class Launch(NamedTuple):
             *(0 if table is None else table.stride(0), self.fewest),
         )
         variant = (plan, query.dtype, mask is not None, self.softcap > 0, table is not None)
-        attend, combine = _kernels(*variant, f"sm_{major}{minor}", device.index)
-        start = partial_of(launch, device=device, overlap=major >= 9)
+        attend, combine = _kernels(*variant, arch, device.index)
+        start = partial_of(launch, device=device, overlap=overlap)
         blocks = batch * self.kv_heads * row_blocks
         start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
         if splits > 1:

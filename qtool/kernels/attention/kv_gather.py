@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.attention.kv_append import aligned
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.dtypes import NUMBERS
-from qtool.kernels.launch import compute_capability, launch, load, pointers
+from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
 
 OP = "kv_gather"
@@ -122,10 +123,8 @@ class KvGather(NamedTuple):
         heads, dim = key.shape[1:]
         if self.threads == 0:
             return
-        key, value = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (key, value))
-        major, minor = compute_capability(device)
-        if major < 8:
-            raise QtoolError(f"{OP}: needs sm_80 or newer, {device} is sm_{major}{minor}")
+        key, value = aligned(key), aligned(value)
+        arch, overlap = require_ampere(OP, device)
         channel = (self.k_offset, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
         indices = (self.table, self.starts, self.fresh, self.cached)
         parameters = PARAMETERS.pack(
@@ -133,10 +132,8 @@ class KvGather(NamedTuple):
             *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
             *(self.cached.shape[0], heads, self.total, self.table.stride(0), self.window, 0),
         )
-        kernel = _kernel(self.cache.bits, dim, key.dtype, f"sm_{major}{minor}", device.index)
-        launch(
-            kernel, -(-self.threads // THREADS), THREADS, 0, parameters, device, overlap=major >= 9
-        )
+        kernel = _kernel(self.cache.bits, dim, key.dtype, arch, device.index)
+        launch(kernel, -(-self.threads // THREADS), THREADS, 0, parameters, device, overlap=overlap)
 
 
 kv_gather = operator(OP, KvGather, mutates=("keys", "values"))
