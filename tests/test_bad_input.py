@@ -19,7 +19,7 @@ import qtool.cli
 from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError, in_one_line
-from qtool.io.finite import all_finite
+from qtool.io.finite import require_all_finite
 from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
@@ -697,9 +697,9 @@ def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, capsy
 def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float, device: str) -> None:
     for n in (1, 31, 1000):
         weight = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(device, dtype)
-        all_finite({"weight": weight, "empty": weight[:0]})
+        require_all_finite({"weight": weight, "empty": weight[:0]})
         for place in {0, n // 2, n - 1}:
             damaged = weight.clone()
             damaged[place] = bad
             with pytest.raises(QtoolError, match="damaged: holds 1 NaN or Inf"):
-                all_finite({"weight": weight, "damaged": damaged})
+                require_all_finite({"weight": weight, "damaged": damaged})

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from qtool.errors import QtoolError
-from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, finite, standard_error
+from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, json_safe, standard_error
 from qtool.table import decimal, render
 
 #: what two perplexities must share to be comparable; token_ids depend on the tokenizer
@@ -148,4 +148,4 @@ def as_json(results: Results, baseline: Results | None = None) -> str:
     if baseline:
         found["baseline"] = json.loads(baseline.to_json())["tasks"]
         found["changes"] = [asdict(delta) for delta in compare(results, baseline)]
-    return json.dumps(finite(found), indent=1, allow_nan=False)
+    return json.dumps(json_safe(found), indent=1, allow_nan=False)

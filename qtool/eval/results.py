@@ -92,7 +92,7 @@ class Results:
 
     def to_json(self) -> str:
         """Strict JSON: an infinite perplexity becomes null (its nll stays)."""
-        return json.dumps(finite(asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(json_safe(asdict(self)), indent=1, allow_nan=False)
 
 
 def from_json(text: str) -> Results:
@@ -123,10 +123,10 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def finite(value: Any) -> Any:
-    """``value`` with None in place of infinite and NaN numbers, at any depth."""
+def json_safe(value: Any) -> Any:
+    """``value`` as strict JSON takes it: None for infinite and NaN numbers, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    return [finite(entry) for entry in value] if isinstance(value, list) else value
+        return {key: json_safe(entry) for key, entry in value.items()}
+    return [json_safe(entry) for entry in value] if isinstance(value, list) else value

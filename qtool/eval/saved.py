@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.eval.compare import table
 from qtool.eval.engine import Model, engine_version
 from qtool.eval.evaluate import LoadedTask
-from qtool.eval.results import Results, TaskResult, finite, from_json
+from qtool.eval.results import Results, TaskResult, from_json, json_safe
 from qtool.io.integrity import recorded_hashes
 from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
@@ -99,7 +99,7 @@ def save(directory: Path, saved: SavedResult) -> None:
     with (directory / f"{FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
-        write_json(directory / FILE, finite({"answers": [asdict(a) for a in [*others, saved]]}))
+        write_json(directory / FILE, json_safe({"answers": [asdict(a) for a in [*others, saved]]}))
         _show(directory)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qtool.errors import NoSpace, QtoolError
 from qtool.exchange.export_format import as_dtype
-from qtool.io.finite import finite
+from qtool.io.finite import require_finite
 from qtool.io.integrity import read_record, recorded_hashes, require_file_intact
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
@@ -69,7 +69,7 @@ class Conversion(ABC):
         Raises:
             QtoolError: the content cannot be converted.
         """
-        tensor = finite(owner, self.source.read(owner))
+        tensor = require_finite(owner, self.source.read(owner))
         dtype = self._dtype_of(tensor.dtype)
         yield owner, tensor if dtype == tensor.dtype else as_dtype(tensor, dtype, owner)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.io.finite import finite
+from qtool.io.finite import require_finite
 from qtool.io.safetensors import Computed, Entry, read, read_header
 from qtool.io.source import provenance, read_json, resolve
 
@@ -102,7 +102,7 @@ class Adapter:
         if not self.entries:
             raise QtoolError(f"{path}: {WEIGHTS} holds no tensors, so there is nothing to merge")
         for tensor, entry in self.entries.items():
-            finite(f"{path}: {tensor}", read(entry))
+            require_finite(f"{path}: {tensor}", read(entry))
         self.hashes = {}
         for file in (CONFIG, WEIGHTS):
             with (path / file).open("rb") as opened:

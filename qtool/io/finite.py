@@ -25,11 +25,11 @@ def finite_rows(
     step = max(1, PIECE_BYTES // (columns * itemsize))
     for start in range(0, rows, step):
         piece = source.read(name, slice(start, start + step), pinned=device.type == "cuda")
-        yield finite(name, piece.to(device))
+        yield require_finite(name, piece.to(device))
 
 
-def all_finite(tensors: Mapping[str, Tensor]) -> None:
-    """:func:`finite` of all tensors by name, with a single wait for a GPU."""
+def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
+    """:func:`require_finite` of all tensors by name, with a single wait for a GPU."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors.values():
         found = extremes(tensor)
@@ -37,22 +37,22 @@ def all_finite(tensors: Mapping[str, Tensor]) -> None:
     whole = [torch.isfinite(torch.stack(found)).all() for found in by_dtype.values()]
     if whole and not torch.stack(whole).all():
         for name, tensor in tensors.items():
-            finite(name, tensor)
+            require_finite(name, tensor)
 
 
-def finite(name: str, tensor: Tensor) -> Tensor:
+def require_finite(name: str, tensor: Tensor) -> Tensor:
     """``tensor``, if it holds no NaN or Inf.
 
     Raises:
         QtoolError: naming it and how many there are.
     """
-    if not only_finite(tensor):
+    if not is_finite(tensor):
         bad = int((~torch.isfinite(tensor.float())).sum())
         raise QtoolError(f"{name}: holds {bad} NaN or Inf values; the checkpoint is damaged")
     return tensor
 
 
-def only_finite(tensor: Tensor) -> Tensor:
+def is_finite(tensor: Tensor) -> Tensor:
     """Whether no element is NaN or Inf, ``[]``."""
     return torch.isfinite(torch.stack(extremes(tensor))).all()
 

@@ -32,7 +32,7 @@ from qtool.calibration.stacking import packed_in_turn
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
-from qtool.io.finite import all_finite, finite
+from qtool.io.finite import require_all_finite, require_finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
@@ -67,7 +67,7 @@ class StreamedBlocks:
             if linear_format := job.format.of(full):
                 pinned = self.device.type == "cuda"
                 weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
-                finite(f"{full}.weight", weight)
+                require_finite(f"{full}.weight", weight)
                 scheme = linear_format.scheme_object
                 rounded = round_to_nearest(scheme, weight)
                 check(scheme, {full: rounded})
@@ -76,7 +76,7 @@ class StreamedBlocks:
                     yield f"{full}.{part}", tensor
         for full, tensor in spec.items():
             if full in self.source:
-                yield full, as_stored(full, finite(full, self.source.read(full)), job)
+                yield full, as_stored(full, require_finite(full, self.source.read(full)), job)
             elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
                 yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
 
@@ -382,7 +382,9 @@ class BuiltBlocks:
         modules = self.model.get_submodule(self.job.family.blocks)
         module: torch.nn.Module = modules[index]  # type: ignore[index]
         prefix = self.job.full(index, "")
-        all_finite({prefix + n: weight for n, weight in weights.items() if not weight.is_meta})
+        require_all_finite(
+            {prefix + n: weight for n, weight in weights.items() if not weight.is_meta}
+        )
         kept = {n for n in weights if stays_float32(self.model, prefix + n, dtype)}
         computed = {
             n: as_computed(w, torch.float32 if n in kept else dtype) for n, w in weights.items()

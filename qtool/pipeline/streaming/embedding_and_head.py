@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtool.calibration.method import Norm
 from qtool.errors import QtoolError
-from qtool.io.finite import finite, finite_rows, only_finite
+from qtool.io.finite import finite_rows, is_finite, require_finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 
@@ -71,7 +71,9 @@ def _norm_and_head(
 
 def _final_norm(source: Checkpoint, job: Job) -> Norm:
     parts = (f"{job.family.final_norm}.{part}" for part in ("weight", "bias"))
-    weight, bias = (finite(name, source.read(name)) if name in source else None for name in parts)
+    weight, bias = (
+        require_finite(name, source.read(name)) if name in source else None for name in parts
+    )
     if weight is None:  # a norm without a weight: no transform touches it
         weight = torch.ones(job.family.dimensions(job.namespace)["hidden"])
     return Norm.of(weight, bias, job.family.norm_offset)
@@ -84,7 +86,7 @@ def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
         QtoolError: values beyond what float16 holds, where the model is cast to it.
     """
     cast = tensor.to(job.stored_dtype(name))
-    if cast.dtype == torch.float16 != tensor.dtype and not only_finite(cast):
+    if cast.dtype == torch.float16 != tensor.dtype and not is_finite(cast):
         raise QtoolError(
             f"{name}: its largest value {float(tensor.abs().max()):.3g} is beyond float16's 65504; "
             "pass --dtype bfloat16"

@@ -7,7 +7,7 @@ from typing import Any
 
 from qtool.calibration.block import Block
 from qtool.errors import QtoolError, suggest
-from qtool.io.finite import only_finite
+from qtool.io.finite import is_finite
 from qtool.pipeline.job import Job
 
 
@@ -55,7 +55,7 @@ def naming_too_large(block: Block, prefix: str) -> Iterator[None]:
         yield
     except QtoolError as error:
         for name in block.schemes:
-            if not only_finite(block.weight(name)):
+            if not is_finite(block.weight(name)):
                 raise QtoolError(
                     f"{prefix}{name}.weight: its values are too large: the transforms make NaN or "
                     "Inf of them"
