@@ -141,14 +141,14 @@ def quantize(
     from qtool import api
     from qtool.pipeline.summary import shard_facts
 
-    with progress.Shown("quantize", "shard", shard_facts) as shown:
+    with progress.Display("quantize", "shard", shard_facts) as shown:
         done = api.quantize(model, export_format=export_format, progress=shown, **options)
     if not _is_first_rank():
         return
     exported = None
     if export_format:
         beside = done.directory.with_name(f"{done.directory.name}-{export_format}")
-        with progress.Shown("export", "shard") as shown:
+        with progress.Display("export", "shard") as shown:
             exported = api.export(done.directory, export_format, beside, progress=shown)
     if as_json:
         print_json(done.as_dict() | ({"export": exported.as_dict()} if exported else {}))
@@ -189,7 +189,7 @@ def sensitivity(model: str, choices: str, **options: Any) -> None:
     """
     from qtool import api
 
-    with progress.Shown("measure", "group") as shown:
+    with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, comma_separated([choices]), progress=shown, **options)
     rows = [
         (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
@@ -272,7 +272,7 @@ def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """
     from qtool import api
 
-    with progress.Shown("verify", "linear", lines=10) as shown:
+    with progress.Display("verify", "linear", lines=10) as shown:
         rows = api.verify(model, progress=shown, **options)
     bad = [row for row in rows if row.problem]
     if as_json:
@@ -340,7 +340,7 @@ def export(
     """
     from qtool import api
 
-    with progress.Shown("export", "shard") as shown:
+    with progress.Display("export", "shard") as shown:
         done = api.export(model, target, out, tensor_parallel=tensor_parallel, progress=shown)
     if as_json:
         print_json(done.as_dict())
@@ -367,7 +367,7 @@ def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> No
     """
     from qtool import api
 
-    with progress.Shown("import", "shard") as shown:
+    with progress.Display("import", "shard") as shown:
         done = api.import_(model, out, layout=layout, progress=shown)
     print_json(done.as_dict()) if as_json else click.echo(done)
 

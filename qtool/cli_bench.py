@@ -107,7 +107,7 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
     from qtool.bench import bench_quantize as measure
     from qtool.pipeline.summary import shard_facts
 
-    with progress.Shown("quantize", "shard", shard_facts) as shown:
+    with progress.Display("quantize", "shard", shard_facts) as shown:
         measured = measure(progress=shown, **options)
     print_json(measured.as_dict()) if as_json else click.echo(measured.table())
 

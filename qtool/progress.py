@@ -29,7 +29,7 @@ def bar(name: str, total: int, unit: str) -> Any:
     return tqdm(total=total, desc=name, unit=unit, disable=not shows_bars(), leave=False)
 
 
-class Shown:
+class Display:
     """A :data:`Progress` that a person sees, with the time that is left.
 
     Used as a context, so that the bar is gone before a result is printed.
@@ -53,7 +53,7 @@ class Shown:
         self.started = time.monotonic()
         self.first: tuple[int, float] | None = None
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "Display":
         return self
 
     def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:

@@ -265,7 +265,7 @@ def test_a_bar_names_the_work_and_is_gone_before_the_result(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress.Shown("verify", "linear") as shown:
+    with progress.Display("verify", "linear") as shown:
         shown(1, 2, {})
         shown(2, 2, {})
     drawn = terminal.getvalue()
@@ -274,13 +274,13 @@ def test_a_bar_names_the_work_and_is_gone_before_the_result(
 
 
 def test_a_log_has_few_lines_and_silence_none(capsys) -> None:  # type: ignore[no-untyped-def]
-    with progress.Shown("verify", "linear", lines=10) as shown:
+    with progress.Display("verify", "linear", lines=10) as shown:
         for done in range(1, 1001):
             shown(done, 1000, {})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10 and lines[-1].startswith("linear 1000/1000, ")
     progress.silence(True)
-    with progress.Shown("verify", "linear") as shown:
+    with progress.Display("verify", "linear") as shown:
         shown(1, 1, {})
     progress.silence(False)
     assert capsys.readouterr().err == ""
