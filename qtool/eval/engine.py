@@ -25,13 +25,13 @@ class Engine(ABC):
         vocabulary: token ids that the model embeds.
         context_length: the longest window the model was made for, tokens; None if its config names
             none.
-        at_once: windows that it is given at once.
+        batch_size: windows that :meth:`nll` is given at once.
     """
 
     name: str
     vocabulary: int
     context_length: int | None
-    at_once: int
+    batch_size: int
 
     @abstractmethod
     def nll(self, windows: Tensor) -> list[float]:

@@ -100,13 +100,13 @@ def perplexity(
     """
     if limit is not None:
         require_count("limit", limit)
-    asked = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
-    ids = _tokenize(text, asked.vocabulary, tokenizer)
-    windows = cut_windows(ids, min(seqlen, asked.context_length or seqlen))[:limit]  # [windows, s]
+    scorer = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
+    ids = _tokenize(text, scorer.vocabulary, tokenizer)
+    windows = cut_windows(ids, min(seqlen, scorer.context_length or seqlen))[:limit]  # [windows, s]
     sums: list[float] = []
     with progress.bar(label, len(windows), "window") as bar:
-        for batch in windows.split(asked.at_once):  # [b, s]
-            sums += asked.nll(batch)
+        for batch in windows.split(scorer.batch_size):  # [b, s]
+            sums += scorer.nll(batch)
             bar.update(len(batch))
     scored = windows.shape[1] - 1
     for index, value in enumerate(sums):
@@ -124,11 +124,11 @@ def perplexity(
 
 
 class _InProcess:
-    """A model of this process, asked as an :class:`Engine` is."""
+    """A model of this process that scores windows as an :class:`Engine` does."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int, deterministic: bool) -> None:
         self.model = text_model(model.eval())
-        self.at_once, self.deterministic = batch_size, deterministic
+        self.batch_size, self.deterministic = batch_size, deterministic
         embeddings = cast(torch.nn.Embedding, self.model.get_input_embeddings())
         self.vocabulary = embeddings.num_embeddings
         self.context_length = context_length(self.model.config.get_text_config())

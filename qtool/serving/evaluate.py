@@ -56,7 +56,7 @@ class VllmModel(Engine):
         QtoolError: as :func:`qtool.serving.vllm.engine.engine`.
     """
 
-    at_once = 256
+    batch_size = 256
 
     def __init__(
         self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int

@@ -26,7 +26,7 @@ ROW = '{"query": "a", "choices": ["b", "cd"], "gold": 0}\n'
 class Fake(Engine):
     """The tiny model behind an engine's interface, one window after another."""
 
-    name, vocabulary, context_length, at_once = "fake 1.0", VOCABULARY, CONTEXT, 3
+    name, vocabulary, context_length, batch_size = "fake 1.0", VOCABULARY, CONTEXT, 3
 
     def __init__(self, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.closed = make_model(), tokenizer, False
