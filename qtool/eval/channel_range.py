@@ -10,6 +10,7 @@ Legend: K input channels, b windows, s tokens.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ def role(name: str) -> str:
 
 @contextmanager
 def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None]:
+    """Note max|X| of the first linear of each group in ``found`` while open."""
     config = model.config.get_text_config()
     family = family_of(model.config)
     modules = dict(model.named_modules())
@@ -83,7 +85,7 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
         for group in family.at(config, block).groups:
             name = f"{family.blocks}.{block}.{group.linears[0]}"
             if name in modules:  # a fused expert is no module of its own
-                handles.append(modules[name].register_forward_pre_hook(_note(name, found)))
+                handles.append(modules[name].register_forward_pre_hook(partial(_note, found, name)))
     try:
         yield
     finally:
@@ -91,9 +93,7 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
             handle.remove()
 
 
-def _note(name: str, found: dict[str, Tensor]):  # type: ignore[no-untyped-def]
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        amax = inputs[0].detach().abs().flatten(0, -2).amax(0)
-        found[name] = torch.maximum(found[name], amax) if name in found else amax
-
-    return hook
+def _note(found: dict[str, Tensor], name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A hook before a forward of linear ``name``: keep its largest inputs so far in ``found``."""
+    amax = inputs[0].detach().abs().flatten(0, -2).amax(0)  # [K]
+    found[name] = torch.maximum(found[name], amax) if name in found else amax

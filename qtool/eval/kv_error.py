@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,19 +38,22 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
             [torch.zeros((), dtype=torch.float64) for _ in range(4)] for _ in cache.layers
         ]
         for layer, total in zip(cache.layers, sums, strict=True):
-            layer.update = _measured(layer.update, total)  # type: ignore[method-assign]
+            layer.update = partial(_measure, layer.update, total)  # type: ignore[method-assign]
         text(input_ids=window[None].to(model.device), use_cache=True, **{CACHE: cache})
     return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
 
 
-def _measured(
-    update: Callable[..., tuple[Tensor, Tensor]], total: list[Tensor]
-) -> Callable[..., Any]:
-    def measure(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        read = update(keys, values, *args, **kwargs)
-        for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):
-            total[2 * place] += (seen - exact).double().square().sum().cpu()
-            total[2 * place + 1] += exact.double().square().sum().cpu()
-        return read
-
-    return measure
+def _measure(
+    update: Callable[..., tuple[Tensor, Tensor]],
+    total: list[Tensor],
+    keys: Tensor,
+    values: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """A layer's ``update`` that adds the squares of error and of what was given to ``total``."""
+    read = update(keys, values, *args, **kwargs)
+    for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):
+        total[2 * place] += (seen - exact).double().square().sum().cpu()
+        total[2 * place + 1] += exact.double().square().sum().cpu()
+    return read
