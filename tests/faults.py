@@ -1043,8 +1043,8 @@ FAULTS = [
         ),
         (
             "qtool/eval/saved.py",
-            "(a.model, a.facts) == (model, facts)",
-            "a.model == model",
+            "(s.model, s.facts) == (model, facts)",
+            "s.model == model",
             "tests/eval/test_saved.py",
         ),
         # the runtime, and what engines load

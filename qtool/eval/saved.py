@@ -29,6 +29,8 @@ from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
+#: the key of the list of results in it
+RESULTS = "answers"
 #: facts that a model card names
 SHOWN = ("device", "engine", "kv", "dtype", "deterministic", "seqlen", "limit", "qtool")
 
@@ -82,10 +84,10 @@ def read(directory: Path) -> list[SavedResult]:
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text())["answers"]
+        found = json.loads(path.read_text())[RESULTS]
         return [
-            SavedResult(a["model"], a["facts"], from_json(json.dumps({"tasks": a["tasks"]})).tasks)
-            for a in found
+            SavedResult(s["model"], s["facts"], from_json(json.dumps({"tasks": s["tasks"]})).tasks)
+            for s in found
         ]
     except (OSError, ValueError, KeyError, TypeError, QtoolError) as error:
         raise QtoolError(f"{path} is damaged ({error}): remove it and evaluate again") from None
@@ -98,8 +100,8 @@ def save(directory: Path, saved: SavedResult) -> None:
     """
     with (directory / f"{FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [a for a in read(directory) if (a.model, a.facts) != (saved.model, saved.facts)]
-        write_json(directory / FILE, json_safe({"answers": [asdict(a) for a in [*others, saved]]}))
+        others = [s for s in read(directory) if (s.model, s.facts) != (saved.model, saved.facts)]
+        write_json(directory / FILE, json_safe({RESULTS: [asdict(s) for s in [*others, saved]]}))
         _show(directory)
 
 
@@ -110,10 +112,10 @@ def _show(directory: Path) -> None:
         return
     model = identity(directory)
     tables: dict[str, list[TaskResult]] = {}
-    for answer in read(directory):
-        if answer.model == model:
-            for task in answer.tasks:
-                facts = answer.facts | task.details  # its windows may be shorter than asked for
+    for saved in read(directory):
+        if saved.model == model:
+            for task in saved.tasks:
+                facts = saved.facts | task.details  # its windows may be shorter than asked for
                 shown = (f"{key} {facts[key]}" for key in SHOWN if facts.get(key))
                 tables.setdefault(", ".join(shown), []).append(task)
     text = "\n\n".join(
@@ -146,7 +148,7 @@ def results(
     known, loaded, found = read(store), None, []
     for task in tasks:
         facts = task.facts | environment
-        saved = next((a for a in known if (a.model, a.facts) == (model, facts)), None)
+        saved = next((s for s in known if (s.model, s.facts) == (model, facts)), None)
         if saved is None:
             loaded = loaded or load()
             saved = SavedResult(model, facts, task.evaluate(loaded))

@@ -159,23 +159,22 @@ class Report:
         return found
 
 
-def quality(answers: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:
+def quality(saved: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:
     """The saved results of ``model``, each beside ``baseline``'s for the same facts.
 
     ``model`` and ``baseline`` are identities.
     """
     rows = []
-    for answer in answers:
-        if answer.model != model:
+    for own in saved:
+        if own.model != model:
             continue
-        question = {
-            key: fact for key, fact in answer.facts.items() if key != "kv"
-        }  # a baseline keeps its own cache
-        other = next((a for a in answers if a.model == baseline and a.facts == question), None)
+        # a baseline keeps its own cache
+        facts = {key: fact for key, fact in own.facts.items() if key != "kv"}
+        other = next((s for s in saved if s.model == baseline and s.facts == facts), None)
         bases = {task.task: task for task in other.tasks} if other else {}
-        for result in answer.tasks:
+        for result in own.tasks:
             for metric in result.metrics:
-                row = Quality(result, metric, answer.facts)
+                row = Quality(result, metric, own.facts)
                 rows.append(_beside(row, bases[result.task]) if result.task in bases else row)
     return rows
 
