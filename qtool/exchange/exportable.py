@@ -161,7 +161,7 @@ def _formats(
                 k // columns,
             )
         routers = (router for readers in family.readers.values() for router in readers)
-        beside = (*routers, *family.kept)
+        beside = (*routers, *family.unquantized)
         formats |= dict.fromkeys((f"{family.blocks}.{block}.{name}" for name in beside), None)
         for fused in _fused(family):
             fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in fused])

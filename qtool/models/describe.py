@@ -10,18 +10,9 @@ from qtool.models.parts import Fold, LinearGroup
 #: what is told below the declaration, or is a function
 TOLD = frozenset(
     {
-        *("kept", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
-        *(
-            "fixed_stream",
-            "streamed_only",
-            "disk_names",
-            "rows_on_disk",
-            "computed",
-            "transposed",
-            "integers",
-            "read_of_text",
-            "other_linears",
-        ),
+        *("unquantized", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
+        *("fixed_stream", "streamed_only", "disk_names", "rows_on_disk", "computed"),
+        *("transposed", "integers", "read_of_text", "other_linears"),
     }
 )
 
@@ -86,7 +77,7 @@ def _block(family: Family, numbers: list[int]) -> dict[str, Any]:
         "post_norms": list(family.post_norms),
         "norm_offset": family.norm_offset,
         "layer_norm": family.layer_norm,
-        "kept": dict(family.kept),
+        "kept": dict(family.unquantized),
     }
 
 
@@ -109,7 +100,7 @@ def as_text(family: Family, config: Mapping[str, Any]) -> str:
         if len(kinds) > 1:
             lines.append(f"# blocks {', '.join(map(str, numbers))}")
         lines.append(_declaration(own))
-        lines += [f"# in 16 bits: {name}: {reason}" for name, reason in own.kept.items()]
+        lines += [f"# in 16 bits: {name}: {reason}" for name, reason in own.unquantized.items()]
         for group in own.groups:
             if group.fold is Fold.NONE:
                 lines.append(f"# nothing folds into the input of {', '.join(group.linears)}")

@@ -70,7 +70,7 @@ class Family:
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
-        kept: linears of a block that stay in 16 bits, and why.
+        unquantized: linears of a block that stay in 16 bits, and why.
         outside: shapes of tensors beside blocks, tables, final norm and head, which stay as they
             are.
         read_of_text: those of ``outside`` that a forward of text reads; others are of towers.
@@ -117,7 +117,7 @@ class Family:
     index_bytes: int = 0
     always_tied: bool = False
     fixed_stream: str = ""
-    kept: Mapping[str, str] = field(default_factory=dict)
+    unquantized: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     read_of_text: tuple[str, ...] = ()
     final_bias: bool | None = None

@@ -150,16 +150,16 @@ class Job(Architecture):
         family = self.family
         if not family.derived:
             return self.source_notes + self.recipe.adaptations
-        kept = {
+        unquantized = {
             name: reason
             for block in self.distinct_blocks
-            for name, reason in self.block_family(block).kept.items()
+            for name, reason in self.block_family(block).unquantized.items()
         }
         return (
             *self.source_notes,
             f"no family declares {family.model_types[0]!r}: derived from transformers' own model "
             "(`qtool family` prints it)",
-            *(f"in 16 bits: {name}, {reason}" for name, reason in kept.items()),
+            *(f"in 16 bits: {name}, {reason}" for name, reason in unquantized.items()),
             *self.recipe.adaptations,
         )
 

@@ -65,7 +65,7 @@ def quantized_right(
     error = distance(found, expected)
     assert error < TOLERANCE, f"logits: {error:.1e} from those of the dequantized weights"
     kinds = kinds_of_blocks(family, checkpoint.config)
-    kept = {name: why for kind in kinds for name, why in kind.kept.items()}
+    kept = {name: why for kind in kinds for name, why in kind.unquantized.items()}
     return {"quantized": len(linears), "kept": kept, "moved": distance(found, plain)}
 
 

@@ -119,12 +119,12 @@ def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
     sizes = {"chunk_size": 1 << 16, "mamba_chunk_size": 1 << 16}
     small, large = (derive(tiny_config(model_type, **own).to_dict()) for own in ({}, sizes))
     assert small.groups and small.groups == large.groups
-    assert small.tensors == large.tensors and small.kept == large.kept
+    assert small.tensors == large.tensors and small.unquantized == large.unquantized
 
 
 def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
     """By the indexer of dots.3: a packed linear could not tell."""
-    kept = family_of(tiny_config("dots3_note_text").to_dict()).kept
+    kept = family_of(tiny_config("dots3_note_text").to_dict()).unquantized
     assert kept["self_attn.indexer.weights_proj"] == "its weight is read outside its own forward"
 
 

@@ -5,8 +5,8 @@ random activations (:mod:`.numbers`) and :mod:`.recorder` follows the channels. 
 :class:`.recorded_model.RecordedModel` and its :class:`.recorded_block.RecordedBlock` are what was
 seen. :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove from it what
 :mod:`.block_family` states; :mod:`.whole` puts the blocks together. What is not proved is left out:
-:attr:`~qtool.models.family.Family.kept` says why a linear stays in 16 bits, and ``refuses`` and
-``fixed_stream`` why a transform is left out.
+:class:`~qtool.models.family.Family` says by ``unquantized`` why a linear stays in 16 bits, by
+``refuses`` and ``fixed_stream`` why a transform is left out.
 """
 
 import json

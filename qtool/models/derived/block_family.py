@@ -18,11 +18,11 @@ from qtool.models.parts import Experts, Fold
 
 def block_family(block: RecordedBlock) -> Family:
     """The block's family, without what is common to all blocks."""
-    kept: dict[str, str] = {}
+    unquantized: dict[str, str] = {}
     fused = FusedLinears(block)
     attention = BlockAttention(block, fused)
     folds = Folds(block, fused, attention)
-    groups = [folds.of(linears, read) for linears, read in groups_of(block, kept)]
+    groups = [folds.of(linears, read) for linears, read in groups_of(block, unquantized)]
     norms = [f for g in groups if g.fold is Fold.NORM and (f := block.form(g.source))]
     fixed = ""
     if len({form.offset for form in norms}) > 1:
@@ -33,7 +33,7 @@ def block_family(block: RecordedBlock) -> Family:
         ]
     offset = norms[0].offset if norms else 0.0
     linears = {linear for group in groups for linear in group.linears}
-    tensors, biased = _tensors(block, linears, kept)
+    tensors, biased = _tensors(block, linears, unquantized)
     declared = attention.declared(groups)
     experts = next(iter(block.experts), None)
     return Family(
@@ -52,12 +52,12 @@ def block_family(block: RecordedBlock) -> Family:
         experts=_experts(block, experts) if experts else None,
         refuses=attention.refused(declared, offset),
         fixed_stream=fixed or stream.why_fixed(block, groups),
-        kept=kept,
+        unquantized=unquantized,
     )
 
 
 def _tensors(
-    block: RecordedBlock, linears: set[str], kept: dict[str, str]
+    block: RecordedBlock, linears: set[str], unquantized: dict[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Shapes in words of all tensors of the block, and the linears with a bias."""
     order = {name: i for i, name in enumerate(block.model.trace.called)}
@@ -77,10 +77,10 @@ def _tensors(
     for name in names:
         owner = block.short(name.rpartition(".")[0])
         module = block.model.modules[name.rpartition(".")[0]]
-        known = owner in linears or owner in kept or isinstance(module, nn.Linear)
+        known = owner in linears or owner in unquantized or isinstance(module, nn.Linear)
         known |= name.rpartition(".")[0] in block.experts
         if len(block.model.state[name]) > 1 and not known:
-            kept[block.short(name)] = f"{type(module).__name__} is no linear"
+            unquantized[block.short(name)] = f"{type(module).__name__} is no linear"
     for name in block.experts:
         parts = block.expert_names(name)
         for role, shape, bias in expert_parts(block.model.modules[name]):

@@ -100,5 +100,5 @@ def _renamed(family: Family, own: str, disk: str) -> Family:
             for n, parts in family.fused.items()
         },
         readers={n: tuple(map(named, names)) for n, names in family.readers.items()},
-        kept={named(n): reason for n, reason in family.kept.items()},
+        unquantized={named(n): reason for n, reason in family.unquantized.items()},
     )

@@ -14,10 +14,12 @@ NARROWEST = 64
 SMALL_SHARE = 16
 
 
-def groups_of(block: RecordedBlock, kept: dict[str, str]) -> list[tuple[tuple[str, ...], Read]]:
+def groups_of(
+    block: RecordedBlock, unquantized: dict[str, str]
+) -> list[tuple[tuple[str, ...], Read]]:
     """Names of linears that read one input, and one of their reads, in order.
 
-    Those that stay in 16 bits go into ``kept``, with the reason.
+    Those that stay in 16 bits go into ``unquantized``, with the reason.
     """
     found: dict[Any, list[Read]] = {}
     for read in [*block.reads, *block.experts.values()]:
@@ -27,15 +29,15 @@ def groups_of(block: RecordedBlock, kept: dict[str, str]) -> list[tuple[tuple[st
     for name, module in block.model.modules.items():
         full = f"{name}.weight"
         if name.startswith(block.prefix) and isinstance(module, nn.Linear) and full not in called:
-            kept[block.short(name)] = "the forward does not call it"
+            unquantized[block.short(name)] = "the forward does not call it"
     for reads in found.values():
         linears = []
         for read in reads:
             if read.weight in block.experts:
                 names = block.expert_names(read.weight)
                 linears += [n for n in (names.gate, names.up) if n]
-            elif why := why_kept(block, read):
-                kept[block.short(read.weight)] = why
+            elif why := why_unquantized(block, read):
+                unquantized[block.short(read.weight)] = why
             elif block.short(read.weight) not in linears:
                 linears.append(block.short(read.weight))
         if linears:
@@ -46,7 +48,7 @@ def groups_of(block: RecordedBlock, kept: dict[str, str]) -> list[tuple[tuple[st
     return sorted(groups, key=lambda g: order.get(_first_called(block, g[0][0]), len(order)))
 
 
-def why_kept(block: RecordedBlock, read: Read) -> str:
+def why_unquantized(block: RecordedBlock, read: Read) -> str:
     """Why the linear of ``read`` stays in 16 bits; empty where it need not."""
     linear = block.linear(read.weight)
     routed = {r.root for r in block.experts.values()}

@@ -34,8 +34,8 @@ def whole_family(model: RecordedModel) -> Family:
 def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family]) -> Family:
     """The family of the model from those of its blocks."""
     if not any(family.groups for family in of_block):
-        kept = next((f"; {n} is not: {why}" for n, why in of_block[0].kept.items()), "")
-        raise QtoolError(f"its blocks have no linear that can be quantized{kept}")
+        other = next((f"; {n} is not: {why}" for n, why in of_block[0].unquantized.items()), "")
+        raise QtoolError(f"its blocks have no linear that can be quantized{other}")
     main = next((f for f in of_block if f.experts), of_block[0])
     unproved = [family.fixed_stream for family in of_block if family.fixed_stream]
     stream = unproved[0] if unproved else model.why_fixed()
