@@ -10,9 +10,8 @@ and Zoltners, 1979).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TypeAlias
@@ -27,9 +26,9 @@ from qtool.errors import QtoolError, in_one_line, require_positive, suggest
 from qtool.format import LinearFormat
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
-from qtool.models.auto import text_model
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import windows_of
+from qtool.pipeline.divergence import Probe
 from qtool.pipeline.free_memory import host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions, group_size
@@ -119,58 +118,6 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
     if len(found) < 2 or not any(found.values()):
         raise QtoolError(f"--choices {', '.join(choices)}: two or more are expected")
     return found
-
-
-class Probe:
-    """A model in float, windows (batches ``[B, S]``), and what the model makes of them."""
-
-    def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
-        self.model = model
-        self.windows = [window for ids in windows for window in ids.split(1)]
-        self.expected = [self._log_probabilities(ids).cpu() for ids in self.windows]
-
-    def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
-        """KL in nats a token with the linears of these full names rounded to nearest.
-
-        Raises:
-            QtoolError: the model's output has NaN or Inf.
-        """
-        total = 0.0
-        with ExitStack() as stack:
-            for name, linear_format in formats.items():
-                if linear_format is not None:
-                    stack.enter_context(rounded(self.model.get_submodule(name), linear_format))
-            for ids, expected in zip(self.windows, self.expected, strict=True):
-                found = self._log_probabilities(ids)
-                given = expected.to(found.device)
-                total += float((given.exp() * (given - found)).sum(dtype=torch.float64))
-        if not isfinite(total):
-            raise QtoolError("the model's output on the calibration windows has NaN or Inf")
-        return total / sum(ids.numel() for ids in self.windows)
-
-    @torch.no_grad()
-    def _log_probabilities(self, ids: Tensor) -> Tensor:
-        logits: Tensor = text_model(self.model)(ids.to(self.model.device), use_cache=False).logits
-        return logits.log_softmax(-1, dtype=torch.float32)
-
-
-@contextmanager
-def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
-    """``linear`` with weight and inputs as its format has them, rounded to nearest, meanwhile."""
-    scheme, weight = linear_format.scheme_object, linear.weight
-    assert isinstance(weight, nn.Parameter)
-    kept, params = weight.data, scheme.fit(weight.data)
-
-    def on_inputs(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return scheme.fake_activation(given[0], params), *given[1:]
-
-    hook = linear.register_forward_pre_hook(on_inputs)
-    weight.data = scheme.fake_weight(kept, params).to(kept.dtype)
-    try:
-        yield
-    finally:
-        weight.data = kept
-        hook.remove()
 
 
 def allocations(

@@ -18,9 +18,10 @@ from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import QtoolError
 from qtool.io.source import DEMO, Checkpoint
+from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
-from qtool.pipeline.sensitivity import Group, Option, Probe, allocations, recipes_of
+from qtool.pipeline.sensitivity import Group, Option, allocations, recipes_of
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
