@@ -233,43 +233,56 @@ class QtoolAttention(AttentionImpl[Metadata]):
                 window=self.window,
             )
         for call in attn_metadata.prefills:
-            keys, values = key[call.tokens], value[call.tokens]
-            starts = call.queries
-            if call.starts is not None and call.cached is not None:
-                starts, room = call.starts, self.workspace(query, call.total)
-                kv_gather(
-                    key=keys,
-                    value=values,
-                    pages=pages,
-                    table=attn_metadata.table[call.requests],
-                    k_scale=layer.cache_k_scale,
-                    v_scale=layer.cache_v_scale,
-                    k_offset=layer.cache_k_offset,
-                    starts=starts,
-                    fresh=call.queries,
-                    cached=call.cached,
-                    keys=room[0],
-                    values=room[1],
-                    total=call.total,
-                    window=self.window,
-                )
-                keys, values = room
-            fa_utils.flash_attn_varlen_func(
-                q=query[call.tokens],
-                k=keys,
-                v=values,
-                out=output[call.tokens],
-                cu_seqlens_q=call.queries,
-                cu_seqlens_k=starts,
-                max_seqlen_q=call.longest_query,
-                max_seqlen_k=call.longest,
-                softmax_scale=self.scale,
-                causal=True,
-                window_size=[self.window - 1, 0] if self.window else [-1, -1],
-                softcap=self.softcap,
-                fa_version=self.flash_version,
-            )
+            self._prefill(layer, call, query, key, value, pages, attn_metadata.table, output)
         return output
+
+    def _prefill(
+        self,
+        layer: Any,
+        call: Prefills,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: Tensor,
+        table: Tensor,
+        output: Tensor,
+    ) -> None:
+        """FlashAttention over a call's new tokens, and over earlier ones that are dequantized."""
+        keys, values, starts = key[call.tokens], value[call.tokens], call.queries
+        if call.starts is not None and call.cached is not None:
+            starts, room = call.starts, self.workspace(query, call.total)
+            kv_gather(
+                key=keys,
+                value=values,
+                pages=pages,
+                table=table[call.requests],
+                k_scale=layer.cache_k_scale,
+                v_scale=layer.cache_v_scale,
+                k_offset=layer.cache_k_offset,
+                starts=starts,
+                fresh=call.queries,
+                cached=call.cached,
+                keys=room[0],
+                values=room[1],
+                total=call.total,
+                window=self.window,
+            )
+            keys, values = room
+        fa_utils.flash_attn_varlen_func(
+            q=query[call.tokens],
+            k=keys,
+            v=values,
+            out=output[call.tokens],
+            cu_seqlens_q=call.queries,
+            cu_seqlens_k=starts,
+            max_seqlen_q=call.longest_query,
+            max_seqlen_k=call.longest,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=[self.window - 1, 0] if self.window else [-1, -1],
+            softcap=self.softcap,
+            fa_version=self.flash_version,
+        )
 
     def workspace(self, like: Tensor, rows: int = 0) -> list[Tensor]:
         """Room for keys and values ``[rows, H, D]``, the same for all layers."""
