@@ -87,7 +87,7 @@ def main() -> None:
     source = Checkpoint(resolve(arguments.model))
     start = torch.full((2 * arguments.windows, 1), source.config["bos_token_id"] or 0)
     base = load(source.directory, dtype=torch.float32)
-    windows = continued(base, start, arguments.length, seed=0, at_once=len(start))
+    windows = continued(base, start, arguments.length, seed=0, batch_size=len(start))
     print("| scheme | untied, 16 bits | untied, 8 bits | tied |\n|---|---:|---:|---:|")
     with TemporaryDirectory() as work:
         for line in measured(source, windows, arguments.schemes.split(","), Path(work)):

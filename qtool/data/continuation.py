@@ -43,44 +43,44 @@ class Journal(Protocol):
 @torch.no_grad()
 def continued(
     model: "PreTrainedModel",
-    beginnings: Tensor,
+    prompts: Tensor,
     length: int,
     *,
     seed: int,
-    at_once: int | None = None,
+    batch_size: int | None = None,
     journal: Journal | None = None,
 ) -> Tensor:
-    """Windows ``[B, length]`` on the CPU: ``beginnings [B, S]`` and the model's samples after them.
+    """Windows ``[B, length]`` on the CPU: ``prompts [B, S]`` and the model's samples after them.
 
     Nothing ends a window early: a token that ends a document is followed by what the model takes to
     come next.
 
     Args:
-        at_once: windows written side by side; what is drawn depends on it.
+        batch_size: windows written side by side, by default all; what is drawn depends on it.
         journal: of the same windows; its entries are not drawn again. What is drawn does not depend
             on it: the keys and values are kept to the bit.
 
     Raises:
         QtoolError: NaN or Inf in the model's logits.
     """
-    random, parts = torch.Generator(model.device).manual_seed(seed), []
+    random, windows = torch.Generator(model.device).manual_seed(seed), []
     entries = [] if journal is None else journal.read()
-    for beginning in beginnings.split(at_once or len(beginnings)):
-        part = _Part(model, beginning, length)
-        while entries and part.drawn < length:
-            part.restore(entries.pop(0), random)
-        while part.drawn < length:
-            part.draw(random)
-            if journal is None or not part.can_be_kept:
+    for chunk in prompts.split(batch_size or len(prompts)):
+        batch = _Batch(model, chunk, length)
+        while entries and batch.drawn < length:
+            batch.restore(entries.pop(0), random)
+        while batch.drawn < length:
+            batch.draw(random)
+            if journal is None or not batch.can_be_kept:
                 continue
-            if part.drawn == length or journal.due():
-                journal.append(part.entry(random))
-        part.require_finite()
-        parts.append(part.windows.cpu())
-    return torch.cat(parts)
+            if batch.drawn == length or journal.due():
+                journal.append(batch.entry(random))
+        batch.require_finite()
+        windows.append(batch.windows.cpu())
+    return torch.cat(windows)
 
 
-class _Part:
+class _Batch:
     """Windows that are written side by side; by graphs where the model decodes so.
 
     Attributes:
@@ -90,15 +90,15 @@ class _Part:
         kept, cached: how many of them, and of their keys and values, are in the journal.
     """
 
-    def __init__(self, model: "PreTrainedModel", beginnings: Tensor, length: int) -> None:
+    def __init__(self, model: "PreTrainedModel", prompts: Tensor, length: int) -> None:
         known = inspect.signature(model.forward).parameters
         self.model = model
         self.state = next((name for name in (CACHE, "cache_params") if name in known), "")
         self.cache: Any = _cache(model, length) if self.state == CACHE else None
         layers = self.cache.layers if self.cache is not None else []
-        self.layers = [layer for layer in layers if isinstance(layer, (_Roomy, StaticTokens))]
-        self.tokens = [beginnings.to(model.device)]
-        self.drawn = self.kept = beginnings.shape[1]
+        self.layers = [x for x in layers if isinstance(x, (_Preallocated, StaticTokens))]
+        self.tokens = [prompts.to(model.device)]
+        self.drawn = self.kept = prompts.shape[1]
         self.cached = 0
         self.finite = torch.ones((), dtype=torch.bool, device=model.device)
 
@@ -131,7 +131,9 @@ class _Part:
         with sdpa_kernel(ATTENTION):
             out = self.model(**self.inputs(), use_cache=bool(self.state), logits_to_keep=1)
         self.cache = getattr(out, self.state, None) if self.state else None
-        more = [x.get_seq_length() > self.drawn for x in self.layers if isinstance(x, _Roomy)]
+        more = [
+            x.get_seq_length() > self.drawn for x in self.layers if isinstance(x, _Preallocated)
+        ]
         if self.cache is None or any(more):
             self.state, self.cache, self.layers = "", None, []
         logits = out.logits[:, -1].float()
@@ -186,12 +188,12 @@ def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
     if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return None
     cache.layers = [
-        _Roomy(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
+        _Preallocated(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
     return cache
 
 
-class _Roomy(DynamicLayer):
+class _Preallocated(DynamicLayer):
     """Keys and values are the filled part of memory for ``length`` tokens."""
 
     def __init__(self, length: int) -> None:

@@ -188,12 +188,12 @@ class Windows:
             dtype = None if self.device.type == "cuda" else torch.float32
             model = load(self.source, device=str(self.device), dtype=dtype)
         model = text_model(model)
-        beginnings = ids.reshape(-1, need.length)[:, : need.given]
+        prompts = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:
             journal = OutputJournal(self.output, need, str(self.device))
         pieces = continued(
-            model, beginnings, need.length, seed=self.seed, at_once=need.at_once, journal=journal
+            model, prompts, need.length, seed=self.seed, batch_size=need.batch_size, journal=journal
         )
         del model
         gc.collect()  # a model refers to itself, and the run needs its room
@@ -217,7 +217,7 @@ class OutputJournal(Journal):
     """
 
     def __init__(self, output: Output, need: ContinuationMemory, device: str) -> None:
-        drawn = {"at_once": need.at_once, "rounded": need.rounded, "device": device}
+        drawn = {"at_once": need.batch_size, "rounded": need.rounded, "device": device}
         self.output, self.facts = output, drawn
         self.entries, self.next = 0, time.monotonic() + 1
 

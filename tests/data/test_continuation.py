@@ -45,7 +45,7 @@ def test_parts_are_written_one_after_another(make_model: MakeModel) -> None:
     model = load(make_model("llama"), dtype=torch.float32)
     whole, parts = (
         continued(model, texts(), 40, seed=0),
-        continued(model, texts(), 40, seed=0, at_once=3),
+        continued(model, texts(), 40, seed=0, batch_size=3),
     )
     assert whole.shape == parts.shape == (4, 40)
     assert torch.equal(continued(model, texts()[:3], 40, seed=0), parts[:3])
@@ -87,16 +87,16 @@ class Entries(list[dict[str, Tensor]]):
             raise Killed
 
 
-@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize("batch_size", [4, 3])
 def test_a_killed_continuation_goes_on_to_the_same_windows(
-    at_once: int, make_model: MakeModel
+    batch_size: int, make_model: MakeModel
 ) -> None:
     model = load(make_model("llama"), dtype=torch.float32)
-    wanted = continued(model, texts(), 40, seed=0, at_once=at_once)
+    wanted = continued(model, texts(), 40, seed=0, batch_size=batch_size)
     journal, kills = Entries(2), 0
     while True:
         try:
-            found = continued(model, texts(), 40, seed=0, at_once=at_once, journal=journal)
+            found = continued(model, texts(), 40, seed=0, batch_size=batch_size, journal=journal)
             break
         except Killed:
             kills += 1
@@ -118,7 +118,7 @@ def test_windows_are_drawn_by_graphs(
     model.lm_head.weight.data *= 1000  # nothing else is ever drawn
     given = texts() % 128
     assert graph_decoding(model)
-    wanted = continued(model, given, 40, seed=0, at_once=3)
+    wanted = continued(model, given, 40, seed=0, batch_size=3)
     assert recorded == (["run", "record"] + ["replay"] * 33) * 2
     assert not model.decode_graphs.steps  # nor the caches that they are of
     with torch.no_grad():
@@ -127,9 +127,9 @@ def test_windows_are_drawn_by_graphs(
     assert (chosen > 0.95 * most).all()
     journal = Entries(2)
     with pytest.raises(Killed):
-        continued(model, given, 40, seed=0, at_once=3, journal=journal)
+        continued(model, given, 40, seed=0, batch_size=3, journal=journal)
     journal.most = 100
-    assert torch.equal(continued(model, given, 40, seed=0, at_once=3, journal=journal), wanted)
+    assert torch.equal(continued(model, given, 40, seed=0, batch_size=3, journal=journal), wanted)
     drawn = sum(entry["tokens"].numel() for entry in journal)
     assert drawn == 4 * (40 - given.shape[1])
 

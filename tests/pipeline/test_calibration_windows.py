@@ -241,11 +241,11 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
         many = continuation_memory(job, 1 << 40, 256, cpu, memory)
         room = CACHE_SHARE * HOST_SHARE * memory
         beside = many.bytes - many.weights
-        assert beside <= room < beside * (1 + 1 / many.at_once)
-        assert continuation_memory(job, 3, 256, cpu, memory).at_once == 3
-        again = continuation_memory(job, 2 * many.at_once + 1, 256, cpu, memory)
-        assert again.at_once == -(-(2 * many.at_once + 1) // 3)  # parts are of like size
-    assert continuation_memory(job, 8, 10**9, cpu, 1e6).at_once == 1
+        assert beside <= room < beside * (1 + 1 / many.batch_size)
+        assert continuation_memory(job, 3, 256, cpu, memory).batch_size == 3
+        again = continuation_memory(job, 2 * many.batch_size + 1, 256, cpu, memory)
+        assert again.batch_size == -(-(2 * many.batch_size + 1) // 3)  # parts are of like size
+    assert continuation_memory(job, 8, 10**9, cpu, 1e6).batch_size == 1
 
 
 def test_a_model_that_a_gpu_cannot_hold_is_rounded() -> None:

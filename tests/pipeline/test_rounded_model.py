@@ -43,6 +43,6 @@ def test_it_continues_windows_on_a_gpu(tmp_path: Path) -> None:
     source, expected = Checkpoint(DEMO), tmp_path / "rounded"
     quantize(source, recipes.load(ROUNDED_SCHEME), expected)
     models = load_rounded(source, torch.device("cuda")), load(expected, device="cuda")
-    beginnings = torch.arange(64).view(4, 16)
-    written = [continued(text_model(model), beginnings, 64, seed=0) for model in models]
+    prompts = torch.arange(64).view(4, 16)
+    written = [continued(text_model(model), prompts, 64, seed=0) for model in models]
     assert torch.equal(*written)

@@ -108,16 +108,16 @@ class ContinuationMemory:
 
     Attributes:
         pieces: of all windows, each of ``length`` tokens, of which the text gives ``given``.
-        at_once: pieces that are continued side by side.
+        batch_size: pieces that are continued side by side.
         parameters: of the model. weights: bytes.
-        cache: bytes of keys and values of the pieces at once. working: bytes beside them.
+        cache: bytes of keys and values of a batch. working: bytes beside them.
         rounded: the model's weights are those of :data:`ROUNDED_SCHEME`.
     """
 
     pieces: int
     length: int
     given: int
-    at_once: int
+    batch_size: int
     parameters: int
     weights: int
     cache: int
@@ -135,12 +135,12 @@ class ContinuationMemory:
 
     @property
     def steps(self) -> int:
-        """Forwards of one token more for each of the pieces at once."""
-        return -(-self.pieces // self.at_once) * (self.length - self.given)
+        """Forwards, each of one token more for all pieces of a batch."""
+        return -(-self.pieces // self.batch_size) * (self.length - self.given)
 
     @property
     def step_flops(self) -> float:
-        return 2.0 * self.parameters * self.at_once
+        return 2.0 * self.parameters * self.batch_size
 
     @property
     def step_cache(self) -> float:
@@ -195,16 +195,16 @@ def continuation_memory(
     usable = memory * (DEVICE_SHARE if device.type == "cuda" else HOST_SHARE)
     room = min(CACHE_SHARE * usable, usable - weights)
     parts = -(-pieces // max(1, int(room // (cached + beside))))
-    at_once = -(-pieces // parts)
+    batch_size = -(-pieces // parts)
     return ContinuationMemory(
         pieces=pieces,
         length=length,
         given=given,
-        at_once=at_once,
+        batch_size=batch_size,
         parameters=parameters,
         weights=weights,
-        cache=at_once * cached,
-        working=at_once * beside,
+        cache=batch_size * cached,
+        working=batch_size * beside,
         rounded=rounded is not None,
     )
 
