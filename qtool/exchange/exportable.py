@@ -115,15 +115,9 @@ def _formats(
     config: Mapping[str, Any],
     tensor_parallel: int,
 ) -> ByLinear:
-    """:func:`exported_formats`, without the formats that can."""
+    """:func:`exported_formats`; an error does not say which formats can."""
     model = family_of(config)
-    if model.derived and not target.any_architecture:
-        raise QtoolError(f"{target.name}: its loaders do not know {model.name} models")
-    if model.experts and model.experts.stacked and not target.splits_experts:
-        raise QtoolError(
-            f"{target.name}: its loaders were not seen to take {model.name}'s experts, which are "
-            "published as one stack, one by one"
-        )
+    _require_known(target, model)
     target.require_model(config)
     namespace = model.settings(config)
     formats: ByLinear = dict.fromkeys(model.other_linears)
@@ -148,18 +142,8 @@ def _formats(
                     f"{target.name} cannot gather a layer's input: quantize by a recipe without "
                     "reorder and gather-outliers"
                 )
-            n, k = shapes[f"{linear}.weight"]
-            rows, columns = ranks[linear]
-            if n % rows or k % columns:
-                raise QtoolError(
-                    f"{name}: a weight [{n}, {k}] cannot be split over {tensor_parallel} GPUs"
-                )
-            target.require(
-                name if tensor_parallel == 1 else f"{name} on one of {tensor_parallel} GPUs",
-                found,
-                n // rows,
-                k // columns,
-            )
+            shape, cuts = shapes[f"{linear}.weight"], ranks[linear]
+            _require_share(target, name, found, shape, cuts, tensor_parallel)
         routers = (router for readers in family.readers.values() for router in readers)
         beside = (*routers, *family.unquantized)
         formats |= dict.fromkeys((f"{family.blocks}.{block}.{name}" for name in beside), None)
@@ -168,6 +152,33 @@ def _formats(
         _require_experts(target, family, f"{family.blocks}.{block}.", formats)
     _require_uniform(target, formats)
     return formats
+
+
+def _require_known(target: ExportFormat, model: Family) -> None:
+    """Refuse models that the loaders of ``target`` do not know."""
+    if model.derived and not target.any_architecture:
+        raise QtoolError(f"{target.name}: its loaders do not know {model.name} models")
+    if model.experts and model.experts.stacked and not target.splits_experts:
+        raise QtoolError(
+            f"{target.name}: its loaders were not seen to take {model.name}'s experts, which are "
+            "published as one stack, one by one"
+        )
+
+
+def _require_share(
+    target: ExportFormat,
+    name: str,
+    found: LinearFormat,
+    shape: tuple[int, ...],
+    cuts: tuple[int, int],
+    gpus: int,
+) -> None:
+    """Refuse a weight of which ``target`` cannot hold what one GPU has: N and K are cut so."""
+    (n, k), (rows, columns) = shape, cuts
+    if n % rows or k % columns:
+        raise QtoolError(f"{name}: a weight [{n}, {k}] cannot be split over {gpus} GPUs")
+    where = name if gpus == 1 else f"{name} on one of {gpus} GPUs"
+    target.require(where, found, n // rows, k // columns)
 
 
 def _fused(family: Family) -> list[list[str]]:
