@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.data import corpora
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
-from qtool.eval.channel_range import role
+from qtool.eval.channel_range import channel_amax, role, worst
 from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.evaluate import TaskKeywords
+from qtool.eval.kv_error import kv_errors
+from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
 from qtool.io.integrity import read_record
 from qtool.io.run_record import read_run
@@ -25,6 +28,7 @@ from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, quality, recorded_errors
+from qtool.runtime.load import load, load_tokenizer
 from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
@@ -56,7 +60,7 @@ def report(
             raises.
         CheckFailed: a check failed; the page that says which is written.
     """
-    from qtool.report.page import render
+    from qtool.report.page import render  # matplotlib takes seconds to import
 
     config = Checkpoint(directory).config
     native_format(config)
@@ -182,10 +186,8 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
             weight = source.read(f"{name}.weight").float()
             rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
             block = next(int(part) for part in name.split(".") if part.isdigit())
-            worst = errors.setdefault(role(name), {})
-            worst[block] = max(
-                worst.get(block, 0.0), float((rounded - weight).norm() / weight.norm())
-            )
+            by_block, error = errors.setdefault(role(name), {}), (rounded - weight).norm()
+            by_block[block] = max(by_block.get(block, 0.0), float(error / weight.norm()))
     return LayerErrors("weight", "", errors) if errors else None
 
 
@@ -200,10 +202,6 @@ def _measured(
 
     They are measured on windows of the text that ships with qtool.
     """
-    from qtool.eval.channel_range import channel_amax, worst
-    from qtool.eval.kv_error import kv_errors
-    from qtool.runtime.load import load
-
     kv = config["quantization_config"].get("kv")
     if not base and not kv:
         return {}
@@ -219,10 +217,6 @@ def _measured(
 
 def _windows(directory: Path, config: dict[str, Any]) -> Tensor:
     """``[WINDOWS, tokens]`` ids of the demo's held-out text."""
-    from qtool.data import corpora
-    from qtool.eval.perplexity import cut_windows
-    from qtool.runtime.load import load_tokenizer
-
     ids = load_tokenizer(directory)(corpora.load("demo", split=corpora.TEST).text, verbose=False)[
         "input_ids"
     ]

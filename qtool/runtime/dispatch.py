@@ -2,8 +2,8 @@
 
 Without a kernel the scheme's reference runs, or torch's linear where activations have 16 bits.
 
-A kernel reads the stored bytes as they are: no repacking at load. :data:`KERNELS` is the table to
-add one to.
+A kernel reads the stored bytes as they are: no repacking at load. Its module is imported by its
+first call, which a CPU never makes. :data:`KERNELS` is the table to add one to.
 """
 
 from collections.abc import Callable, Mapping

@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qtool.errors import QtoolError, suggest
-from qtool.serving.vllm.engine import require_vllm
+from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,6 @@ log = logging.getLogger(__name__)
 SHORT, LONG = 64, 192
 #: seconds that repetitions of one measurement may take: long runs vary by less than a per cent
 PATIENCE = 5.0
-#: vLLM's name of the cache's dtype by ours
-CACHES = {"fp8": "fp8", "16": "auto"}
 PACK_QUANTIZED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -77,18 +77,15 @@ def bench_serve(
     batches: Sequence[int] = (1, 16, 64, 256, 512),
     input_tokens: int = 1024,
     output_tokens: int = 512,
-    cache: str = "fp8",
     memory: float | None = None,
     tensor_parallel: int = 1,
 ) -> Iterator[Served]:
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
-    Batches that do not fit in the cache are left out, and so is a baseline that does not start: a
-    warning says so.
+    Their KV caches are fp8; a checkpoint with a quantized cache keeps its own. Batches that do not
+    fit in the cache are left out, and so is a baseline that does not start: a warning says so.
 
     Args:
-        cache: dtype of the engines' KV caches, ``fp8`` or ``16``; a checkpoint with a quantized
-            cache keeps its own.
         memory: 10^9 bytes of each GPU that an engine may use; nearly all by default.
         tensor_parallel: GPUs that each engine splits its model over.
 
@@ -98,11 +95,9 @@ def bench_serve(
     for name in against:
         if name not in BASELINES:
             raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
-    if cache not in CACHES:
-        raise QtoolError(f"--cache {cache}: {suggest(cache, CACHES)}")
     require_vllm(directory, tensor_parallel)
     config = json.loads((directory / "config.json").read_text())
-    common = {"kv_cache_dtype": CACHES[cache], "tensor_parallel_size": tensor_parallel}
+    common = {"kv_cache_dtype": "fp8", "tensor_parallel_size": tensor_parallel}
     with tempfile.TemporaryDirectory() as folder:
         stored = config["quantization_config"]
         ours = f"qtool {stored['scheme']}"
@@ -177,10 +172,6 @@ def timed(llm: Any, input_tokens: int) -> Callable[[int, int], float]:
 
     Each sequence has a prompt of ``input_tokens`` random ids, another one at each call.
     """
-    import torch
-
-    from qtool.serving.vllm.engine import answers, greedy
-
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     random = torch.Generator().manual_seed(0)
 
@@ -211,10 +202,6 @@ def measure(
     memory: float | None = None,
 ) -> list[dict[str, Any]]:
     """In a process with vLLM: the figures of one engine at each batch size that fits."""
-    import torch
-
-    from qtool.serving.vllm.engine import engine
-
     length = input_tokens + max(LONG, output_tokens) + 1
     settings: dict[str, Any] = {
         "max_model_len": length,

@@ -13,11 +13,20 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from qtool.errors import QtoolError
 from qtool.eval.engine import Engine
 from qtool.models import Heads
 from qtool.models.architecture import context_length
+from qtool.serving.vllm.engine import (
+    EVALUATED,
+    FIXED_CACHE,
+    answers,
+    engine,
+    greedy,
+    prompt_scores,
+)
 
 #: prompt tokens a step, each with the float32 logits of the whole vocabulary
 STEP_TOKENS = 2048
@@ -61,10 +70,6 @@ class VllmModel(Engine):
     def __init__(
         self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
     ) -> None:
-        from transformers import AutoConfig
-
-        from qtool.serving.vllm.engine import EVALUATED, FIXED_CACHE, engine
-
         self.name, self.directory = engine_version(), directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
         self.vocabulary = text.vocab_size
@@ -87,8 +92,6 @@ class VllmModel(Engine):
         )
 
     def nll(self, windows: Tensor) -> list[float]:
-        from qtool.serving.vllm.engine import answers, greedy, prompt_scores
-
         found = answers(self.llm, windows.tolist(), greedy(1, prompt_scores=True))
         return [-math.fsum(prompt_scores(answer)) for answer in found]
 

@@ -28,6 +28,15 @@ from qtool.pipeline.verify import Verified
 from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
 from qtool.serving.replay import profiled, read_profiles, replays
+from qtool.serving.vllm.engine import (
+    EVALUATED,
+    FIXED_CACHE,
+    answers,
+    engine,
+    greedy,
+    prompt_scores,
+    require_vllm,
+)
 
 TOKENS = 8
 #: steps that are profiled after a prefill
@@ -74,16 +83,6 @@ def verify_in_vllm(
     Raises:
         QtoolError: if the checkpoint or vLLM cannot be loaded.
     """
-    from qtool.serving.vllm.engine import (
-        EVALUATED,
-        FIXED_CACHE,
-        answers,
-        engine,
-        greedy,
-        prompt_scores,
-        require_vllm,
-    )
-
     require_vllm(directory, tensor_parallel)
     checkpoint = Checkpoint(directory)
     native_format(checkpoint.config)

@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         options.append(given)
         return FakeLLM()
 
-    monkeypatch.setattr("qtool.serving.vllm.engine.engine", engine)
+    monkeypatch.setattr("qtool.serving.evaluate.engine", engine)
     return options
 
 
