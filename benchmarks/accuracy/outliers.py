@@ -35,6 +35,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,8 @@ class Massive:
 
     def put_in(self, token: int, massive: float, apart: float) -> None:
         """Change the new weights so that ``token`` at the start of a text has one."""
+        if not self.before[EMBEDDING][token].any():
+            sys.exit(f"outliers.py: token {token} has an embedding of zeros: choose another")
         usual = self.before[EMBEDDING].square().mean().sqrt()
         self.weights[EMBEDDING][token, self.channel] = apart * usual  # tells it from other tokens
         old, new = self.before[EMBEDDING][token], self.weights[EMBEDDING][token]

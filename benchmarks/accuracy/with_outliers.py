@@ -1,7 +1,8 @@
 """What outliers cost each scheme and recipe: the divergence of a model with them and without.
 
     python benchmarks/accuracy/with_outliers.py MODEL [--schemes all] [--recipes fast,paper,best]
-    [--first-token ID] [--texts 1] [--apart 16] [--massive 1000 --norm 100 ...] [--write]
+    [--first-token ID] [--texts 1] [--apart 16] [--massive 1000 --norm 100 ...] [--device cuda]
+    [--write]
 
 Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
 too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--texts", type=int, default=1, help="pairs of texts; all rows are means")
+    parser.add_argument("--device", default="cpu", help="quantizes")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
     source = resolve(arguments.model)
@@ -76,7 +78,11 @@ def main() -> None:
         for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
             for recipe in arguments.recipes.split(","):
                 kls = [
-                    [quantized(m, scheme, recipe, *text, base) for text in texts] for m in models
+                    [
+                        quantized(model, scheme, recipe, *text, base, arguments.device)
+                        for text in texts
+                    ]
+                    for model in models
                 ]
                 rows.append([f"`{scheme}`", recipe, *(f"{fmean(kl):.5f}" for kl in kls)])
                 rows[-1].append(change(*kls))
@@ -111,6 +117,7 @@ def quantized(
     calibration: Tensor,
     windows: Tensor,
     base: PreTrainedModel,
+    device: str,
 ) -> float:
     """The divergence of ``model`` quantized from ``base``."""
     with tempfile.TemporaryDirectory() as work:
@@ -122,6 +129,7 @@ def quantized(
             samples=len(calibration),
             seqlen=calibration.shape[1],
             windows="given",  # the model wrote them already
+            device=device,
             out=Path(work, "out"),
         )
         return divergence(qtool.load(done, dtype=torch.float32), base, windows)
