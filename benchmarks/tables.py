@@ -335,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "agreement-kv",
             "kv",
             "outliers",
+            "outliers-demo",
             "peers",
             "peers-c4",
             "peers-dense",

@@ -88,7 +88,8 @@ def main() -> None:
                 rows[-1].append(change(*kls))
                 print(f"| {' | '.join(rows[-1])} |", flush=True)
                 if arguments.write:
-                    store(arguments.write, {"head": HEAD, "rows": rows})
+                    found = {"head": HEAD, "rows": rows}
+                    store(arguments.write, found, device=arguments.device)
 
 
 def change(without: list[float], those: list[float]) -> str:

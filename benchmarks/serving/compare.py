@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from qtool.bench.stored import store
+from qtool.bench.stored import machine, store
 
 #: standard errors that a difference exceeds by chance in 1 % of cases
 CHANCE = 2.6
@@ -88,6 +88,12 @@ def accuracies(folder: Path) -> list[list[str]]:
     return rows
 
 
+def engines(folder: Path) -> list[str]:
+    """What evaluated beside our runtime, with versions."""
+    files = folder.glob("*-vllm*.json")
+    return sorted({result(file)["engine"] for file in files if file.read_text()})
+
+
 def row(by: str, questions: int, value: float, error: float) -> list[str]:
     """One of :func:`accuracies`."""
     return [by, str(questions), f"{value:.3f} ± {error:.3f}"]
@@ -100,7 +106,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--command", help="by default this one")
-    parser.add_argument("--machine", help="by default this one")
+    parser.add_argument("--machine", help="by default this one and the version of vLLM")
     arguments = parser.parse_args()
     files = sorted(arguments.folder.glob("*-ours.json"))
     if not files:
@@ -110,9 +116,10 @@ def main() -> None:
         head = HEAD
     else:
         rows, wrong, head = accuracies(arguments.folder), 0, TASKS_HEAD
-    found: dict[str, Any] = {"head": list(head), "rows": rows}
+    here = machine("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, Any] = {"machine": ", ".join([here, *engines(arguments.folder)])}
     found |= {key: text for key in ("command", "machine") if (text := getattr(arguments, key))}
-    store(arguments.file, found, device="cuda" if torch.cuda.is_available() else "cpu")
+    store(arguments.file, found | {"head": list(head), "rows": rows})
     print("RESULT", wrong, "wrong")
     sys.exit(wrong > 0)
 
