@@ -20,6 +20,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.plan import Plan, plan
+from qtool.pipeline.planning.plan_text import as_dict as planned_facts
 from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_dtype
 from qtool.progress import Progress
@@ -81,6 +82,7 @@ class Measured:
             "ceilings": asdict(self.ceilings),
             "floors": self.floors,
             "reserved_device_bytes": self.reserved,
+            "planned": planned_facts(self.planned),
         }
 
 

@@ -14,7 +14,7 @@ from qtool.exchange.exportable import exported_formats
 from qtool.exchange.import_ import import_checkpoint
 from qtool.io.adapter import Adapter
 from qtool.io.output import require_new
-from qtool.io.source import DEMO, Checkpoint, directory_of
+from qtool.io.source import DEMO, Checkpoint, directory_of, provenance
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.quantize import job_of, quantize, require_apart
@@ -113,12 +113,17 @@ def repack(
 
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
-    """``MODEL-SCHEME`` beside a local model, in the working directory for the demo or a hub id."""
+    """``MODEL-SCHEME`` beside a local model; in the working directory for the demo and the hub's.
+
+    A hub model is named by its id, or by its directory in the hub's cache.
+    """
     local = expand_home(model)
-    if model != "demo" and local.is_dir():
-        named = Path(abspath(local))  # a link is named, not what it leads to
-        return named.with_name(f"{named.name}-{scheme}")
-    return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
+    if model == "demo" or not local.is_dir():
+        return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
+    named = Path(abspath(local))  # a link is named, not what it leads to
+    facts = provenance(named)
+    name = f"{facts['directory']}-{scheme}"
+    return Path(name) if "hub id" in facts else named.with_name(name)
 
 
 def default_text(directory: Path) -> str:

@@ -399,7 +399,9 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     }
     inner = sum(seconds for name, seconds in phases.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
-    assert "of floor" in measured.table() and json.dumps(measured.as_dict())
+    assert "of floor" in measured.table()
+    found = json.loads(json.dumps(measured.as_dict()))
+    assert found["planned"]["peak_host_bytes"] == measured.planned.host_bytes
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
     assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not out.exists()
     bench_quantize(
