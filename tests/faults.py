@@ -655,8 +655,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            ".pow_(2 / POWER - 1)",
-            ".pow_(2 / POWER)",
+            ".pow(power / POWER - 1)",
+            ".pow(power / POWER)",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (

@@ -6,12 +6,14 @@
 
 Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
 too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
-(its ``bos`` by default) and have it nowhere else. Prints a Markdown table and, with --write, keeps
-it in benchmarks/results/outliers.json after every row.
+(its ``bos`` by default) and have it nowhere else. Each pair of texts starts from a rotation of its
+own: what is learned from weights alone would be the same for all of them. Prints a Markdown table
+and, with --write, keeps it in benchmarks/results/outliers.json after every row.
 """
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -23,8 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import qtool
+from qtool import recipes
 from qtool.bench.stored import store
 from qtool.io.source import resolve
+from qtool.recipes import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results" / "outliers.json"
 KINDS = {"norm": 100, "value": 100, "product": 1000, "key": 10, "massive": 1000}
@@ -49,7 +53,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="quantizes")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
-    source = resolve(arguments.model)
+    source, device = resolve(arguments.model), arguments.device
     base = qtool.load(source, dtype=torch.float32)
     first = arguments.first_token
     if first is None:
@@ -79,8 +83,8 @@ def main() -> None:
             for recipe in arguments.recipes.split(","):
                 kls = [
                     [
-                        quantized(model, scheme, recipe, *text, base, arguments.device)
-                        for text in texts
+                        quantized(model, scheme, turned(scheme, recipe, i), *text, base, device)
+                        for i, text in enumerate(texts)
                     ]
                     for model in models
                 ]
@@ -89,7 +93,7 @@ def main() -> None:
                 print(f"| {' | '.join(rows[-1])} |", flush=True)
                 if arguments.write:
                     found = {"head": HEAD, "rows": rows}
-                    store(arguments.write, found, device=arguments.device)
+                    store(arguments.write, found, device=device)
 
 
 def change(without: list[float], those: list[float]) -> str:
@@ -111,10 +115,20 @@ def made(source: Path, out: Path, first: int, factors: dict[str, float]) -> Path
     return out
 
 
+def turned(scheme: str, variant: str, seed: int) -> Recipe:
+    """A built-in recipe whose rotation starts from this seed."""
+    found = recipes.load(scheme, variant)
+    steps = (
+        replace(step, options=step.options | {"seed": seed}) if step.name == "rotate" else step
+        for step in found.transforms
+    )
+    return replace(found, transforms=tuple(steps))
+
+
 def quantized(
     model: Path,
     scheme: str,
-    recipe: str,
+    recipe: Recipe,
     calibration: Tensor,
     windows: Tensor,
     base: PreTrainedModel,

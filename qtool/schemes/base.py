@@ -105,6 +105,11 @@ class Scheme(ABC):
         return self.activation.bits <= self.code_bits
 
     @property
+    def has_zero_points(self) -> bool:
+        """Whether a group's lowest and highest value move apart from each other."""
+        return type(self).clip_bounds is not Scheme.clip_bounds
+
+    @property
     def code_dtype(self) -> torch.dtype:
         """dtype that holds one code a byte."""
         return torch.int8 if self.signed else torch.uint8

@@ -8,12 +8,14 @@ scaled to a mean square of 1,
 
     minimize    mean over groups g of    (mean_g |w Q|^p)^(2/p)        p = 16
 
-where the p-norm stands for the maximum. To it comes the same of the inputs of these weights where
-they have no more bits than the weights. Where they have more, the axes stand for them with the
-weight 0.3: an outlier of the activations is a channel of the residual stream, and has to stay
-spread. With G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the
-manifold. Adam turns it into a step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I -
-Y/2)``. With A = Y/2 skew-symmetric that is ``2 Q (I + A^T A)^-1 (I - A) - Q``: no pivots.
+where the p-norm stands for the maximum. Where a group has a zero point, its step follows from its
+range: half the sum of that norm of what is positive and of what is negative takes its place. To it
+comes the same of the inputs of these weights where they have no more bits than the weights. Where
+they have more, the axes stand for them with the weight 0.3: an outlier of the activations is a
+channel of the residual stream, and has to stay spread. With G the gradient in Q, the skew-symmetric
+``S = Q^T G - G^T Q`` is the direction on the manifold. Adam turns it into a step Y, and Cayley's
+transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``. With A = Y/2 skew-symmetric that is ``2 Q (I
++ A^T A)^-1 (I - A) - Q``: no pivots.
 
 A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
 that: rows of random numbers are served as well as those of a model.
@@ -83,12 +85,16 @@ def learn(
     group: int,
     steps: int,
     inputs: Sequence[Tensor] = (),
+    *,
+    ranges: bool = False,
+    input_ranges: bool = False,
 ) -> Tensor:
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
     Args:
         rows: each ``[M, K]``. group: channels of a group. steps: of Adam.
         inputs: likewise; none: the axes.
+        ranges: the groups of rows have zero points. input_ranges: those of inputs.
     """
     q = start.float().to(rows[0].device)
     matrices, order = q.shape[:2]
@@ -100,8 +106,9 @@ def learn(
     mean, squares = torch.zeros_like(q), torch.zeros_like(q)
     for step in range(steps):
         with tensor_cores():
-            found = gradient(_of_step(rows, order, step), q, group)
-            found.add_(gradient(_of_step(beside, order, step), q, size), alpha=weight)
+            found = gradient(_of_step(rows, order, step), q, group, ranges)
+            of_inputs = gradient(_of_step(beside, order, step), q, size, input_ranges)
+            found.add_(of_inputs, alpha=weight)
             ahead = q.mT @ found
         skew = ahead - ahead.mT
         mean.lerp_(skew, 1 - MOMENTUM)
@@ -136,25 +143,43 @@ def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
     return (4 * BATCH * (columns or order) + 100 * matrices * order) * float(order) ** 2
 
 
-def gradient(rows: Tensor, q: Tensor, group: int) -> Tensor:
-    """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q."""
+def gradient(rows: Tensor, q: Tensor, group: int, ranges: bool = False) -> Tensor:
+    """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q.
+
+    ``ranges``: the groups have zero points.
+    """
     found = torch.zeros_like(q)
     for some in rows.split(max(1, STEP_NUMBERS // rows.shape[1])):
         parts = len(some), len(q), -1, q.shape[-1]
         own = some.to(q).view(parts).transpose(0, 1).flatten(1, 2)  # [h, m K / (h n), n]
         turned = (own @ q).unflatten(1, (len(some), -1)).transpose(0, 1)
         turned = turned.reshape(len(some), -1, group)
-        top = turned.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
-        share = turned.div_(top)
-        power = share.square()
-        for _ in range(SQUARINGS):
-            share *= power  # its powers 3, 7, 15
-            power.square_()
-        norm = power.mean(-1, keepdim=True).clamp_(min=1 / group).pow_(2 / POWER - 1)  # 0 of zeros
-        share *= norm * top
+        if ranges:
+            share, below = turned.clamp(min=0), turned.clamp_(max=0)
+            size = _to_gradient(share, 1) + _to_gradient(below, 1)
+            share.add_(below).mul_(size / 4)
+        else:
+            share = turned
+            _to_gradient(share, 2)
         ahead = share.view(parts).transpose(0, 1).flatten(1, 2)
         found.baddbmm_(own.mT, ahead, alpha=2 / rows.numel())
     return found
+
+
+def _to_gradient(x: Tensor, power: int) -> Tensor:
+    """The p-norm ``[..., 1]`` of each group of ``x [..., group]``, a mean under its root.
+
+    ``x`` becomes the gradient of the norm's ``power`` over that power, times the group's size.
+    """
+    top = x.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
+    share = x.div_(top)
+    powers = share.square()
+    for _ in range(SQUARINGS):
+        share *= powers  # its powers 3, 7, 15
+        powers.square_()
+    mean = powers.mean(-1, keepdim=True).clamp_(min=1 / x.shape[-1])  # 0 of zeros
+    share *= mean.pow(power / POWER - 1) * top ** (power - 1)
+    return mean.pow_(1 / POWER) * top
 
 
 def unit_rows(x: Tensor) -> Tensor:

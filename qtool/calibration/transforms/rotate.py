@@ -103,7 +103,7 @@ class Rotate(Transform):
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
         rows: list[Tensor] = []
         inputs: list[Tensor] = []
-        groups = 1
+        groups, ranges = 1, True
         for block in blocks:
             readers = {
                 name: group.source
@@ -116,6 +116,7 @@ class Rotate(Transform):
             every = -(-size * block.config.num_hidden_layers // LARGEST) or 1
             for name, weight in weights.items():
                 groups = max(groups, block.schemes[name].groups(weight).shape[1])
+                ranges &= block.schemes[name].has_zero_points
                 rows.append(unit_rows(weight[block.index % every :: every]))
             coarse = [name for name in readers if block.schemes[name].coarse_inputs]
             for batch in batches:
@@ -126,7 +127,8 @@ class Rotate(Transform):
             return {}
         hidden = rows[0].shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(rows, start[None], hidden // groups, self.learn_steps, inputs)
+        group = hidden // groups
+        found = learn(rows, start[None], group, self.learn_steps, inputs, ranges=ranges)
         return {"rotation": found[0].cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:

@@ -60,8 +60,17 @@ class ValueBasis(Transform):
         group = weight.shape[1] // scheme.groups(weight).shape[1] if scheme else heads.dim
         start = torch.eye(heads.dim, dtype=torch.float64).expand(heads.kv, -1, -1)
         unit = values / values.square().mean().sqrt().clamp_min(1e-20)
-        size = gcd(group, heads.dim)
-        found = OfHeads(learn([unit_rows(weight)], start, size, self.steps, [unit.half()]))
+        found = OfHeads(
+            learn(
+                [unit_rows(weight)],
+                start,
+                gcd(group, heads.dim),
+                self.steps,
+                [unit.half()],
+                ranges=scheme is not None and scheme.has_zero_points,
+                input_ranges=True,
+            )
+        )
         rotate_outputs(block, block.attention.v, found)
         rotate_inputs(block, name, found)
         by_head = values.unflatten(1, (heads.kv, -1))

@@ -58,7 +58,8 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
             inputs += unit_inputs(block, batch, [name], -(-TOKENS // len(few)))
     start = fixed(torch.eye(heads.dim, dtype=torch.float64)).expand(heads.kv, -1, -1)
     group = rows.shape[1] // scheme.groups(rows).shape[1]
-    return OfHeads(learn([rows], start, group, steps, inputs))
+    found = learn([rows], start, group, steps, inputs, ranges=scheme.has_zero_points)
+    return OfHeads(found)
 
 
 def balance(block: Block) -> None:

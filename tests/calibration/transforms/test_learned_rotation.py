@@ -52,6 +52,15 @@ def test_the_gradient_is_that_of_the_norm() -> None:
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
 
 
+def test_the_gradient_of_ranges_is_that_of_half_of_both_norms() -> None:
+    x, q = rows(20).double(), start().requires_grad_()
+    turned = (x @ q[0]).unflatten(-1, (-1, GROUP))
+    norms = [part.pow(POWER).mean(-1).pow(1 / POWER) for part in (turned.relu(), (-turned).relu())]
+    ((norms[0] + norms[1]) / 2).square().mean().backward()
+    assert q.grad is not None
+    torch.testing.assert_close(gradient(x, q.detach(), GROUP, True), q.grad)
+
+
 def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
     """Of four parts of the columns, two for each matrix, in groups across them."""
     x, q = rows(20).double(), torch.randn(2, H // 4, H // 4).double().requires_grad_()
@@ -67,6 +76,18 @@ def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
     torch.testing.assert_close(q[0] @ q[0].T, torch.eye(H, dtype=torch.float64))
     assert maxima(x, q) < 0.75 * maxima(x, start())
     assert torch.equal(q, learn([x], start(), GROUP, 60))
+
+
+def test_groups_with_zero_points_lower_their_ranges() -> None:
+    """Below what they come to where the largest values count."""
+
+    def ranges(q: Tensor) -> float:
+        turned = (x @ q[0].float()).unflatten(-1, (-1, GROUP))
+        return float((turned.amax(-1) - turned.amin(-1)).square().mean())
+
+    x = rows(600)
+    learned = [ranges(learn([x], start(), GROUP, 60, ranges=some)) for some in (True, False)]
+    assert learned[0] < 0.97 * learned[1] < 0.9 * ranges(start())
 
 
 def test_channels_of_the_residual_stream_stay_spread() -> None:
@@ -123,9 +144,9 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
     recipe, found = recipes.parse(given | {"rounding": "gptq"}, "test"), []
 
-    def spy(*arguments: Any) -> Tensor:
+    def spy(*arguments: Any, **options: Any) -> Tensor:
         found.append(arguments)
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(rotate, "learn", spy)
     monkeypatch.setattr(rotate, "TOKENS", 12)
@@ -183,9 +204,9 @@ def test_large_models_learn_from_some_rows(
     """Every n-th of each weight, so that all together have about as many bytes as they may."""
     source, found = make_model("llama"), list[Any]()
 
-    def spy(*arguments: Any) -> Tensor:
+    def spy(*arguments: Any, **options: Any) -> Tensor:
         found.append(arguments[0])
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(rotate, "learn", spy)
     quantized(source, tmp_path / "all", 1)

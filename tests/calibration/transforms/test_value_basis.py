@@ -39,9 +39,9 @@ def test_it_is_learned_from_values_as_the_cache_gets_them(llama, blocks, monkeyp
     bias = None if bias is None else bias.clone()
     v.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
 
-    def spy(*arguments):
+    def spy(*arguments, **options):
         given.append(arguments)
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(value_basis, "learn", spy)
     ValueBasis(steps=1).apply(block, batches)

@@ -62,9 +62,9 @@ def test_inputs_of_no_more_bits_are_among_the_rows(
     block, batches = blocks(llama, get(scheme, size))[0]
     found = []
 
-    def spy(*arguments):
+    def spy(*arguments, **options):
         found.append(arguments)
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(value_heads, "learn", spy)
     value_heads.rotation_of(block, batches, 1)
@@ -87,9 +87,9 @@ def test_as_many_inputs_are_taken_of_any_number_of_batches(llama, blocks, monkey
     block, batches = blocks(llama, get("w4a4", GROUP))[0]
     counts, whole = [], batches[0].shape[0]
 
-    def spy(*arguments):
+    def spy(*arguments, **options):
         counts.append(sum(map(len, arguments[-1])))
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(value_heads, "learn", spy)
     monkeypatch.setattr(value_heads, "TOKENS", 8)
