@@ -162,7 +162,7 @@ def quantize(
 
     settings = QuantizeOptions.of({**options, "kv": kv})
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
-    require_device(device)
+    device = str(require_device(device))
     common: dict[str, Any] = {
         "text": calibration,
         "export_format": export_format,
@@ -286,7 +286,7 @@ def sensitivity(
     from qtool.pipeline.sensitivity import write_recipe
     from qtool.runtime.device import require_device
 
-    require_device(device)
+    device = str(require_device(device))
     with ranks.process_group(device) as own:
         return write_recipe(
             directory_of(model),

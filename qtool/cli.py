@@ -38,6 +38,8 @@ from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError
 from qtool.table import render
 
+#: the exit code where the reader of a pipe has gone, as shells report it
+CLOSED_PIPE = 141
 #: what can be done after Ctrl-C, by command
 INTERRUPTED = {
     "quantize": "; finished shards are kept: the same command with --resume continues",
@@ -90,6 +92,8 @@ def main() -> None:
         if watch.fail():
             error.show()
         watch.leave(2)
+    except SystemExit:  # click's answer to a closed pipe
+        watch.leave(CLOSED_PIPE)
     except (click.Abort, KeyboardInterrupt):
         if watch.fail():
             command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")

@@ -13,7 +13,7 @@ loaded once, the first time that anything is looked up by name, so that what lis
 
 from collections.abc import Iterable, MutableMapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from qtool.errors import QtoolError, require_text, suggest
@@ -22,6 +22,7 @@ GROUP = "qtool.plugins"
 T = TypeVar("T")
 
 _loaded = False
+_called: set[EntryPoint] = set()
 
 
 def load() -> None:
@@ -35,14 +36,24 @@ def load() -> None:
         return
     _loaded = True  # before the first call: what it registers may look names up
     for entry in entry_points(group=GROUP):
+        if entry in _called:
+            continue
+        _called.add(entry)
         try:
             entry.load()()
         except Exception as error:  # another package's code
             _loaded = False
+            _called.remove(entry)
             raise QtoolError(
                 f"the plugin {entry.name!r} ({entry.value}) cannot be loaded:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that have plugins, by name."""
+    packages = (entry.dist for entry in entry_points(group=GROUP))
+    return {package.name: package.version for package in packages if package}
 
 
 def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
@@ -58,16 +69,35 @@ def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
 
 
 def add(table: MutableMapping[str, T], name: str, entry: T, kind: str) -> None:
-    """Put ``entry`` into ``table``; adding the same one again changes nothing.
+    """Put ``entry`` into ``table``, where what the same lines made before gives way to it.
+
+    Raises:
+        QtoolError: as :func:`require_free`.
+    """
+    require_free(table, name, entry, kind)
+    table[name] = entry
+
+
+def require_free(table: MutableMapping[str, T], name: str, entry: T, kind: str) -> None:
+    """Check that ``table`` can have ``entry`` as ``name``.
 
     Raises:
         QtoolError: the name is taken by another entry, or is no text.
     """
     if not isinstance(name, str) or not name:
         raise QtoolError(f"a {kind} to register has the name {name!r}; a text is expected")
-    if name in table and table[name] != entry:
+    if name in table and not _same(table[name], entry):
         raise QtoolError(f"the {kind} {name!r} is registered already; choose another name")
-    table[name] = entry
+
+
+def _same(there: Any, entry: Any) -> bool:
+    """Whether two entries were made by the same lines, run twice.
+
+    Those are a class of one module and name, or two objects of one type and content.
+    """
+    if isinstance(there, type) and isinstance(entry, type):
+        return (there.__module__, there.__qualname__) == (entry.__module__, entry.__qualname__)
+    return bool(there == entry) or (type(there) is type(entry) and vars(there) == vars(entry))
 
 
 def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:

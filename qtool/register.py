@@ -47,6 +47,7 @@ def register_scheme(
             f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
             " 4-bit and 8-bit ones: register a layout too, and pass a recipe that names it"
         )
+    plugins.require_free(SCHEMES, scheme.name, scheme, "scheme")
     register_recipe(scheme.name, _plain_recipe(scheme) if recipe is None else recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")
 
@@ -70,12 +71,18 @@ def register_layout(layout: "Layout") -> None:
     """Let recipes and ``--layout`` name ``layout``.
 
     Raises:
-        QtoolError: it is no layout or lacks an attribute, or the name is taken.
+        QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, or the name is
+            taken.
     """
+    from qtool.format import CODES
     from qtool.layouts import LAYOUTS, Layout
 
     _require_instance(layout, Layout)
-    plugins.require_attributes(layout, type(layout).__name__, ("name", "bits", "tile"))
+    plugins.require_attributes(layout, type(layout).__name__, ("name", "bits", "tile", "tensors"))
+    if CODES not in layout.tensors:
+        raise QtoolError(
+            f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
+        )
     plugins.add(LAYOUTS, layout.name, layout, "layout")
 
 

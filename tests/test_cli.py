@@ -309,3 +309,12 @@ def test_a_table_on_a_terminal_has_its_width_and_colour_unless_refused(
     monkeypatch.setenv("NO_COLOR", "1")
     plain = re.sub(r"\x1b\[[01]m", "", render(("name", "kind", "bits"), ROWS))  # bold is no colour
     assert "\x1b" not in plain and max(map(len, plain.splitlines())) <= 60
+
+
+def test_a_closed_pipe_is_no_failed_check() -> None:
+    """Its code is that of a process that SIGPIPE ended."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "qtool", "schemes"]
+    assert subprocess.run(command, stdout=write).returncode == 141
+    os.close(write)

@@ -23,6 +23,7 @@ from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export_formats import EXPORT_FORMATS
+from qtool.format import LinearFormat
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.base import require_tile
 from qtool.models import FAMILIES, family_of
@@ -46,6 +47,7 @@ def tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     before, families = [dict(table) for table in tables], list(FAMILIES)
     monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "_called", set())
     yield
     for table, entries in zip(tables, before, strict=True):
         table.clear()
@@ -123,6 +125,7 @@ def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
     with pytest.raises(QtoolError, match=r"w4a16 in layout row-major.* it has no kernel"):
         require_servable(out, 1, (9, 0))
     monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "_called", set())
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
     require_servable(out, 1, (9, 0))
     with pytest.raises(QtoolError, match=r"formats that can: .*gptq-of-mine"):
@@ -271,7 +274,7 @@ def test_names_that_are_taken_are_refused() -> None:
     with pytest.raises(QtoolError, match="'row-major' is registered already"):
         qtool.register_layout(DigitLayout(name="row-major", n="n", k="k", order="n, k"))
     with pytest.raises(QtoolError, match="Llama covers model_type 'llama' already"):
-        qtool.register_family(type(FAMILIES[0])(**vars(FAMILIES[0])))
+        qtool.register_family(dataclasses.replace(FAMILIES[0], name="Mine"))
     three = type("Three", (SmoothQuant,), {"name": "three", "code_bits": 3})
     with pytest.raises(QtoolError, match="3-bit codes, the row-major layouts hold"):
         qtool.register_scheme(three)
@@ -413,3 +416,110 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
         qtool.register_kernel("w8a9", "row-major-8", W8A8)
     with pytest.raises(QtoolError, match="unknown layout 'column-majr-8': did you mean column-maj"):
         qtool.register_kernel("w8a8", "column-majr-8", W8A8)
+
+
+def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:
+    """As a cell of a notebook does, or ``register()`` by hand beside the entry point."""
+
+    def run() -> None:
+        class Mine(SmoothQuant):
+            name = "mine"
+
+        qtool.register_scheme(Mine)
+        qtool.register_layout(DigitLayout(name="rows-of-mine", n="n", k="k", order="n, k"))
+        qtool.register_family(dataclasses.replace(FAMILIES[0], name="Mine", model_types=("mine",)))
+
+    run()
+    first = SCHEMES["mine"]
+    run()
+    assert SCHEMES["mine"] is not first and family_of("mine").name == "Mine"
+
+
+def test_after_a_plugin_failed_the_others_are_not_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Entry:
+        def __init__(self, name: str) -> None:
+            self.name = self.value = name
+
+        def load(self) -> Callable[[], None]:
+            return self.register
+
+        def register(self) -> None:
+            calls.append(self.name)
+            if calls.count("bad") == 1 and self.name == "bad":
+                raise ValueError("not yet")
+
+    entries = [Entry("good"), Entry("bad")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    with pytest.raises(QtoolError, match=r"'bad' .*ValueError: not yet"):
+        plugins.load()
+    plugins.load()
+    assert calls == ["good", "bad", "bad"]
+
+
+def test_plugins_are_there_before_a_model_is_made(
+    monkeypatch: pytest.MonkeyPatch, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """One may hold its class, and one that is imported while it is made on meta is on meta too."""
+    found: list[torch.device] = []
+
+    class Entry:
+        name = value = "constants"
+
+        def load(self) -> Callable[[], None]:
+            return lambda: found.append(torch.zeros(1).device)
+
+    native = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out").directory
+    monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    qtool.load(native)
+    assert found == [torch.device("cpu")]
+
+
+def test_a_layout_without_codes_or_with_other_tensors_than_it_packs() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Planes(DigitLayout):
+        tensors = ("planes",)
+
+    with pytest.raises(QtoolError, match="layout 'planes' has no tensor qweight"):
+        qtool.register_layout(Planes(name="planes", n="n", k="k", order="n, k"))
+
+    @dataclasses.dataclass(frozen=True)
+    class More(DigitLayout):
+        tensors = ("qweight", "more")
+
+    qtool.register_layout(More(name="more", n="n", k="k", order="n, k"))
+    with pytest.raises(QtoolError, match="it packs qweight, its tensors are qweight, more"):
+        LinearFormat("w4a16", 128, "more").tensors(128, 128)
+
+
+def test_a_parameter_cannot_be_called_as_what_a_linear_stores() -> None:
+    class Shifted(Marlin):
+        name = "shifted"
+
+        def fit_range(self, *given: Any, **clips: Any) -> Any:
+            found = super().fit_range(*given, **clips)
+            return found | {"bias": found["scale"]}
+
+    qtool.register_scheme(Shifted)
+    with pytest.raises(QtoolError, match="shifted: no parameter can be called bias"):
+        LinearFormat("shifted", 128, "row-major").tensors(128, 128)
+
+
+def test_bytes_of_a_layout_whose_tile_does_not_divide_256() -> None:
+    qtool.register_layout(DigitLayout(name="wide", n="nt a:96", k="k", order="nt a, k"))
+    found = LinearFormat("w4a16", 128, "wide")
+    stored = found.tensors(768, 256).values()
+    assert found.nbytes(768, 256) == sum(tensor.nbytes for tensor in stored)
+
+
+def test_a_resumed_run_asks_for_the_same_plugins(
+    installed: None, make_model: MakeModel, tmp_path: Path
+) -> None:
+    out = qtool.quantize(make_model(), "w4a16-pow2", out=tmp_path / "out").directory
+    assert plugins.versions()["own-scheme"] == "0.1.0"
+    record = json.loads((tmp_path / "out.run.json").read_text())
+    assert out.is_dir() and record

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qtool.data import corpora
 from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
-from qtool.errors import QtoolError, require_count
+from qtool.errors import QtoolError, expand_home, require_count
 
 CalibrationMix: TypeAlias = (
     "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
@@ -55,11 +55,12 @@ def parse_mix(
     """
     found = _split(given)
     data = [parse(one, data_dir=data_dir) for one, _ in found]
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for one in data:
-        if (content := one.sha256 or one.name) in seen:
-            raise QtoolError(f"calibration data: {one.name} is a part of the mix twice")
-        seen.add(content)
+        if (before := seen.get(content := one.sha256 or one.name)) is not None:
+            same = "" if before == one.name else f": {before} is the same text"
+            raise QtoolError(f"calibration data: {one.name} is a part of the mix twice{same}")
+        seen[content] = one.name
     return tuple(map(Part, data, _shares(found, samples)))
 
 
@@ -131,7 +132,7 @@ def _names(text: str) -> _Numbered:
 
 
 def _is_one(name: str) -> bool:
-    return name in corpora.SOURCES or os.path.isfile(name)
+    return name in corpora.SOURCES or os.path.isfile(expand_home(name))
 
 
 def _shares(parts: _Numbered, samples: int | None) -> list[int]:

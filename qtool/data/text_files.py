@@ -60,10 +60,12 @@ def require(path: Path) -> None:
     """Refuse a path that is no file.
 
     Raises:
-        QtoolError: it is missing or a directory.
+        QtoolError: it is missing, a directory, a pipe or a device.
     """
     if path.is_dir():
         raise QtoolError(f"{path} is a directory, expected a text, .jsonl or .parquet file")
+    if path.exists() and not path.is_file():
+        raise QtoolError(f"{path} is a pipe or a device, expected a text, .jsonl or .parquet file")
     if not path.is_file():
         raise QtoolError(f"{path} does not exist, expected a text, .jsonl or .parquet file")
 

@@ -83,7 +83,7 @@ def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "Configur
         return _as_published(name, path, rows, index())
     for number, row in enumerate(rows, 1):
         _check(row, rows[0], form, f"{path} line {number}")
-        if name in ENDS_WITH_ANSWER:
+        if name in ENDS_WITH_ANSWER and "query" in row:
             row["query"] = row["query"].removesuffix("\n") + "\nAnswer:"
         if form["output_type"] == "loglikelihood":
             # lm-eval adds no delimiter to this kind

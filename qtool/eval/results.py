@@ -91,7 +91,7 @@ class Results:
         raise KeyError(task)
 
     def to_json(self) -> str:
-        """Strict JSON: an infinite perplexity becomes null (its nll stays)."""
+        """Strict JSON: what is infinite of a perplexity becomes null."""
         return json.dumps(json_safe(asdict(self)), indent=1, allow_nan=False)
 
 
@@ -104,12 +104,26 @@ def from_json(text: str) -> Results:
     try:
         tasks = json.loads(text)["tasks"]
         return Results(
-            [TaskResult(**{**task, "metrics": _metrics(task["metrics"])}) for task in tasks]
+            [
+                TaskResult(
+                    **task
+                    | {"metrics": _metrics(task["metrics"]), "details": _details(task["details"])}
+                )
+                for task in tasks
+            ]
         )
     except (ValueError, KeyError, TypeError) as error:
         raise QtoolError(
             f"not the JSON of an evaluation: {type(error).__name__}: {error}"
         ) from None
+
+
+def _details(found: dict[str, Any]) -> dict[str, Any]:
+    """With what was infinite: a log-likelihood, or a window's."""
+    if "nll" not in found:
+        return found
+    nll = [math.inf if value is None else value for value in (found["nll"], *found["window_nll"])]
+    return found | {"nll": nll[0], "window_nll": nll[1:]}
 
 
 def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qtool.errors import NoSpace, QtoolError
 from qtool.exchange.export_format import as_dtype
 from qtool.io.finite import require_finite
-from qtool.io.integrity import read_record, recorded_hashes, require_file_intact
+from qtool.io.integrity import hashes_to_check, read_record, require_file_intact
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import write_json
@@ -94,7 +94,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
             left behind.
     """
     shards = list(shards_of(work).items())
-    recorded = recorded_hashes(work.source.directory)
+    recorded = hashes_to_check(work.source.directory)
     output = Output(out, work.identity, len(shards), resume=True)
     if not output.finished:
         with closing(output):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import qtool
-from qtool.errors import QtoolError, checking, require_count
+from qtool.errors import CheckFailed, QtoolError, checking, require_count
 from qtool.exchange import export_formats
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.export_format import ExportFormat, native_activations
@@ -34,7 +34,7 @@ from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
-from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
 
@@ -117,6 +117,8 @@ class _Export(Conversion):
         self.family = family_of(source.config)
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
         self.formats = {name: found for name, found in self.all_formats.items() if found}
+        for scale in missing_scales(native.kv, source.config, source.entries):
+            raise CheckFailed(f"{scale}: a scale of the KV cache is missing")
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
         self.pieces = _pieces(self.family)
         self.notes = _notes(self, native.kv)

@@ -241,7 +241,8 @@ def _require_uniform(target: ExportFormat, formats: Mapping[str, LinearFormat | 
             f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)
         )
         raise QtoolError(
-            f"{target.name} has one group size for the whole model, the checkpoint mixes {listed}"
+            f"{target.name} has one scheme and group size for the whole model, the checkpoint "
+            f"mixes {listed}"
         )
     plain = [name for name, found in formats.items() if found is None]
     if plain and not target.leaves_16_bit:

@@ -8,6 +8,7 @@ has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -17,7 +18,11 @@ from qtool.errors import QtoolError
 from qtool.layouts import Layout
 from qtool.schemes import Params, Scheme
 
-#: rows that every layout's tile divides
+#: the tensor of the packed codes, by which a packed linear is found
+CODES = "qweight"
+#: what else a linear stores, and no scheme's parameter may be called
+OTHERS = {"weight", "bias", "permutation"}
+#: rows that every built-in layout's tile divides
 SLAB_ROWS = 256
 
 
@@ -127,8 +132,8 @@ class LinearFormat:
 
     def nbytes(self, n: int, k: int) -> int:
         """Stored bytes of a weight ``[n, k]``."""
-        shared, slab = _slab_bytes(self, k)
-        return shared + slab * n // SLAB_ROWS
+        shared, slab, rows = _slab_bytes(self, k)
+        return shared + slab * n // rows
 
 
 @cache  # a mixture of experts has tens of thousands of linears of the same few shapes
@@ -138,19 +143,32 @@ def _parameters(linear_format: LinearFormat, n: int, k: int) -> Params:
 
 @cache
 def _tensors(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
-    codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
-    return linear_format.pack(codes, _parameters(linear_format, n, k))
+    layout, scheme = linear_format.layout_object, linear_format.scheme_object
+    codes = torch.empty(n, k, dtype=scheme.code_dtype, device="meta")
+    params = _parameters(linear_format, n, k)
+    if taken := params.keys() & {*layout.tensors, *OTHERS}:
+        raise QtoolError(f"{scheme.name}: no parameter can be called {min(taken)}")
+    stored = linear_format.pack(codes, params)
+    if stored.keys() != {*layout.tensors, *params}:
+        raise QtoolError(
+            f"layout {layout.name}: it packs {', '.join(sorted(stored.keys() - params.keys()))}, "
+            f"its tensors are {', '.join(layout.tensors)}"
+        )
+    return stored
 
 
 @cache
-def _slab_bytes(linear_format: LinearFormat, k: int) -> tuple[int, int]:
-    """Bytes shared by all rows, and bytes of SLAB_ROWS rows, of a weight with ``k`` columns.
+def _slab_bytes(linear_format: LinearFormat, k: int) -> tuple[int, int, int]:
+    """Bytes shared by all rows, and bytes of a slab of rows, of a weight with ``k`` columns.
+
+    The third number is that of the slab's rows: SLAB_ROWS, or more where a tile wants it.
 
     Measured on zeros: storage grows linearly with rows, and torch's ``meta`` kernels import its
     compiler, which takes longer than a whole plan.
     """
-    scheme, zeros = linear_format.scheme_object, torch.zeros(SLAB_ROWS, k)
+    rows = lcm(SLAB_ROWS, linear_format.layout_object.tile[0])
+    scheme, zeros = linear_format.scheme_object, torch.zeros(rows, k)
     params = scheme.fit(zeros)
     stored = linear_format.pack(scheme.quantize(zeros, params), params)
     shared = sum(stored[name].nbytes for name in scheme.shared_params)
-    return shared, sum(t.nbytes for t in stored.values()) - shared
+    return shared, sum(t.nbytes for t in stored.values()) - shared, rows

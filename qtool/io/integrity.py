@@ -16,6 +16,7 @@ from typing import Any
 from qtool.errors import CheckFailed
 
 RECORD = "qtool.json"
+UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
 
 def require_intact(directory: Path) -> None:
@@ -48,6 +49,18 @@ def recorded_hashes(directory: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
+def hashes_to_check(directory: Path) -> dict[str, str]:
+    """:func:`recorded_hashes` of what is to be converted.
+
+    Raises:
+        CheckFailed: a qtool.json that cannot be read.
+    """
+    found = recorded_hashes(directory)
+    if not found and (directory / RECORD).exists():
+        raise CheckFailed(f"{directory / RECORD}: {UNREADABLE}")
+    return found
+
+
 def require_file_intact(path: Path, recorded: str | None) -> None:
     """Check that the file ``path`` has the sha256 ``recorded``; None passes.
 
@@ -65,7 +78,7 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
     """``(file, problem)`` for each shard whose sha256 is not the recorded one, in order."""
     recorded = recorded_hashes(directory)
     if not recorded:
-        yield RECORD, "missing or damaged: the shards' hashes cannot be checked"
+        yield RECORD, UNREADABLE
         return
     with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1) or 1) as pool:
         found = pool.map(_sha256, (directory / Path(shard).name for shard in recorded))

@@ -37,7 +37,7 @@ def register_family(family: Family) -> None:
         raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
     family.require_consistent()
     for other in FAMILIES:
-        if other is family:
+        if other is family or vars(other) == vars(family):
             return
         if taken := set(other.model_types) & set(family.model_types):
             raise QtoolError(

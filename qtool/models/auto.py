@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.models import family_of
 
@@ -23,6 +24,7 @@ def config_of(directory: Path) -> Any:
     """
     import transformers
 
+    plugins.load()  # one may hold the model's class
     try:
         return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises

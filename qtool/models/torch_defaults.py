@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import RLock
 
 import torch
+
+#: the default dtype and torch's module patches belong to the process: threads take turns
+_ONE_AT_A_TIME = RLock()
 
 
 @contextmanager
@@ -11,7 +15,14 @@ def torch_defaults() -> Iterator[None]:
     """New tensors in float32 and on the CPU, gradients where they are asked for, no autocast.
 
     A caller may be loading a model, which sets a dtype, or be in ``torch.inference_mode()``.
+    Another thread waits until this one is out.
     """
+    with _ONE_AT_A_TIME, _set():
+        yield
+
+
+@contextmanager
+def _set() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     # one that is set slows down every function of torch
     other_device = torch.get_default_device().type != "cpu"

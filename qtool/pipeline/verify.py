@@ -22,7 +22,7 @@ from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.packed_kv import IMPORTANCE, OFFSET
+from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
 from qtool.runtime.read_linear import load_linear, packed_linears
 
 TOKENS = 8
@@ -54,7 +54,7 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     where, checkpoint = require_device(device), Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
-    yield from _kv_scales(checkpoint)
+    yield from _kv_scales(checkpoint, checkpoint_format.kv)
     stored = packed_linears(checkpoint)
     names = dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format)))
     if not names and checkpoint_format.kv is None:
@@ -84,7 +84,13 @@ def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> It
         yield from (name for name in names if checkpoint_format.of(name))
 
 
-def _kv_scales(checkpoint: Checkpoint) -> Iterator[Verified]:
+def _kv_scales(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:
+    try:
+        missing = missing_scales(kv, checkpoint.config, checkpoint.entries)
+    except QtoolError as error:
+        yield Verified("quantization_config", str(error))
+        return
+    yield from (Verified(name, "a scale of the KV cache is missing") for name in missing)
     for name in checkpoint.entries:
         if name.endswith((".k_scale", ".v_scale", f".{IMPORTANCE}")):
             scale = checkpoint.read(name)

@@ -158,7 +158,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     layers = merged.get("layers")
     if not isinstance(layers, list) or not layers:
         raise QtoolError(f"{where}: layers must be a list with at least one rule")
-    transforms = chosen.get("transforms") or []
+    transforms = merged.get("transforms") or []
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
@@ -166,7 +166,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         about=_text(data, "about", where) or "",
         layers=tuple(_layer(rule, where) for rule in layers),
         transforms=tuple(_step(step, where) for step in transforms),
-        rounding=_step(chosen.get("rounding", "rtn"), where),
+        rounding=_step(merged.get("rounding", "rtn"), where),
         kv=_text(merged, "kv", where),
         windows=_windows(merged, where),
         min_expert_tokens=_min_expert_tokens(merged, where),

@@ -17,6 +17,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qtool import plugins
 from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.io.integrity import require_intact
 from qtool.models import family_of
@@ -53,6 +54,7 @@ class QtoolQuantizer(HfQuantizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        plugins.load()  # before transformers makes a model on meta, where its tensors would be
         self.stored: set[str] = set()  # the names of importances that the checkpoint holds
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:

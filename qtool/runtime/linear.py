@@ -116,7 +116,11 @@ class QuantLinear(nn.Module):
         if kernel is None and self.reads_floats:
             return self.plain(x)
         rows = x.reshape(-1, self.in_features)  # [M, K]
-        y = self.reference(rows) if kernel is None else self.multiply(rows, kernel, x.dtype)
+        if kernel is None:
+            with torch.autocast(x.device.type, enabled=False):  # would round the integers' sums
+                y = self.reference(rows)
+        else:
+            y = self.multiply(rows, kernel, x.dtype)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def prepared(self, x: Tensor, out_dtype: torch.dtype) -> "PreparedLinear | None":

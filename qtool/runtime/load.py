@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
 from qtool.io.source import Checkpoint, plain_config, read_config, resolve
@@ -113,6 +114,7 @@ def load_as_stored(
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The model of :func:`load` as transformers has it: linears apart, its own norms, no graphs."""
+    plugins.load()  # one may hold the model's class, and is not to be imported while it is made
     path = model.directory if isinstance(model, Checkpoint) else _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")

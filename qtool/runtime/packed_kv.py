@@ -10,14 +10,15 @@ Legend: B batch, H kv heads, T tokens, D head dimension.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from os.path import commonpath
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.models import Family, Heads
+from qtool.models import Family, Heads, family_of
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, require_kv
 
 SCALES = ("k_scale", "v_scale")
@@ -46,6 +47,24 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
         )
     each = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
     return {f"{attention_name(family)}.{name}": each for name in STORED.get(quantizer, ())}
+
+
+def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[str]:
+    """The scales of the cache ``kv`` that are not among the names ``stored`` of a checkpoint.
+
+    Raises:
+        QtoolError: as :func:`kv_tensors` does.
+    """
+    family = family_of(config)
+    settings = family.settings(config)
+    names = kv_tensors(kv, family, Heads.of(settings)) if kv else {}
+    return [
+        name
+        for block in range(settings.num_hidden_layers)
+        for within in names
+        if within.rpartition(".")[2] in SCALES
+        and (name := f"{family.blocks}.{block}.{within}") not in stored
+    ]
 
 
 def attention_name(family: Family) -> str:

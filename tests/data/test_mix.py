@@ -1,5 +1,6 @@
 """A mix of calibration data: its parts, their shares, and the order of all windows."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,23 @@ def test_a_mix_may_be_longer_than_a_file_name(here: Path) -> None:
 def test_a_file_under_two_names_is_there_twice(twin: str, here: Path) -> None:
     """Both parts would give the same windows."""
     (here / "copy.txt").write_text("a.txt")
-    with pytest.raises(QtoolError, match=f"{twin} is a part of the mix twice"):
+    message = f"{twin} is a part of the mix twice: a.txt is the same text"
+    with pytest.raises(QtoolError, match=message):
         parse_mix(f"a.txt:1,{twin}:2", None)
+
+
+def test_a_name_with_a_colon_in_the_home_directory(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    (here / "z:1").write_text("z")
+    assert parse_mix("~/z:1", 3)[0].samples == 3
+
+
+def test_a_pipe_is_no_text(here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    with pytest.raises(QtoolError, match="pipe is a pipe or a device, expected a text"):
+        parse_mix(str(here / "pipe"), 3)
 
 
 def test_every_stretch_holds_its_share_of_each_part() -> None:

@@ -63,8 +63,15 @@ def test_a_task_that_was_not_evaluated_is_no_key(results):
 
 def test_json_round_trip(results):
     assert from_json(results.to_json()) == results
+    windows = [math.inf, *results["c4"].details["window_nll"][1:]]
     infinite = Results(
-        [dataclasses.replace(results["c4"], metrics={"perplexity": Metric(math.inf, None, False)})]
+        [
+            dataclasses.replace(
+                results["c4"],
+                metrics={"perplexity": Metric(math.inf, None, False)},
+                details=results["c4"].details | {"nll": math.inf, "window_nll": windows},
+            )
+        ]
     )
     assert from_json(infinite.to_json()) == infinite
     for bad in ("", "[]", '{"tasks": [{"task": "c4"}]}'):

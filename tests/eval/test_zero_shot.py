@@ -399,3 +399,10 @@ def test_prompts_are_those_of_lm_eval(tokenizer, data_dir):
     assert arguments("piqa") == [(prompt, " blue"), (prompt, " green"), (prompt, " a long red")]
     assert arguments("winogrande") == [("Ann so Ann", " won."), ("Ann so Bob", " won.")]
     assert arguments("lambada_openai") == [("It was a", " cat")]
+
+
+def test_a_common_name_over_rows_of_another_form(model, tokenizer, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    row = {"context": "the cat", "continuation": "sat"}
+    (tmp_path / "tasks" / "piqa.jsonl").write_text(json.dumps(row) + "\n")
+    assert run("piqa", model, tokenizer, tmp_path).samples == 1

@@ -182,7 +182,11 @@ def test_one_group_size_for_all_or_a_format_that_mixes(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
     directory = native(make_model(), rule("w4a16", 32, match="down_proj"), rule("w4a16", 128))
-    refused(directory, "gptq", "one group size for the whole model, .*mixes w4a16 128, w4a16 32")
+    refused(
+        directory,
+        "gptq",
+        "one scheme and group size for the whole model, .*mixes w4a16 128, w4a16 32",
+    )
     assert set(export(directory, "compressed-tensors", tmp_path / "out").errors.values()) == {0.0}
 
 

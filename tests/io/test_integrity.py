@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qtool.errors import CheckFailed
-from qtool.io.integrity import damaged_shards, require_intact
+from qtool.io.integrity import damaged_shards, hashes_to_check, require_intact
 
 
 @pytest.fixture
@@ -45,3 +45,12 @@ def test_a_damaged_record_is_a_failed_check(checkpoint: Path) -> None:
         (checkpoint / "qtool.json").write_text(content)
         with pytest.raises(CheckFailed, match=r"qtool.json: missing or damaged"):
             require_intact(checkpoint)
+
+
+def test_a_conversion_wants_a_record_that_can_be_read(checkpoint: Path) -> None:
+    assert len(hashes_to_check(checkpoint)) == 3
+    (checkpoint / "qtool.json").write_text("{")
+    with pytest.raises(CheckFailed, match=r"qtool.json: missing or damaged"):
+        hashes_to_check(checkpoint)
+    (checkpoint / "qtool.json").unlink()
+    assert hashes_to_check(checkpoint) == {}

@@ -1,5 +1,6 @@
 """``verify`` sees what each of its checks is for."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.exchange.export import export
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
@@ -48,3 +51,20 @@ def test_other_bytes_for_the_same_codes(
 
     monkeypatch.setattr(LinearFormat, "pack", wrong)
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
+
+
+@pytest.mark.parametrize(
+    "other, problem", [("kv8", "a scale of the KV cache is missing"), ("kv9", "unknown --kv 'kv9'")]
+)
+def test_a_cache_that_the_checkpoint_has_no_scales_for(
+    other: str, problem: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """The config, which no hash covers, was changed."""
+    found = recipes.load("w8a8")
+    native = quantize(Checkpoint(make_model()), found, tmp_path / "native")
+    config = json.loads((native / "config.json").read_text())
+    config["quantization_config"]["kv"] = other
+    (native / "config.json").write_text(json.dumps(config))
+    assert any(row.problem.startswith(problem) for row in verify(native))
+    with pytest.raises(QtoolError, match=problem):
+        export(native, "compressed-tensors-w8a8", tmp_path / "out")

@@ -234,3 +234,15 @@ def test_what_no_recipe_says(content: str, message: str, tmp_path: Path) -> None
 def test_an_empty_recipe_is_none(recipe: object, message: str) -> None:
     with pytest.raises(QtoolError, match=message):
         RecipeOverrides().recipe("w8a8", recipe)  # type: ignore[arg-type]
+
+
+def test_variants_share_what_stands_beside_them() -> None:
+    data = {
+        "layers": [{"match": ".*", "scheme": "w8a8"}],
+        "transforms": ["norm-fusion"],
+        "rounding": "gptq",
+        "variants": {"fast": {"rounding": "rtn"}, "best": {}},
+    }
+    fast, best = (recipes.parse(data, "mine", variant) for variant in ("fast", "best"))
+    assert [step.name for step in best.transforms] == ["norm-fusion"] == [fast.transforms[0].name]
+    assert (fast.rounding.name, best.rounding.name) == ("rtn", "gptq")

@@ -88,3 +88,12 @@ def test_the_format_survives_json() -> None:
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")
+
+
+@pytest.mark.parametrize("scheme, layout", [("w8a8", "row-major-8"), ("w4a8-qoq", "dual-mma")])
+def test_autocast_leaves_integer_sums_as_they_are(scheme: str, layout: str) -> None:
+    torch.manual_seed(0)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(3, 256)
+    alone = linear(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x), alone)

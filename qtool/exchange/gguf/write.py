@@ -26,7 +26,7 @@ from qtool.exchange.gguf.architectures import (
     write_hyper_parameters,
 )
 from qtool.exchange.gguf.tokenizer import write_tokenizer
-from qtool.io.integrity import RECORD, recorded_hashes, require_file_intact
+from qtool.io.integrity import RECORD, hashes_to_check, require_file_intact
 from qtool.io.model_card import model_card
 from qtool.io.output import LOCK, lock, require_new
 from qtool.io.safetensors import space_for, write_json
@@ -120,7 +120,7 @@ def _write(
     notes = dict[str, Any]()
     settings = settings_of(work.source.config)
     arch = ARCHITECTURES[settings.model_type].name
-    shards, recorded = shards_of(work), recorded_hashes(work.source.directory)
+    shards, recorded = shards_of(work), hashes_to_check(work.source.directory)
     architecture = next(a for a, name in package.MODEL_ARCH_NAMES.items() if name == arch)
     names = package.get_tensor_name_map(architecture, settings.num_hidden_layers)
     tensors = _tensors(work, formats, names, settings)

@@ -100,7 +100,7 @@ class BlockAttention:
     def refused(self, attention: Attention | None, offset: float) -> dict[str, str]:
         """Methods that look into the attention, which this block's does not let them."""
         if attention is None:
-            reason = "its attention is not queries, keys and values of one head size alone"
+            reason = "no queries, keys and values of one head size were recognized in its attention"
             return dict.fromkeys(LOOK_INTO_CACHE, reason)
         if self._beside_recurrence(attention):
             return dict.fromkeys(LOOK_INTO_CACHE, "its blocks keep a recurrent state in the cache")
