@@ -16,7 +16,7 @@ import qtool
 from qtool import plugins
 from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
-from qtool.errors import NoSpace, QtoolError
+from qtool.errors import QtoolError
 from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
@@ -110,14 +110,7 @@ def quantize(
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
-            shards = Shards(source, job, output, where, record, phases, progress)
-            try:
-                shards.make(tokens, activations)
-            except NoSpace:
-                raise
-            except QtoolError:
-                output.discard_empty()
-                raise
+            Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
         record.write()
         source.require_unchanged(output.identity["source model"])
         output.finish(_config(job), _provenance(source, job, drawn), source.side_files())
@@ -227,7 +220,7 @@ def _identity(
         "calibration data": dict(calibration.facts),
         "device": device.type,
         "qtool version": qtool.__version__,
-        "plugins": plugins.versions(),
+        "set of plugins": plugins.versions(),
     }
 
 

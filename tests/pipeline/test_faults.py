@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtool import recipes
+from qtool import plugins, recipes
 from qtool.calibration.rounding.gptq import rounding
 from qtool.errors import QtoolError
 from qtool.io import safetensors
@@ -108,6 +108,15 @@ def test_a_source_that_changes_meanwhile_makes_no_result(source: Path, tmp_path:
     assert not out.exists()
     with pytest.raises(QtoolError, match="was started with another source model"):
         run(model, out, resume=True)
+
+
+@pytest.mark.usefixtures("partial")
+def test_another_plugin_would_make_other_bytes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "versions", lambda: {"mine": "2.0"})
+    with pytest.raises(QtoolError, match="was started with another set of plugins"):
+        run(source, tmp_path / "out", resume=True)
 
 
 @pytest.mark.parametrize("call", [5, 9])
