@@ -54,17 +54,14 @@ def exported_formats(
         raise QtoolError(f"{error}; {can}") from error
 
 
-def formats_that_take(
-    checkpoint_format: CheckpointFormat, config: Mapping[str, Any], tensor_parallel: int = 1
-) -> list[str]:
+def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> list[str]:
     """Names of the formats that a checkpoint can be exported to.
 
     Raises:
         QtoolError: no format can hold such a model, and why.
     """
     _require_exportable(checkpoint_format, config)
-    model = checkpoint_format, config, tensor_parallel
-    return _that_take(*model)
+    return _that_take(checkpoint_format, config, 1)
 
 
 def _that_take(*model: Any) -> list[str]:
@@ -100,12 +97,7 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
             f"{family.name} model: quantize without rotating the residual stream and without "
             "norm-fusion"
         )
-    names = (
-        f"{family.blocks}.{block}.{linear}"
-        for block in range(int(settings.num_hidden_layers))
-        for linear in family.at(settings, block).linears()
-    )
-    if not any(checkpoint_format.of(name) for name in names):
+    if not any(map(checkpoint_format.of, family.all_linears(settings))):
         raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
 
 

@@ -32,7 +32,10 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
-        """Stored tensors of ``codes [N, K]``: uint8 0..15, or int8 as two's complement nibbles."""
+        """Stored tensors of ``codes [N, K]``, uint8 or int8, of :attr:`bits` bits each.
+
+        Those of int8 are two's complement.
+        """
 
     @abstractmethod
     def unpack(self, packed: dict[str, Tensor], n: int, k: int, *, signed: bool) -> Tensor:

@@ -268,6 +268,12 @@ class Family:
         for group in self.groups:
             yield from group.linears
 
+    def all_linears(self, config: Any) -> Iterator[str]:
+        """Full names of the linears of all blocks that may be quantized."""
+        for block in range(int(config.num_hidden_layers)):
+            for linear in self.at(config, block).linears():
+                yield f"{self.blocks}.{block}.{linear}"
+
     def tensor_parallel(self, config: Any, ranks: int) -> dict[str, tuple[int, int]]:
         """Into how many parts serving stacks cut N and K of each linear, over ``ranks`` GPUs.
 

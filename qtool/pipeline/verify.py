@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
-from qtool.format import CheckpointFormat, LinearFormat, native_format
+from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -56,7 +56,9 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
     yield from _kv_scales(checkpoint, checkpoint_format.kv)
     stored = packed_linears(checkpoint)
-    names = dict.fromkeys((*stored, *_declared(checkpoint, checkpoint_format)))
+    family = family_of(checkpoint.config)
+    linears = family.all_linears(family.settings(checkpoint.config))
+    names = dict.fromkeys((*stored, *filter(checkpoint_format.of, linears)))
     if not names and checkpoint_format.kv is None:
         yield Verified(str(directory), "no linear is packed, so nothing was verified")
     for name in names:
@@ -71,17 +73,6 @@ def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
             yield _linear(checkpoint, name, linear_format, where)
         except (CheckFailed, QtoolError) as error:
             yield Verified(name, str(error))
-
-
-def _declared(checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Iterator[str]:
-    """The full names of the linears that ``quantization_config`` says are packed."""
-    family = family_of(checkpoint.config)
-    settings = family.settings(checkpoint.config)
-    for block in range(settings.num_hidden_layers):
-        names = (
-            f"{family.blocks}.{block}.{linear}" for linear in family.at(settings, block).linears()
-        )
-        yield from (name for name in names if checkpoint_format.of(name))
 
 
 def _kv_scales(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:

@@ -5,7 +5,7 @@ name of the weight file. A transformers without this module therefore refuses th
 that notice; with it the quantizer takes the notice away before the files are looked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ class QtoolQuantizer(HfQuantizer):
 
 def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
-    for name in block_linears(model):
+    config = model.config.get_text_config(decoder=True)
+    for name in family_of(model.config).all_linears(config):
         linear, linear_format = model.get_submodule(name), format.of(name)
         if linear_format is None or not isinstance(linear, nn.Linear):
             continue
@@ -138,16 +139,6 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
             device=linear.weight.device,
         )
         model.set_submodule(name, quantized)
-
-
-def block_linears(model: PreTrainedModel) -> Iterator[str]:
-    """Full names of the linears that the model's family lets one quantize."""
-    config = model.config.get_text_config(decoder=True)
-    family = family_of(model.config)
-    for block in range(len(model.get_submodule(family.blocks))):  # type: ignore[arg-type]
-        yield from (
-            f"{family.blocks}.{block}.{name}" for name in family.at(config, block).linears()
-        )
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
