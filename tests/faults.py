@@ -661,6 +661,36 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
+            "share.add_(below)",
+            "share.sub_(below)",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/models/torch_defaults.py",
+            "with _ONE_AT_A_TIME, _set():",
+            "with _set():",
+            "tests/models/test_torch_defaults.py",
+        ),
+        (
+            "qtool/plugins.py",
+            "if entry in _called:",
+            "if False:",
+            "tests/test_plugins.py",
+        ),
+        (
+            "qtool/runtime/packed_kv.py",
+            "not in stored",
+            "in stored",
+            "tests/pipeline/test_verify.py",
+        ),
+        (
+            "qtool/format/linear.py",
+            "rows = lcm(SLAB_ROWS, linear_format.layout_object.tile[0])",
+            "rows = SLAB_ROWS",
+            "tests/test_plugins.py",
+        ),
+        (
+            "qtool/calibration/transforms/learned_rotation.py",
             "[axes], AXES,",
             "[axes], 0.0,",
             "tests/calibration/transforms/test_learned_rotation.py",
