@@ -775,8 +775,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/value_basis.py",
-            "[unit_rows(weight)], start, size, self.steps, [unit.half()]",
-            "[unit_rows(weight)], start, size, self.steps",
+            "                [unit.half()],\n",
+            "",
             "tests/calibration/transforms/test_value_basis.py",
         ),
         (

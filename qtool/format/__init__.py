@@ -13,13 +13,14 @@ from qtool.format.checkpoint import (
     Rule,
     native_format,
 )
-from qtool.format.linear import CODES, LinearFormat
+from qtool.format.linear import CODES, SLAB_ROWS, LinearFormat
 
 __all__ = [
     "CODES",
     "FORMAT_VERSION",
     "NOTICE",
     "QUANT_METHOD",
+    "SLAB_ROWS",
     "WEIGHTS_FIELD",
     "CheckpointFormat",
     "LinearFormat",
